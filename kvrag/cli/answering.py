@@ -42,6 +42,7 @@ class Settings:
     seed: int | None = None
     use_chat_template: bool = True
     ttft: float | None = None
+    session_bytes: int | None = None
     instruction: str = ""
     reranker: Reranker | None = None
     filter: dict[str, Any] | None = None
@@ -72,11 +73,12 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A question, its answer, and the time to find its chunks."""
+    """A question, its answer, the time to find its chunks, and what was searched for instead."""
 
     question: str
     answer: Answer
     retrieval_seconds: float
+    search: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with the answer's text under ``answer``."""
@@ -84,6 +86,7 @@ class Outcome:
         text = fields.pop("text")
         return {
             "question": self.question,
+            **({} if self.search is None else {"search": self.search}),
             "answer": text,
             **fields,
             "retrieval_seconds": self.retrieval_seconds,
@@ -119,6 +122,7 @@ def make_engine(index: Index, settings: Settings, *, max_batch: int = 1) -> KVEn
         max_tokens=settings.max_tokens,
         ttft=settings.ttft,
         max_batch=max_batch,
+        **({} if settings.session_bytes is None else {"session_bytes": settings.session_bytes}),
     )
 
 
@@ -132,18 +136,29 @@ def retrieve(
     question: str,
     settings: Settings,
     history: Sequence[tuple[str, str]] = (),
+    *,
+    search: str | None = None,
+    known: Sequence[str] = (),
 ) -> Retrieved:
-    """Search the index and build the prompt; only chat prompts include `history`."""
+    """Search the index and build the prompt; only chat prompts include `history`.
+
+    Parameters
+    ----------
+    search
+        What to search for; None means the question.
+    known
+        Chunks that `history` contains; the prompt has each chunk once.
+    """
     started = time.perf_counter()
     hits = index.search(
-        question, settings.top_k, filter=settings.filter, reranker=settings.reranker
+        search or question, settings.top_k, filter=settings.filter, reranker=settings.reranker
     )
     seconds = time.perf_counter() - started
     if not hits:
         console.note(f"{_why_nothing(index)}: the model answers without documents")
-    chunks = reading_order([hit.chunk for hit in hits])
+    chunks = reading_order([hit.chunk for hit in hits if hit.chunk.chunk_id not in known])
     texts = [chunk.text for chunk in chunks]
-    chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
+    chunk_ids = (*known, *(chunk.chunk_id for chunk in chunks))
     if converses(index, settings):
         messages = chat_messages(question, texts, history, settings.instruction)
         return Retrieved(question, messages, (), chunk_ids, seconds)
@@ -193,13 +208,50 @@ def answer(
     return Outcome(retrieved.question, final, retrieved.seconds)
 
 
-def print_below(outcome: Outcome) -> None:
-    """Print the sources and the one-line report below a streamed answer."""
+def print_below(outcome: Outcome, known: Sequence[str] = ()) -> None:
+    """Print the sources, but those `known` by id, and the one-line report below an answer."""
     out = console.out()
     for number, source in enumerate(outcome.answer.sources, start=1):
+        if source.chunk_id in known:
+            continue
         line = f"  [{number}] {_source_line(source)}"
         out.print(line, style="dim", markup=False, no_wrap=True, overflow="ellipsis")
     out.print(f"  {report_line(outcome.answer)}", style="dim", markup=False, soft_wrap=True)
+
+
+def print_sources(answer: Answer) -> None:
+    """Print the passages that an answer's prompt had, each whole."""
+    for number, source in enumerate(answer.sources, start=1):
+        place = f"{console.shown_name(source.source)}#{source.ordinal}{_page(source.metadata)}"
+        console.write(f"[{number}] {place}\n{console.harmless(source.text.strip())}\n\n")
+    if not answer.sources:
+        console.note("the last prompt had no passage of the index")
+
+
+def print_why(outcome: Outcome) -> None:
+    """Print how an answer's prompt came about: what was searched for, and each token's origin."""
+    answer, report = outcome.answer, outcome.answer.report
+    reasons = ", ".join(f"{number:,} {why}" for why, number in report.fresh_reasons.items())
+    misses = ", ".join(f"{number:,} {why}" for why, number in report.misses.items())
+    stages = ", ".join(f"{name} {console.format_seconds(s)}" for name, s in report.seconds.items())
+    origins = {
+        "kept from earlier turns": report.num_kept,
+        "stored, exact": report.num_exact,
+        "stored, reused": report.num_reused,
+        "stored, recomputed": report.num_recomputed,
+        "computed": report.num_fresh,
+    }
+    values = {
+        "searched_for": console.one_line(outcome.search or outcome.question),
+        "policy": report.policy,
+        "prompt_tokens": report.num_tokens,
+        **{origin: number for origin, number in origins.items() if number},
+        **({"computed because": reasons} if reasons else {}),
+        **({"misses": misses} if misses else {}),
+        "first_token_after": f"{console.format_seconds(answer.ttft_seconds)} ({stages})",
+        "answer_tokens": f"{answer.usage.completion_tokens}, ended by {answer.finish_reason}",
+    }
+    console.print_fields(values)
 
 
 def report_line(answer: Answer) -> str:

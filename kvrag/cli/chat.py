@@ -1,30 +1,40 @@
-"""`kvrag chat`: a conversation, with retrieval for each question; shortens its history."""
+"""`kvrag chat`: a conversation, with retrieval for each question."""
 
 from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag.arguments import shown
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
-from kvrag.errors import KVRagError, ParameterError, PromptTooLongError
+from kvrag.cli.names import like
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
-    from kvrag.engine.base import Engine
-    from kvrag.ingest.index import Index
+    from kvrag.cli.conversation import Conversation
+    from kvrag.engine.engine import KVEngine
 
 _PROMPT = "> "
-_HELP = (
-    "Type a question. /new clears the conversation, Ctrl-C stops an answer, /quit or Ctrl-D exits."
-)
+_COMMANDS = {
+    "/sources": "the passages of the last prompt, whole",
+    "/why": "what was searched for, and where each token of the last prompt came from",
+    "/new": "forget the conversation",
+    "/ratio SHARE": "recompute this share of reused tokens from now on; 1.0 is plain prefill",
+    "/help": "these commands",
+    "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
+}
+_HELP = "\n".join(f"{name:<14}{what}" for name, what in _COMMANDS.items())
+_GREETING = "Type a question. The conversation is remembered; /help lists commands."
 
 
 @dataclass(frozen=True)
@@ -57,23 +67,28 @@ def chat(
     max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
     temperature: o.TemperatureOption = 0.0,
     seed: o.SeedOption = None,
+    session_bytes: o.SessionBytesOption = None,
     history: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
-            help="Earlier turns to include in the prompt (needs a chat template); 0 for none.",
+            help="Earlier turns to include in the prompt (needs a chat template); 0 for none. "
+            "Default: all that fit.",
             rich_help_panel=o.TUNING,
+            show_default=False,
         ),
-    ] = 0,
+    ] = None,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Ask several questions in a conversation; each question searches the index again.
+    """Ask several questions in a conversation, which is remembered; each one searches the index.
 
+    The model rewrites follow-up questions, so that they find what they mean. /help lists commands.
     Questions are read from stdin, one per line. With --json, all turns are printed as one document
     at the end. When stdin is not a terminal and a question fails, the exit code is 1.
     """
     from kvrag.cli.answering import Settings, converses, make_engine
+    from kvrag.cli.conversation import Conversation
     from kvrag.cli.opening import load_reranker, open_index, warm_up
 
     settings = Settings(
@@ -84,6 +99,7 @@ def chat(
         eviction=eviction,
         links=links,
         ttft=ttft,
+        session_bytes=session_bytes,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
@@ -93,13 +109,15 @@ def chat(
     )
     with open_index(index, model, device, store, embedding=embedding, compute=compute) as opened:
         engine = make_engine(opened, settings)
-        if history and not converses(opened, settings):
+        remembers = converses(opened, settings)
+        if history and not remembers:
             raise ParameterError(
                 f"--history {history}: {opened.config.model} gets a plain prompt here, "
                 "which cannot include earlier turns; leave the option out"
             )
         warm_up(opened)
-        turns = _converse(opened, engine, settings, history, quiet=as_json)
+        conversation = Conversation(history) if remembers and history != 0 else None
+        turns = _Chat(engine, settings, conversation, quiet=as_json).run()
     if as_json:
         console.print_json({"turns": [turn.to_dict() for turn in turns]})
     # An interactive user has seen the error already.
@@ -107,63 +125,112 @@ def chat(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _converse(
-    index: Index, engine: Engine, settings: Settings, num_history: int, *, quiet: bool
-) -> list[Outcome | _Refused]:
-    from kvrag.cli.answering import print_below
+class _Chat:
+    """One conversation at a terminal or over a pipe.
 
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        # A line that is not valid text fails as one question and does not end the conversation.
-        sys.stdin.reconfigure(errors="surrogateescape")
-    turns: list[Outcome | _Refused] = []
-    remembered: list[tuple[str, str]] = []
-    if sys.stdin.isatty():
-        console.note(_HELP)
-    while (question := _read_question()) is not None:
-        if question in ("/quit", "/exit"):
-            break
-        if question == "/new":
-            remembered.clear()
-            console.note("conversation cleared")
-            continue
-        if question.startswith("/"):
+    Parameters
+    ----------
+    engine
+        What answers.
+    settings
+        How; `/ratio` changes them.
+    conversation
+        What prompts repeat; None asks each question alone.
+    quiet
+        Print no answers.
+    """
+
+    def __init__(
+        self,
+        engine: KVEngine,
+        settings: Settings,
+        conversation: Conversation | None,
+        *,
+        quiet: bool,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._conversation = conversation
+        self._quiet = quiet
+        self._last: Outcome | None = None
+
+    def run(self) -> list[Outcome | _Refused]:
+        """Answer questions until there are no more; return them."""
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # A line that is not valid text fails as one question and does not end the conversation.
+            sys.stdin.reconfigure(errors="surrogateescape")
+        turns: list[Outcome | _Refused] = []
+        if sys.stdin.isatty():
+            console.note(_GREETING)
+        while (line := _read_question()) is not None:
+            if line in ("/quit", "/exit"):
+                break
+            if line.startswith("/"):
+                self._obey(*line.split(maxsplit=1))
+            elif line and (turn := self._turn(line)) is not None:
+                turns.append(turn)
+        return turns
+
+    # -- commands ----------------------------------------------------------------------------
+
+    def _obey(self, command: str, argument: str = "") -> None:
+        from kvrag.cli.answering import print_sources, print_why
+
+        argument = argument.strip()
+        if argument and command in ("/sources", "/why", "/new", "/help"):
+            fail(f"{command} {shown(argument)}: expected nothing after {command}")
+        elif command == "/help":
             console.note(_HELP)
-            continue
-        if not question:
-            continue
-        earlier = remembered[-num_history:] if num_history else []
-        turn = _turn(index, engine, settings, question, earlier, quiet=quiet)
-        if turn is None:
-            continue
-        turns.append(turn)
-        if isinstance(turn, _Refused):
-            continue
-        remembered.append((question, turn.answer.text))
-        if not quiet:
-            print_below(turn)
-    return turns
+        elif command == "/new":
+            self._last = None
+            if self._conversation is not None:
+                self._conversation.clear()
+            console.note("conversation cleared")
+        elif command == "/ratio":
+            self._set_ratio(argument)
+        elif command not in ("/sources", "/why"):
+            known = [name.split()[0] for name in _COMMANDS]
+            fail(f"unknown command {shown(command)}{like(command, known)}; /help lists them")
+        elif self._quiet:
+            fail(f"{command} prints text, but --json prints one document; leave one out")
+        elif self._last is None:
+            fail(f"{command}: nothing has been answered yet; ask a question first")
+        elif command == "/sources":
+            print_sources(self._last.answer)
+        else:
+            print_why(self._last)
 
+    def _set_ratio(self, given: str) -> None:
+        from kvrag.fusion.controller import takes_ratio
 
-def _turn(
-    index: Index,
-    engine: Engine,
-    settings: Settings,
-    question: str,
-    earlier: list[tuple[str, str]],
-    *,
-    quiet: bool,
-) -> Outcome | _Refused | None:
-    """Answer one question; return None if the user interrupts it."""
-    from kvrag.cli.answering import answer, retrieve
-
-    while True:
-        show = console.AnswerText(quiet=quiet)
+        policy = self._settings.policy
+        if not given:
+            ratio = self._settings.ratio
+            console.note(f"policy {policy}, ratio {'its own' if ratio is None else ratio}")
+            return
         try:
-            outcome = answer(engine, retrieve(index, question, settings, earlier), settings, show)
+            ratio = float(given)
+        except ValueError:
+            ratio = -1.0
+        if not 0.0 <= ratio <= 1.0:
+            fail(f"/ratio {shown(given)}: expected a share between 0 and 1, such as /ratio 0.3")
+        elif not takes_ratio(policy):
+            fail(f"/ratio {given}: policy {policy} takes none; start with another --policy")
+        else:
+            self._settings = replace(self._settings, ratio=ratio, boundary_tokens=None)
+            console.note(f"ratio {ratio}; what was repaired otherwise is not taken")
+
+    # -- questions ---------------------------------------------------------------------------
+
+    def _turn(self, question: str) -> Outcome | _Refused | None:
+        """Answer one question; return None if the user interrupts it."""
+        from kvrag.cli.answering import print_below
+
+        known = () if self._conversation is None else self._conversation.chunk_ids
+        show = console.AnswerText(quiet=self._quiet)
+        try:
+            outcome = self._answer(question, show)
         except KVRagError as error:
-            if isinstance(error, PromptTooLongError) and earlier:
-                earlier = earlier[1:]
-                continue
             fail(str(error))
             return _Refused(_as_text(question), str(error))
         except KeyboardInterrupt:
@@ -172,9 +239,45 @@ def _turn(
             console.write("\n")
             console.note("stopped")
             return None
-        else:
-            show.end()
-            return outcome
+        show.end()
+        self._last = outcome
+        if not self._quiet:
+            print_below(outcome, known)
+        return outcome
+
+    def _answer(self, question: str, show: Callable[[str], None]) -> Outcome:
+        from kvrag.cli.answering import answer, retrieve
+        from kvrag.cli.conversation import Turn, search_question
+
+        index, settings, conversation = self._engine.index, self._settings, self._conversation
+        if conversation is None:
+            return answer(self._engine, retrieve(index, question, settings), settings, show)
+        search = search_question(self._engine, conversation.turns, question)
+        if search != question and not self._quiet:
+            console.out().print(
+                f"  searching for: {console.one_line(search)}", style="dim", markup=False
+            )
+        while True:
+            retrieved = retrieve(
+                index,
+                question,
+                settings,
+                conversation.history,
+                search=search,
+                known=conversation.chunk_ids,
+            )
+            num_tokens = len(self._engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids))
+            has_room = num_tokens + settings.max_tokens <= index.config.max_positions
+            if has_room or not conversation.turns:
+                break
+            number = conversation.forget_half()
+            console.note(f"the model's window is full: forgot {console.count(number, 'turn')}")
+        outcome = answer(self._engine, retrieved, settings, show)
+        assert not isinstance(retrieved.prompt, str)  # only chat prompts remember
+        said = retrieved.prompt[-1]["content"]
+        new = retrieved.chunk_ids[len(conversation.chunk_ids) :]
+        conversation.add(Turn(question, said, outcome.answer.text, new))
+        return outcome if search == question else replace(outcome, search=search)
 
 
 def _as_text(line: str) -> str:

@@ -234,6 +234,30 @@ TTFTOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _memory(text: str | int) -> int:
+    from kvrag.store.registry import parse_bytes
+
+    if str(text).strip() == "0":
+        return 0
+    try:
+        return parse_bytes(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; 0 keeps nothing") from error
+
+
+SessionBytesOption = Annotated[
+    Any,
+    typer.Option(
+        "--session-bytes",
+        metavar="BYTES",
+        parser=_memory,
+        help="Memory for the KV of earlier turns, such as 4GB; 0 keeps none. Default: 1 GiB.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
 RerankOption = Annotated[
     str | None,
     typer.Option(

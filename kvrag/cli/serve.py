@@ -31,6 +31,7 @@ _ONLY = {
             "eviction",
             "links",
             "ttft",
+            "session_bytes",
             "max_tokens",
             "keys",
             "anyone",
@@ -69,6 +70,7 @@ def serve(
     eviction: o.EvictionOption = None,
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
+    session_bytes: o.SessionBytesOption = None,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -227,6 +229,7 @@ def serve(
         eviction=eviction,
         links=links,
         ttft=ttft,
+        session_bytes=session_bytes,
         max_tokens=max_tokens,
     )
     options = ServerOptions(

@@ -29,7 +29,7 @@ from kvrag.loading import threads
 from kvrag.loading.streaming import StreamEstimates
 
 _GROWTH = 1.5
-"""A copied buffer gets this many times the room that it needs, so that the next turns find room."""
+"""A buffer that is kept gets this many times the room that it needs, for the next turns."""
 
 
 class PromptFuser:
@@ -107,7 +107,7 @@ class PromptFuser:
         keeps = keeps and open_kv is None and self._can_keep(request, choice, layout)
         earlier = self.sessions.take(request.session, layout, choice) if keeps else None
         if earlier is None:
-            buffer = self._new_buffer(layout, room)
+            buffer = self._new_buffer(layout, room, grows=keeps and self._has_free_room)
         else:
             buffer = self._buffer_after(earlier, request.session, layout, room)
             layout = _keeping(layout, laid_out, earlier.num_rows)
@@ -185,28 +185,33 @@ class PromptFuser:
             )
         return min(max_tokens, model.max_positions - end)
 
-    def _new_buffer(self, layout: Layout, room: int) -> FusedKV:
+    def _new_buffer(self, layout: Layout, room: int, *, grows: bool) -> FusedKV:
         model, num_tokens = self._index.model, len(layout.token_ids)
-        return self.buffers.take(model.spec, num_tokens, num_tokens + room, model.device)
+        capacity = num_tokens + room
+        if grows:
+            most = min(model.max_positions, self.sessions.max_bytes // model.spec.bytes_per_token)
+            capacity = max(capacity, min(int(_GROWTH * capacity), most))
+        return self.buffers.take(model.spec, num_tokens, capacity, model.device)
+
+    @property
+    def _has_free_room(self) -> bool:
+        """Whether unused rows take no memory: that of a process does not before it is written."""
+        return self._index.model.device.type == "cpu"
 
     def _buffer_after(
         self, earlier: Overlap, session: str | None, layout: Layout, room: int
     ) -> FusedKV:
         """Return a buffer that begins with an earlier one's rows: the same one if it has room."""
-        old, model, num_tokens = earlier.kept.kv, self._index.model, len(layout.token_ids)
-        if not earlier.goes_on:
-            buffer = self._new_buffer(layout, room)
-            buffer.copy_rows(old, earlier.num_rows)
-            self.sessions.keep(session, earlier.kept)
-            return buffer
-        needed = num_tokens + room
-        if old.capacity >= needed:
+        old, num_tokens = earlier.kept.kv, len(layout.token_ids)
+        if earlier.goes_on and old.capacity >= num_tokens + room:
             return old.with_tokens(num_tokens)
-        most = min(model.max_positions, self.sessions.max_bytes // model.spec.bytes_per_token)
-        capacity = max(needed, min(int(_GROWTH * needed), most))
-        buffer = self.buffers.take(model.spec, num_tokens, capacity, model.device)
+        grows = earlier.goes_on or self._has_free_room
+        buffer = self._new_buffer(layout, room, grows=grows)
         buffer.copy_rows(old, earlier.num_rows)
-        self.buffers.give_back(old)
+        if earlier.goes_on:
+            self.buffers.give_back(old)
+        else:
+            self.sessions.keep(session, earlier.kept)
         return buffer
 
     def _loading(self, request: Request, layout_seconds: float, *, is_placed: bool) -> Loading:

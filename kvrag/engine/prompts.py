@@ -39,14 +39,14 @@ def chat_messages(
     question, texts
         The question and its retrieved chunks; together they are the last user message.
     history
-        Earlier questions and answers, oldest first, without their chunks: chunks that matter
-        are retrieved again.
+        Earlier messages of the user and their answers, oldest first. With the messages as they
+        were, chunks included, the prompt begins as the earlier ones did, whose KV is kept.
     instruction
         What the model is to do with the chunks; stands between them and the question.
     """
     messages: Messages = []
-    for earlier_question, answer in history:
-        messages.append({"role": "user", "content": earlier_question})
+    for earlier, answer in history:
+        messages.append({"role": "user", "content": earlier})
         messages.append({"role": "assistant", "content": answer})
     said = [instruction] if instruction else []
     content = "\n\n".join([*texts, *said, f"Question: {question}"])

@@ -31,6 +31,7 @@ from kvrag.engine.base import Engine
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
+from kvrag.engine.sessions import SESSION_BYTES
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -62,16 +63,14 @@ _OF_REQUESTS = (
 )
 _WHOLE = ("boundary_tokens", "max_tokens", "top_k", "seed", "max_retries")
 _REAL = ("ratio", "ttft", "temperature", "top_p", "repetition_penalty", "timeout")
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def _index_from_environment() -> str:
-    folder = os.environ.get(INDEX_VARIABLE)
-    if not folder:
+    if not (folder := os.environ.get(INDEX_VARIABLE)):
         raise ParameterError(
             f"no index: pass index='FOLDER' (made by 'kvrag ingest') or set {INDEX_VARIABLE}"
         )
@@ -103,6 +102,8 @@ class EngineSettings(BaseModel):
     ttft
         Target time to the first token, in seconds; kvrag loads as much stored KV as it can in
         that time. None loads all of it; see `kvrag.KVEngine`.
+    session_bytes
+        Memory for the KV of ended answers; see `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
@@ -139,6 +140,7 @@ class EngineSettings(BaseModel):
     eviction: str | None = None
     links: str | Path | None = None
     ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    session_bytes: int = Field(default=SESSION_BYTES, ge=0)
     schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
@@ -367,9 +369,8 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            engine = self._engines[model] = KVEngine(
-                index, eviction=self.eviction, links=self.links, ttft=self.ttft
-            )
+            given = {n: getattr(self, n) for n in ("eviction", "links", "ttft", "session_bytes")}
+            engine = self._engines[model] = KVEngine(index, **given)
         return engine
 
     def _placed(self, prompt: Prompt, engine: Engine) -> Prompt | PlacedPrompt:

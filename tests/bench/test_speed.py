@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import pairwise
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.ingest import IngestOptions, run_ingest_bench
 from kvrag_bench.memory import peak_bytes
+from kvrag_bench.session import SessionOptions, run_session_bench
 from kvrag_bench.shapes import random_model, random_text
 from kvrag_bench.ttft import TTFTOptions, run_ttft_bench
 
@@ -139,3 +141,24 @@ def test_batch_rows_are_ratios_of_their_own_figures() -> None:
 def test_batch_options_out_of_range(values: dict[str, int]) -> None:
     with pytest.raises(ParameterError):
         run_batch_bench(BatchOptions(shape="test", **values))
+
+
+def test_session_rows_count_what_is_kept() -> None:
+    options = SessionOptions(
+        shape="test", num_turns=3, num_chunks=1, question_tokens=5, num_tokens=4, repeats=1
+    )
+    first, *others = run_session_bench(options)
+    assert first.num_kept == 0
+    for before, row in pairwise([first, *others]):
+        # All but the answer's last token, and the question.
+        assert row.num_kept == before.num_tokens + 3
+        assert row.num_tokens == row.num_kept + 1 + 5
+        assert row.anew_seconds > 0
+        assert row.ratio == row.seconds / row.alone_seconds
+        assert row.kept_bytes >= before.kept_bytes > 0
+
+
+@pytest.mark.parametrize("values", [{"num_turns": 1}, {"num_tokens": 0}, {"num_chunks": 900}])
+def test_session_options_out_of_range(values: dict[str, int]) -> None:
+    with pytest.raises(ParameterError):
+        run_session_bench(SessionOptions(shape="test", **values))

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvrag
+from kvrag.cli.conversation import first_line, is_usable
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Request
 from kvrag.errors import StoreError
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
@@ -39,7 +43,7 @@ def test_json_is_one_document(run: Run, index_folder: Path) -> None:
 def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
     lines = "Who keeps the ledger?\nAnd the clock?\n"
     common = ("chat", "--index", index_folder, "--max-tokens", 3, "--json")
-    alone = run(*common, stdin=lines).json["turns"]
+    alone = run(*common, "--history", 0, stdin=lines).json["turns"]
     together = run(*common, "--history", 2, stdin=lines).json["turns"]
     assert alone[0]["usage"]["prompt_tokens"] == together[0]["usage"]["prompt_tokens"]
     assert alone[1]["usage"]["prompt_tokens"] < together[1]["usage"]["prompt_tokens"]
@@ -61,6 +65,150 @@ def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) 
     assert refused["question"].startswith("why why")
     assert "tokens" in refused["error"]
     assert "answer" in answered
+
+
+def test_turns_are_remembered_and_kept(run: Run, index_folder: Path) -> None:
+    lines = "Who keeps the ledger?\nAnd the clock?\n/new\nAnd the clock?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 4, "--json", stdin=lines)
+    first, second, third = done.json["turns"]
+    num_first = first["usage"]["prompt_tokens"]
+    assert second["report"]["num_kept"] >= num_first
+    assert second["usage"]["prompt_tokens"] > num_first + 4
+    # Passages of the first turn are not repeated.
+    sources = [source["chunk_id"] for source in second["sources"]]
+    assert len(set(sources)) == len(sources) >= len(first["sources"])
+    assert third["usage"]["prompt_tokens"] < second["usage"]["prompt_tokens"]
+    assert "search" not in first
+    assert "search" not in third
+    # The random model writes nothing usable.
+    assert second["search"] == "Who keeps the ledger? And the clock?"
+    forgetful = run(
+        *("chat", "--index", index_folder, "--max-tokens", 4, "--json", "--session-bytes", 0),
+        stdin=lines,
+    )
+    assert all(turn["report"]["num_kept"] == 0 for turn in forgetful.json["turns"])
+
+
+def test_a_follow_up_searches_for_what_the_model_writes(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    search = Index.search
+
+    def noted(index: Index, question: str, k: int, **options: Any) -> list[SearchHit]:
+        asked.append(question)
+        return search(index, question, k, **options)
+
+    def written(engine: KVEngine, request: Request) -> Any:
+        assert isinstance(request.prompt, list)
+        assert "Last question: And the clock?" in request.prompt[0]["content"]
+        return SimpleNamespace(text='\nQuestion: "Who repairs the clock?"\nBecause')
+
+    monkeypatch.setattr(Index, "search", noted)
+    monkeypatch.setattr(KVEngine, "generate", written)
+    lines = "Who keeps the ledger?\nAnd the clock?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
+    assert done.code == 0, done.err
+    assert asked == ["Who keeps the ledger?", "Who repairs the clock?"]
+    assert done.out.count("searching for: Who repairs the clock?") == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "question", "usable"),
+    [
+        ("When did Ines write the ledger?", "And when did she write it?", True),
+        ("What?", "And when did she write it?", False),
+        ("She did write it then.", "And when did she write it?", False),
+        ("the clock of Varn, repaired", "repaired clock", True),
+        ("", "Why?", False),
+        ("!!!", "Why?", False),
+        ("Why did Ines leave?", "Why?", True),
+        ("write " * 100, "When did she write?", False),
+        ("The fox jumps over the dog.", "And where does the river end?", False),
+    ],
+)
+def test_what_replaces_a_question(written: str, question: str, usable: bool) -> None:
+    assert is_usable(written, question) is usable
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ""),
+        ("\n \n", ""),
+        ("Who?\nYes.", "Who?"),
+        ('**Question:** "Who?"', "Who?"),
+        ("Rewritten question: Who: he?", "Who: he?"),
+        ("Note: the question is hard", "Note: the question is hard"),
+    ],
+)
+def test_the_first_line_without_its_label(text: str, line: str) -> None:
+    assert first_line(text) == line
+
+
+def test_commands(run: Run, index_folder: Path) -> None:
+    lines = "/why\n/sources\nWho keeps the ledger?\n/sources\n/why\n/help\n/ratio\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
+    assert done.code == 0
+    assert done.err.count("nothing has been answered yet") == 2
+    assert "Ines keeps the harbour ledger. She writes down every boat." in done.out
+    assert "Who keeps the ledger?" in done.out.partition("searched for")[2]
+    assert "prompt tokens" in done.out
+    assert "/ratio SHARE" in done.err
+    assert "policy two_stage, ratio its own" in done.err
+
+
+def test_another_ratio_recomputes_the_conversation(run: Run, index_folder: Path) -> None:
+    lines = "Who keeps the ledger?\n/ratio 1.0\nAnd the clock?\nAnd the fox?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
+    first, second, third = (turn["report"] for turn in done.json["turns"])
+    assert first["num_reused"] > 0
+    assert second["num_reused"] == 0 < second["num_recomputed"]
+    assert third["num_kept"] >= second["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("/sourcs", "unknown command '/sourcs' (is it '/sources'?)"),
+        ("/ratio much", "/ratio 'much': expected a share between 0 and 1"),
+        ("/ratio 1.5", "expected a share"),
+        ("/ratio nan", "expected a share"),
+        ("/new now", "/new 'now': expected nothing after /new"),
+        ("/", "unknown command '/'"),
+    ],
+)
+def test_wrong_commands_get_one_line(
+    run: Run, index_folder: Path, line: str, expected: str
+) -> None:
+    done = run("chat", "--index", index_folder, stdin=line + "\n")
+    assert done.code == 0
+    assert done.err.count("error: ") == 1
+    assert expected in done.err
+
+
+def test_a_policy_without_a_ratio_says_so(run: Run, index_folder: Path) -> None:
+    command = ("chat", "--index", index_folder, "--policy", "none")
+    assert "policy none takes none" in run(*command, stdin="/ratio 0.5\n").err
+
+
+def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
+    run: Run, index_folder: Path
+) -> None:
+    """The test model holds 2,048 tokens."""
+    long = "why does the keeper of the light go to the river bank " * 12
+    lines = "".join(f"{number} {long}\n" for number in range(12))
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
+    assert done.code == 0, done.err
+    assert done.out.count("first token") == 12
+    assert 1 <= done.err.count("the model's window is full: forgot") <= 6
+
+
+def test_session_bytes_are_sizes(run: Run, index_folder: Path) -> None:
+    done = run("chat", "--index", index_folder, "--session-bytes", "much", stdin="")
+    assert done.code != 0
+    assert "expected bytes as in 20GB or 512MiB" in " ".join(done.err.split())
+    assert run("chat", "--index", index_folder, "--session-bytes", "64MiB", stdin="").code == 0
 
 
 @pytest.mark.parametrize(

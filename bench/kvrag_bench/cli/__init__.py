@@ -8,6 +8,7 @@ COMMANDS = {
     "ttft": "kvrag_bench.cli.ttft:bench_ttft",
     "decode": "kvrag_bench.cli.decode:bench_decode",
     "batch": "kvrag_bench.cli.batch:bench_batch",
+    "session": "kvrag_bench.cli.session:bench_session",
     "attention": "kvrag_bench.cli.attention:bench_attention",
     "ingest": "kvrag_bench.cli.ttft:bench_ingest",
     "quality": "kvrag_bench.cli.quality:bench_quality",

@@ -145,6 +145,7 @@ def _serving(index: Path, options: StreamsOptions) -> Iterator[str]:
     """Yield the address of a server in another process."""
     command = [sys.executable, "-m", "kvrag", "serve", "--index", str(index), "--port", "0"]
     command += ["--streams", str(options.max_streams), "--waiting", str(options.num_clients)]
+    command += ["--session-bytes", "0"]  # the clients ask few prompts, again and again
     environment = {name: one for name, one in os.environ.items() if name != "KVRAG_SERVER_KEY"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment

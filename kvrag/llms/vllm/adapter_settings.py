@@ -9,6 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from kvrag.engine.base import Engine
+from kvrag.engine.sessions import SESSION_BYTES
 from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
@@ -41,9 +42,9 @@ class VLLMSettings(EngineSettings):
 
     Notes
     -----
-    ``links``, ``schemas``, ``device``, ``ttft`` and ``eviction`` are refused: vLLM has one row per
-    token, supports no gaps between positions, chooses its own device, loads records whole, and
-    keeps all keys.
+    ``links``, ``schemas``, ``device``, ``ttft``, ``eviction`` and ``session_bytes`` are refused:
+    vLLM has one row per token, supports no gaps between positions, chooses its own device, loads
+    records whole, keeps all keys, and has its own cache.
     """
 
     base_url: str | None = None
@@ -54,9 +55,11 @@ class VLLMSettings(EngineSettings):
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
         others = (self.schemas or None, self.device, self.ttft, make_eviction(self.eviction))
-        if self.links not in (None, "off") or others != (None, None, None, None):
+        is_kept = self.session_bytes == SESSION_BYTES
+        if self.links not in (None, "off") or others != (None, None, None, None) or not is_kept:
             raise ParameterError(
-                "vLLM takes no links, schemas, device, ttft or eviction; leave them out"
+                "vLLM takes no links, schemas, device, ttft, eviction or session_bytes; leave them "
+                "out"
             )
         if self.base_url is not None and self.engine_args:
             raise ParameterError(

@@ -1,0 +1,219 @@
+"""`kvrag bench session`: turns of a conversation, with earlier turns kept and without.
+
+One engine keeps the KV of earlier turns; another keeps nothing, and answers the same prompts. The
+first turn's prompt has all chunks; each later prompt is the one before, its answer and a question.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Prompt
+from kvrag.errors import ParameterError
+from kvrag.fusion.report import FusionReport
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag_bench.shapes import random_model, random_text
+
+_CHUNK_TOKENS = 200
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    model
+        A model folder or name; None takes random weights of `shape`.
+    shape
+        A name in `kvrag_bench.shapes.SHAPES`.
+    policy
+        The policy of all turns.
+    num_turns
+        Turns of the conversation.
+    num_chunks
+        Chunks of 200 tokens in the first turn's prompt.
+    question_tokens, num_tokens
+        Tokens of each question, and of each answer.
+    repeats
+        Conversations, of which each turn's median is reported; one more runs first and does not
+        count.
+    processor_time
+        Whether to count the process's processor time instead of the clock's, with one thread: on a
+        machine that others use too.
+    """
+
+    model: str | None = None
+    shape: str = "qwen2.5-0.5b"
+    policy: str = "two_stage"
+    num_turns: int = 20
+    num_chunks: int = 8
+    question_tokens: int = 30
+    num_tokens: int = 32
+    repeats: int = 3
+    processor_time: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = (self.num_chunks, self.question_tokens, self.num_tokens, self.repeats)
+        if min(numbers) < 1 or self.num_turns < 2:
+            raise ParameterError(
+                "bench session: chunks, tokens and repeats must be 1 or more, turns 2 or more"
+            )
+        if self.processor_time and torch.get_num_threads() > 1:
+            raise ParameterError(
+                f"bench session: processor time adds up the {torch.get_num_threads()} threads; set "
+                "OMP_NUM_THREADS=1"
+            )
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """One turn.
+
+    Attributes
+    ----------
+    num_tokens, num_kept
+        Tokens of the prompt, and those of them that were kept; the others are new.
+    seconds
+        Time to first token of the conversation's engine.
+    alone_seconds
+        That of a prompt of as many tokens as were new.
+    anew_seconds
+        That of the same prompt in an engine that keeps nothing.
+    ratio
+        `seconds` over `alone_seconds`.
+    kept_bytes
+        Memory of what is kept after the turn.
+    """
+
+    model: str
+    policy: str
+    turn: int
+    num_tokens: int
+    num_kept: int
+    seconds: float
+    alone_seconds: float
+    anew_seconds: float
+    ratio: float
+    kept_bytes: int
+
+
+def run_session_bench(
+    options: SessionOptions, say: Callable[[str], None] = lambda _: None
+) -> list[SessionRow]:
+    """Measure every turn.
+
+    Raises
+    ------
+    ParameterError, ModelLoadError, UnsupportedModelError
+        Before anything is timed.
+    """
+    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    each = options.question_tokens + options.num_tokens + 4
+    needed = options.num_chunks * (_CHUNK_TOKENS + 2) + options.num_turns * each
+    if needed > model.max_positions:
+        raise ParameterError(
+            f"{needed} tokens do not fit the {model.max_positions} of {model.name}: fewer turns or "
+            "chunks"
+        )
+    texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(options.num_chunks)]
+    questions = [
+        random_text(model, options.question_tokens, seed=len(texts) + turn)
+        for turn in range(options.num_turns)
+    ]
+    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
+        index = Index.create(
+            Path(folder) / "index", model=model, embedding="hashing", chunk_tokens=_CHUNK_TOKENS
+        )
+        with index:
+            index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+            runs = []
+            for number in range(options.repeats + 1):
+                say(f"conversation {number} of {options.repeats}")
+                runs.append(_converse(index, texts, questions, options))
+    return [
+        _row(index, turn, [run[turn] for run in runs[1:]], options) for turn in range(len(runs[0]))
+    ]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    report: FusionReport
+    seconds: float
+    alone_seconds: float
+    anew_seconds: float
+    kept_bytes: int
+
+
+def _converse(
+    index: Index, texts: list[str], questions: list[str], options: SessionOptions
+) -> list[_Turn]:
+    clock = time.process_time if options.processor_time else time.perf_counter
+    load_threads = 0 if options.processor_time else None
+    engine, forgetful = (
+        KVEngine(index, policy=options.policy, load_threads=load_threads, session_bytes=size)
+        for size in (1 << 40, 0)
+    )
+
+    num_special = len(index.tokenizer("")["input_ids"])
+    converses = bool(getattr(index.tokenizer, "chat_template", None))
+
+    def ask(engine: KVEngine, prompt: Prompt, *, reuse: bool = True) -> tuple[float, FusionReport]:
+        started = clock()
+        report = engine.generate(prompt, max_tokens=1, reuse=reuse).report
+        return clock() - started, report
+
+    turns: list[_Turn] = []
+    said = ["\n\n".join([*texts, questions[0]])]
+    while True:
+        prompt = _prompt(said, converses=converses)
+        seconds, report = ask(engine, prompt)
+        anew_seconds, _ = ask(forgetful, prompt)
+        num_new = report.num_tokens - report.num_kept
+        alone = random_text(index.model, num_new - num_special, seed=len(turns))
+        alone_seconds, _ = ask(forgetful, alone, reuse=False)
+        # The answer itself is not timed; its prompt takes everything that the one above has left.
+        answer = engine.generate(prompt, max_tokens=options.num_tokens)
+        kept_bytes = engine.kept_bytes
+        turns.append(_Turn(report, seconds, alone_seconds, anew_seconds, kept_bytes))
+        if len(turns) == len(questions):
+            return turns
+        said += [answer.text, questions[len(turns)]]
+
+
+def _prompt(said: list[str], *, converses: bool) -> Prompt:
+    """Return what user and model have said as a prompt."""
+    if not converses:
+        return "\n\n".join(said)
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+
+
+def _row(index: Index, turn: int, runs: list[_Turn], options: SessionOptions) -> SessionRow:
+    seconds, alone, anew = (
+        median(getattr(run, name) for run in runs)
+        for name in ("seconds", "alone_seconds", "anew_seconds")
+    )
+    last = runs[-1]
+    return SessionRow(
+        model=index.model.name,
+        policy=options.policy,
+        turn=turn + 1,
+        num_tokens=last.report.num_tokens,
+        num_kept=last.report.num_kept,
+        seconds=seconds,
+        alone_seconds=alone,
+        anew_seconds=anew,
+        ratio=seconds / alone,
+        kept_bytes=last.kept_bytes,
+    )
