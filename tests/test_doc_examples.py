@@ -73,6 +73,7 @@ def given(folder: Path) -> Iterator[dict[str, Any]]:
             "index": index,
             "prompt": f"{LEASE}\n\nWho signed the lease?",
             "prompts": ["<prompt schema='travel'>Where?</prompt>"],
+            "chunks": LEASE,
             "documents": documents,
             "record_manager": manager,
             "texts_of_slides": lambda content: ["one"],
