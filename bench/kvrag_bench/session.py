@@ -57,7 +57,7 @@ class SessionOptions:
     shape: str = "qwen2.5-0.5b"
     policy: str = "two_stage"
     num_turns: int = 20
-    num_chunks: int = 8
+    num_chunks: int = 4
     question_tokens: int = 30
     num_tokens: int = 32
     repeats: int = 3

@@ -232,6 +232,7 @@ class Scheduler:
                 continue
             try:
                 if (late := answer.end_if_late()) is not None:
+                    answer.close()
                     self._tell(job, late)
                     self._end(job)
                 else:
@@ -255,7 +256,10 @@ class Scheduler:
         answer = job.answer
         assert answer is not None
         try:
-            for delta in answer.take():
+            deltas = answer.take()
+            if answer.is_done:
+                answer.close()  # before anybody can ask for more: the next turn takes its KV
+            for delta in deltas:
                 self._tell(job, delta)
         except Exception as error:
             self._end(job, error)

@@ -168,6 +168,8 @@ class Layout:
         """The prompt's tokens, as the plain pipeline feeds them."""
         if self.given_ids is not None:
             return self.given_ids
+        if not self.links:
+            return self.token_ids
         return tuple(token for token in self.token_ids if token != LINK)
 
     def is_exact(self, span: ReusedSpan) -> bool:

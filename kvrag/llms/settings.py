@@ -31,7 +31,6 @@ from kvrag.engine.base import Engine
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
-from kvrag.engine.sessions import SESSION_BYTES
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -103,7 +102,7 @@ class EngineSettings(BaseModel):
         Target time to the first token, in seconds; kvrag loads as much stored KV as it can in
         that time. None loads all of it; see `kvrag.KVEngine`.
     session_bytes
-        Memory for the KV of ended answers; see `kvrag.KVEngine`.
+        Memory for the KV of ended answers; None means 1 GiB; see `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
@@ -140,7 +139,7 @@ class EngineSettings(BaseModel):
     eviction: str | None = None
     links: str | Path | None = None
     ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    session_bytes: int = Field(default=SESSION_BYTES, ge=0)
+    session_bytes: int | None = Field(default=None, ge=0)
     schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
@@ -369,7 +368,8 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            given = {n: getattr(self, n) for n in ("eviction", "links", "ttft", "session_bytes")}
+            values = {n: getattr(self, n) for n in ("eviction", "links", "ttft", "session_bytes")}
+            given = {name: value for name, value in values.items() if value is not None}
             engine = self._engines[model] = KVEngine(index, **given)
         return engine
 

@@ -17,7 +17,7 @@ def bench_session(
     random_shape: b.ShapeOption = "qwen2.5-0.5b",
     policy: o.PolicyOption = DEFAULT_POLICY,
     turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 20,
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in the first turn.")] = 8,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in the first turn.")] = 4,
     question_tokens: b.QuestionTokensOption = 30,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     repeats: b.RepeatsOption = 3,

@@ -9,7 +9,6 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from kvrag.engine.base import Engine
-from kvrag.engine.sessions import SESSION_BYTES
 from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
@@ -54,9 +53,9 @@ class VLLMSettings(EngineSettings):
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
-        others = (self.schemas or None, self.device, self.ttft, make_eviction(self.eviction))
-        is_kept = self.session_bytes == SESSION_BYTES
-        if self.links not in (None, "off") or others != (None, None, None, None) or not is_kept:
+        others = (self.device, self.ttft, make_eviction(self.eviction), self.session_bytes)
+        is_given = self.schemas or any(one is not None for one in others)
+        if self.links not in (None, "off") or is_given:
             raise ParameterError(
                 "vLLM takes no links, schemas, device, ttft, eviction or session_bytes; leave them "
                 "out"
