@@ -18,7 +18,13 @@ from kvrag.fusion.policies import DEFAULT_POLICY
 if TYPE_CHECKING:
     from kvrag.engine.answer import Part
 
-_STYLES = {"exact": "bold green", "reused": "green", "repaired": "yellow", "fresh": ""}
+_STYLES = {
+    "kept": "cyan",
+    "exact": "bold green",
+    "reused": "green",
+    "repaired": "yellow",
+    "fresh": "",
+}
 
 
 def explain(

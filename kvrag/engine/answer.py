@@ -35,7 +35,8 @@ class Part:
     Attributes
     ----------
     state
-        ``exact``, ``reused``, ``repaired`` (found, but recomputed in most layers), or ``fresh``.
+        ``kept`` from an earlier answer, ``exact``, ``reused``, ``repaired`` (found, but recomputed
+        in most layers), or ``fresh``.
     why
         The source of a chunk, or the reason of fresh tokens.
     text

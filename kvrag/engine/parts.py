@@ -11,8 +11,8 @@ from kvrag.engine.answer import Part
 from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.fusion.fuser import MADE, FusedPrompt
 
-_KEPT = "kept from an earlier answer"
-EXACT, REUSED, REPAIRED, FRESH = "exact", "reused", "repaired", "fresh"
+_EARLIER = "an earlier answer"
+KEPT, EXACT, REUSED, REPAIRED, FRESH = "kept", "exact", "reused", "repaired", "fresh"
 
 
 def prompt_parts(laid_out: LaidOutPrompt, fused: FusedPrompt) -> tuple[Part, ...]:
@@ -37,22 +37,24 @@ def prompt_parts(laid_out: LaidOutPrompt, fused: FusedPrompt) -> tuple[Part, ...
     # Only the first chunk can be exact without a stored record.
     made = (FRESH, MADE) if fused.report.num_made else None
     layers = [num_layers] * num_tokens
+    states[: layout.num_kept] = [(KEPT, _EARLIER)] * layout.num_kept
+    layers[: layout.num_kept] = [0] * layout.num_kept
     times = torch.bincount(torch.cat([*fused.picks, fused.fresh[:0]]), minlength=num_tokens)
     computed = times.tolist()
     for span in layout.spans:
         chunk = laid_out.chunks[span.chunk_id]
         why = f"{chunk.source}, chunk {chunk.ordinal}"
         plain = EXACT if layout.is_exact(span) else REUSED
-        rows = slice(span.prompt_start, span.prompt_end)
+        first = max(span.prompt_start, min(span.prompt_end, layout.num_kept))
+        states[span.prompt_start : first] = [(KEPT, why)] * (first - span.prompt_start)
+        rows = slice(first, span.prompt_end)
         if made is not None and plain == EXACT:
-            states[rows] = [made] * span.length
+            states[rows] = [made] * (span.prompt_end - first)
             continue
         layers[rows] = computed[rows]
         states[rows] = [
             (REPAIRED if 2 * number > num_layers else plain, why) for number in computed[rows]
         ]
-    states[: layout.num_kept] = [(REUSED, _KEPT)] * layout.num_kept
-    layers[: layout.num_kept] = [0] * layout.num_kept
     return tuple(_grouped(laid_out, states, layers))
 
 

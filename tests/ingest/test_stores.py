@@ -284,7 +284,8 @@ def test_redis_killed_and_started_again_under_32_queries(
     seen: set[str] = set()
     num_done = [0]
     stop = threading.Event()
-    engine = KVEngine(index, max_tokens=6)
+    # Each query reads the store, instead of taking an earlier one's KV.
+    engine = KVEngine(index, max_tokens=6, session_bytes=0)
 
     def work() -> None:
         while not stop.is_set():

@@ -2,7 +2,7 @@
 
 import { count, h, seconds, svg } from "./dom";
 
-export type State = "exact" | "reused" | "repaired" | "fresh";
+export type State = "kept" | "exact" | "reused" | "repaired" | "fresh";
 
 export interface Part {
   start: number;
@@ -16,6 +16,7 @@ export interface Part {
 export interface Report {
   policy: string;
   num_tokens: number;
+  num_kept: number;
   num_exact: number;
   num_reused: number;
   num_recomputed: number;
@@ -41,6 +42,7 @@ const HEIGHT = 14;
 const GAP = 2;
 
 const MEANS: Record<State, string> = {
+  kept: "in memory since an earlier answer",
   exact: "stored, and equal to full prefill",
   reused: "stored, used as it is",
   repaired: "stored, but computed again in most layers",
@@ -136,6 +138,7 @@ function cell([row, column, columns]: [number, number, number], name: string, op
 
 function legend(report: Report): HTMLElement {
   const numbers: [State, number][] = [
+    ["kept", report.num_kept],
     ["exact", report.num_exact],
     ["reused", report.num_reused],
     ["repaired", report.num_recomputed],
