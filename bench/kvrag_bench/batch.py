@@ -7,23 +7,19 @@ it are being answered.
 
 from __future__ import annotations
 
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError
-from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.setting import chosen_clock, require_one_thread, require_room, temporary_index
 from kvrag_bench.shapes import random_model, random_text
 
 _CHUNK_TOKENS = 200
@@ -69,11 +65,8 @@ class BatchOptions:
             raise ParameterError(
                 "bench batch: prompts, chunks, tokens and repeats must be 1 or more"
             )
-        if self.processor_time and torch.get_num_threads() > 1:
-            raise ParameterError(
-                f"bench batch: processor time adds up the {torch.get_num_threads()} threads; set "
-                "OMP_NUM_THREADS=1"
-            )
+        if self.processor_time:
+            require_one_thread("batch")
 
 
 @dataclass(frozen=True)
@@ -125,10 +118,7 @@ def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
     """
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + _QUESTION_TOKENS + options.num_tokens + 2
-    if needed > model.max_positions:
-        raise ParameterError(
-            f"{needed} tokens do not fit the {model.max_positions} of {model.name}: fewer chunks"
-        )
+    require_room(model, needed, "fewer chunks")
     num_texts = 2 * options.num_chunks
     texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(num_texts)]
     prompts = []
@@ -136,27 +126,22 @@ def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
         order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(number))
         question = random_text(model, _QUESTION_TOKENS, seed=num_texts + number)
         prompts.append("\n\n".join([*(texts[i] for i in order[: options.num_chunks]), question]))
-    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
-        index = Index.create(
-            Path(folder) / "index", model=model, embedding="hashing", chunk_tokens=_CHUNK_TOKENS
+    with temporary_index(model, texts, _CHUNK_TOKENS) as index:
+        engine = KVEngine(
+            index,
+            max_batch=options.num_prompts,
+            max_tokens=options.num_tokens,
+            load_threads=0 if options.processor_time else None,
+            session_bytes=0,
         )
-        with index:
-            index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
-            engine = KVEngine(
-                index,
-                max_batch=options.num_prompts,
-                max_tokens=options.num_tokens,
-                load_threads=0 if options.processor_time else None,
-                session_bytes=0,
-            )
-            return [_measure(engine, prompts, policy, options) for policy in options.policies]
+        return [_measure(engine, prompts, policy, options) for policy in options.policies]
 
 
 def _measure(
     engine: KVEngine, prompts: Sequence[str], policy: str, options: BatchOptions
 ) -> BatchRow:
     requests = [Request(prompt, policy=policy) for prompt in prompts]
-    clock = time.process_time if options.processor_time else time.perf_counter
+    clock = chosen_clock(options.processor_time)
     alone, together, ratios, medians = [], [], [], []
     answers: list[list[str]] = [[], []]
     for _ in range(options.repeats + 1):

@@ -5,22 +5,19 @@ Both continue the same prompt greedily, in turn, in one run. Prefill does not co
 
 from __future__ import annotations
 
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from transformers import DynamicCache
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.decoding import make_decoder
-from kvrag.ingest.index import Index
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.setting import require_room, temporary_index
 from kvrag_bench.shapes import random_model, random_text
 
 _CHUNK_TOKENS = 200
@@ -87,24 +84,16 @@ def run_decode_bench(options: DecodeOptions) -> DecodeRow:
     """
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + _QUESTION_TOKENS + options.num_tokens + 2
-    if needed > model.max_positions:
-        raise ParameterError(
-            f"{needed} tokens do not fit the {model.max_positions} of {model.name}: fewer chunks"
-        )
+    require_room(model, needed, "fewer chunks")
     texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(options.num_chunks)]
     prompt = "\n\n".join([*texts, random_text(model, _QUESTION_TOKENS, seed=options.num_chunks)])
-    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
-        index = Index.create(
-            Path(folder) / "index", model=model, embedding="hashing", chunk_tokens=_CHUNK_TOKENS
-        )
-        with index:
-            index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
-            engine = KVEngine(index)
-            ids = torch.tensor([engine.prompt_ids(prompt)])
-            plain, ours = [], []
-            for _ in range(options.repeats + 1):
-                plain.append(_plain(model, ids, options.num_tokens))
-                ours.append(_ours(engine, prompt, options.num_tokens))
+    with temporary_index(model, texts, _CHUNK_TOKENS) as index:
+        engine = KVEngine(index)
+        ids = torch.tensor([engine.prompt_ids(prompt)])
+        plain, ours = [], []
+        for _ in range(options.repeats + 1):
+            plain.append(_plain(model, ids, options.num_tokens))
+            ours.append(_ours(engine, prompt, options.num_tokens))
     seconds = [median(runs[1:]) / options.num_tokens for runs in (plain, ours)]
     return DecodeRow(
         model=model.name,

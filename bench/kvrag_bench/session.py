@@ -6,22 +6,17 @@ first turn's prompt has all chunks; each later prompt is the one before, its ans
 
 from __future__ import annotations
 
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-import torch
-
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Prompt
 from kvrag.errors import ParameterError
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.setting import chosen_clock, require_one_thread, require_room, temporary_index
 from kvrag_bench.shapes import random_model, random_text
 
 _CHUNK_TOKENS = 200
@@ -69,11 +64,8 @@ class SessionOptions:
             raise ParameterError(
                 "bench session: chunks, tokens and repeats must be 1 or more, turns 2 or more"
             )
-        if self.processor_time and torch.get_num_threads() > 1:
-            raise ParameterError(
-                f"bench session: processor time adds up the {torch.get_num_threads()} threads; set "
-                "OMP_NUM_THREADS=1"
-            )
+        if self.processor_time:
+            require_one_thread("session")
 
 
 @dataclass(frozen=True)
@@ -121,29 +113,19 @@ def run_session_bench(
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
     each = options.question_tokens + options.num_tokens + 4
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + options.num_turns * each
-    if needed > model.max_positions:
-        raise ParameterError(
-            f"{needed} tokens do not fit the {model.max_positions} of {model.name}: fewer turns or "
-            "chunks"
-        )
+    require_room(model, needed, "fewer turns or chunks")
     texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(options.num_chunks)]
     questions = [
         random_text(model, options.question_tokens, seed=len(texts) + turn)
         for turn in range(options.num_turns)
     ]
-    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
-        index = Index.create(
-            Path(folder) / "index", model=model, embedding="hashing", chunk_tokens=_CHUNK_TOKENS
-        )
-        with index:
-            index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
-            runs = []
-            for number in range(options.repeats + 1):
-                say(f"conversation {number} of {options.repeats}")
-                runs.append(_converse(index, texts, questions, options))
-    return [
-        _row(index, turn, [run[turn] for run in runs[1:]], options) for turn in range(len(runs[0]))
-    ]
+    with temporary_index(model, texts, _CHUNK_TOKENS) as index:
+        runs = []
+        for number in range(options.repeats + 1):
+            say(f"conversation {number} of {options.repeats}")
+            runs.append(_converse(index, texts, questions, options))
+    turns = enumerate(zip(*runs[1:], strict=True))
+    return [_row(model.name, turn, row, options) for turn, row in turns]
 
 
 @dataclass(frozen=True)
@@ -158,7 +140,7 @@ class _Turn:
 def _converse(
     index: Index, texts: list[str], questions: list[str], options: SessionOptions
 ) -> list[_Turn]:
-    clock = time.process_time if options.processor_time else time.perf_counter
+    clock = chosen_clock(options.processor_time)
     load_threads = 0 if options.processor_time else None
     engine, forgetful = (
         KVEngine(index, policy=options.policy, load_threads=load_threads, session_bytes=size)
@@ -199,14 +181,14 @@ def _prompt(said: list[str], *, converses: bool) -> Prompt:
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
 
 
-def _row(index: Index, turn: int, runs: list[_Turn], options: SessionOptions) -> SessionRow:
+def _row(model: str, turn: int, runs: Sequence[_Turn], options: SessionOptions) -> SessionRow:
     seconds, alone, anew = (
         median(getattr(run, name) for run in runs)
         for name in ("seconds", "alone_seconds", "anew_seconds")
     )
     last = runs[-1]
     return SessionRow(
-        model=index.model.name,
+        model=model,
         policy=options.policy,
         turn=turn + 1,
         num_tokens=last.report.num_tokens,

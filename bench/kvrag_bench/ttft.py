@@ -6,14 +6,11 @@ Figures of different runs are not comparable: machines differ and drift; the rat
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
@@ -24,6 +21,7 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.memory import peak_bytes
+from kvrag_bench.setting import require_room, temporary_index
 from kvrag_bench.shapes import random_model, random_text
 from kvrag_bench.work import operations_needed, operations_spent
 
@@ -136,15 +134,10 @@ def run_ttft_bench(
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
     model = KVModel.load(model, compute=options.compute)
     longest = options.num_chunks * (max(options.chunk_tokens) + 2) + options.question_tokens + 2
-    if longest > model.max_positions:
-        raise ParameterError(
-            f"{longest} tokens do not fit the {model.max_positions} of {model.name}: "
-            "fewer or shorter chunks"
-        )
+    require_room(model, longest, "fewer or shorter chunks")
     meter = FloorMeter(model)
-    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
-        for chunk_tokens in options.chunk_tokens:
-            yield from _rows(model, options, chunk_tokens, meter, Path(folder), say)
+    for chunk_tokens in options.chunk_tokens:
+        yield from _rows(model, options, chunk_tokens, meter, say)
 
 
 def _rows(
@@ -152,7 +145,6 @@ def _rows(
     options: TTFTOptions,
     chunk_tokens: int,
     meter: FloorMeter,
-    folder: Path,
     say: Callable[[str], None],
 ) -> Iterator[TTFTRow]:
     say(f"indexing {options.num_chunks} chunks of {chunk_tokens} tokens")
@@ -160,11 +152,7 @@ def _rows(
         random_text(model, chunk_tokens, seed=chunk_tokens * 1000 + i)
         for i in range(options.num_chunks)
     ]
-    index = Index.create(
-        folder / str(chunk_tokens), model=model, embedding="hashing", chunk_tokens=chunk_tokens
-    )
-    with index:
-        index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+    with temporary_index(model, texts, chunk_tokens) as index:
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
         say(f"prefill of {chunk_tokens * len(texts)} tokens, {2 * options.repeats + 2} times")

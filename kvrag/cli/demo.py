@@ -124,6 +124,8 @@ def demo(
         ratio=ratio,
         use_chat_template=not no_chat,
         instruction=_INSTRUCTION,
+        # The warm-up asks the first question, whose KV would be kept.
+        session_bytes=0,
     )
     quiet_libraries()
     watch, view = _Stopwatch(), DemoView(quiet=as_json)

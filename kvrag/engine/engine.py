@@ -18,13 +18,7 @@ from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_fuser import PromptFuser
 from kvrag.engine.prompt_reader import PromptReader
-from kvrag.engine.request import (
-    Prompt,
-    Recompute,
-    Request,
-    RequestOptions,
-    checked_batch,
-)
+from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions, checked_batch
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
 from kvrag.engine.sessions import SESSION_BYTES
 from kvrag.errors import ParameterError

@@ -12,6 +12,7 @@ from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.fusion.fuser import MADE, FusedPrompt
 
 _EARLIER = "an earlier answer"
+_NOT_LOADED = "found, but not loaded"
 KEPT, EXACT, REUSED, REPAIRED, FRESH = "kept", "exact", "reused", "repaired", "fresh"
 
 
@@ -39,6 +40,7 @@ def prompt_parts(laid_out: LaidOutPrompt, fused: FusedPrompt) -> tuple[Part, ...
     layers = [num_layers] * num_tokens
     states[: layout.num_kept] = [(KEPT, _EARLIER)] * layout.num_kept
     layers[: layout.num_kept] = [0] * layout.num_kept
+    computed_anyway = set(fused.fresh.tolist())
     times = torch.bincount(torch.cat([*fused.picks, fused.fresh[:0]]), minlength=num_tokens)
     computed = times.tolist()
     for span in layout.spans:
@@ -50,6 +52,9 @@ def prompt_parts(laid_out: LaidOutPrompt, fused: FusedPrompt) -> tuple[Part, ...
         rows = slice(first, span.prompt_end)
         if made is not None and plain == EXACT:
             states[rows] = [made] * (span.prompt_end - first)
+            continue
+        if first in computed_anyway:
+            states[rows] = [(FRESH, _NOT_LOADED)] * (span.prompt_end - first)
             continue
         layers[rows] = computed[rows]
         states[rows] = [

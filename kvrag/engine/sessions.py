@@ -55,18 +55,17 @@ class Sessions:
             How it is to be repaired.
         """
         with self._lock:
-            best, place = None, 0
-            for number, (name, kept) in enumerate(self._kept):
-                if name != session:
-                    continue
-                found = kept.overlap(layout, choice)
-                if found.num_rows >= (
-                    best.num_rows if best else _FEWEST_ROWS
-                ):  # of equals the most recent
-                    best, place = found, number
-            if best is not None:
-                del self._kept[place]
-            return best
+            found = {
+                number: kept.overlap(layout, choice)
+                for number, (name, kept) in enumerate(self._kept)
+                if name == session
+            }
+            # The most recent wins a draw.
+            place = max(found, key=lambda number: (found[number].num_rows, number), default=None)
+            if place is None or found[place].num_rows < _FEWEST_ROWS:
+                return None
+            del self._kept[place]
+            return found[place]
 
     def keep(self, session: str | None, kept: Kept) -> None:
         """Keep an answer's KV, under a name or none."""

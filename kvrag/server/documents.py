@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from kvrag.arguments import shown
 from kvrag.ingest.index import Index
@@ -22,11 +22,11 @@ from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.server import responses as r
 from kvrag.server.gate import DOCUMENTS
 from kvrag.server.problems import BusyError, RequestError, as_problem
-from kvrag.server.service import Service
+from kvrag.server.retrieving import title_of
+from kvrag.server.service import PRIVATE, Service, private
 
 _MAX_NAME = 200
 _RETRY_SECONDS = 5
-_PRIVATE = {"Cache-Control": "no-store"}
 _BODY = {
     "requestBody": {
         "required": True,
@@ -65,7 +65,7 @@ class Documents:
         return [
             {
                 "source": one.source,
-                "title": str(one.metadata.get("title") or PurePath(one.source).name)[:_MAX_NAME],
+                "title": title_of(one)[:_MAX_NAME],
                 "num_chunks": one.num_chunks,
                 "num_tokens": one.num_tokens,
             }
@@ -189,14 +189,14 @@ def add_documents(app: FastAPI, service: Service, documents: Documents, answers:
     async def listed() -> Response:
         """List the documents."""
         found = await service.in_thread(documents.find)
-        return JSONResponse({"documents": found}, headers=_PRIVATE)
+        return private({"documents": found})
 
     @app.put(DOCUMENTS + "/{name}", openapi_extra=_BODY, responses=answers(r.Added, lines=True))
     async def add(name: Annotated[str, InPath(max_length=_MAX_NAME)], http: Request) -> Response:
         """Add a file; the answer has a line of JSON for each step, and says last how it ended."""
         events = await documents.add(name, http.stream())
         lines = (f"{json.dumps(event)}\n" async for event in events)
-        return StreamingResponse(lines, media_type="application/x-ndjson", headers=_PRIVATE)
+        return StreamingResponse(lines, media_type="application/x-ndjson", headers=PRIVATE)
 
     @app.delete(DOCUMENTS, responses=answers(r.Deleted))
     async def delete(source: Annotated[str, Query(max_length=10_000)]) -> Response:
@@ -204,4 +204,4 @@ def add_documents(app: FastAPI, service: Service, documents: Documents, answers:
         num_chunks = await service.in_thread(lambda: documents.delete(source))
         if not num_chunks:
             raise RequestError(404, f"there is no document {shown(source)}", code="not_found")
-        return JSONResponse({"num_chunks": num_chunks}, headers=_PRIVATE)
+        return private({"num_chunks": num_chunks})

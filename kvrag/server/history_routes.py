@@ -6,18 +6,17 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
 from pydantic import Field, field_validator
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from kvrag import arguments
 from kvrag.server import responses as r
 from kvrag.server.history import History
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import Strict
-from kvrag.server.service import Service
+from kvrag.server.service import Service, private
 
 _MOST_TURNS = 200
 _MOST_CITATIONS = 100
-_PRIVATE = {"Cache-Control": "no-store"}
 
 Id = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 
@@ -68,7 +67,7 @@ def add_history(app: FastAPI, service: Service, history: History, answers: Any) 
         return value
 
     def done() -> Response:
-        return JSONResponse({"status": "ok"}, headers=_PRIVATE)
+        return private({"status": "ok"})
 
     @app.get(root, responses=answers(r.Conversations))
     async def conversations(
@@ -78,14 +77,14 @@ def add_history(app: FastAPI, service: Service, history: History, answers: Any) 
         tenant = _tenant(http)
         text = arguments.text(search, "search")
         listed = await service.in_thread(lambda: history.find(tenant, text))
-        return JSONResponse({"conversations": listed}, headers=_PRIVATE)
+        return private({"conversations": listed})
 
     @app.get(one, responses=answers(r.Conversation))
     async def conversation(conversation: Id, http: Request) -> Response:
         """Return one conversation."""
         tenant = _tenant(http)
         told = await service.in_thread(lambda: history.get(tenant, conversation))
-        return JSONResponse(found(told), headers=_PRIVATE)
+        return private(found(told))
 
     @app.put(one, responses=answers(r.Health))
     async def keep(conversation: Id, asked: Conversation, http: Request) -> Response:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
@@ -15,7 +15,7 @@ from kvrag.server import responses as r
 from kvrag.server.gate import PAGE
 from kvrag.server.problems import RequestError
 from kvrag.server.retrieving import chunks_around, title_of
-from kvrag.server.service import Service
+from kvrag.server.service import Service, private
 
 _TYPES = {
     "index.html": "text/html; charset=utf-8",
@@ -36,7 +36,6 @@ _HEADERS = {
     # The file is asked for each time, and sent only if it has changed.
     "Cache-Control": "no-cache",
 }
-_PRIVATE = {"Cache-Control": "no-store"}
 
 
 def add_page(app: FastAPI, service: Service, answers: Any, **allowed: bool) -> None:
@@ -75,7 +74,7 @@ def add_page(app: FastAPI, service: Service, answers: Any, **allowed: bool) -> N
     async def about() -> Response:
         """Describe the index, and what the page may ask of the server."""
         told = await service.in_thread(lambda: service.about(**allowed))
-        return JSONResponse(told.model_dump(mode="json"), headers=_PRIVATE)
+        return private(told.model_dump(mode="json"))
 
     @app.get("/v1/kvrag/chunks/{chunk_id}", responses=answers(r.Passages))
     async def chunk(
@@ -91,7 +90,7 @@ def add_page(app: FastAPI, service: Service, answers: Any, **allowed: bool) -> N
                 code="chunk_not_found",
             )
         body = _passages(found, chunk_id, len(service.index.catalog.chunk_ids_of(found[0].source)))
-        return JSONResponse(body.model_dump(mode="json"), headers=_PRIVATE)
+        return private(body.model_dump(mode="json"))
 
 
 def _passages(chunks: list[Chunk], chunk_id: str, num_chunks: int) -> r.Passages:

@@ -11,6 +11,7 @@ from kvrag.engine.answer import Answer
 from kvrag.engine.prompts import chat_messages, reading_order
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
+from kvrag.ingest.rows import DocumentRow
 from kvrag.models.plain import few_shot_prompt
 from kvrag.server.answering import Question
 from kvrag.server.responses import Annotation, URLCitation
@@ -87,9 +88,9 @@ def chunks_around(
     return index.get_chunks(ids[max(0, at - before) : end])
 
 
-def title_of(chunk: Chunk) -> str:
-    """Return a document's title, or the name of its file."""
-    return str(chunk.metadata.get("title") or PurePath(chunk.source).name)
+def title_of(one: Chunk | DocumentRow) -> str:
+    """Return the title of a document or a chunk's document, or the name of its file."""
+    return str(one.metadata.get("title") or PurePath(one.source).name)
 
 
 def citations(answer: Answer) -> list[Annotation]:

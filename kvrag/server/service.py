@@ -41,6 +41,9 @@ _PING_SECONDS = 15.0
 _SEARCH_THREADS = 4
 _ANY_FORM = Form()
 
+PRIVATE = {"Cache-Control": "no-store"}
+"""Headers of what no cache may keep."""
+
 T = TypeVar("T")
 
 
@@ -240,7 +243,7 @@ class Service:
         return StreamingResponse(
             _lines(generation, shape, first, record),
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+            headers={**PRIVATE, "X-Accel-Buffering": "no"},
         )
 
     def _count(self, question: Question, tools: Tools) -> int:
@@ -276,6 +279,11 @@ async def _lines(
 
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def private(body: Any) -> JSONResponse:
+    """Return plain JSON values as a response that no cache may keep."""
+    return JSONResponse(body, headers=PRIVATE)
 
 
 def _record(http: HttpRequest) -> Record:

@@ -50,6 +50,25 @@ def test_a_prompt_asked_again_was_kept(rag: Rag) -> None:
     assert all(set(part.layers) == {0} for part in kept)
 
 
+def test_a_chunk_whose_record_is_gone_is_fresh(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = KVEngine(rag.index, max_tokens=2)
+    whole = engine.generate(MESSAGES, policy="none", explain=True)
+    lost = next(one for one in reversed(whole.sources))
+    open_kv = rag.index.open_kv
+
+    def opened(chunk_id: str, *context: object) -> object:
+        return None if chunk_id == lost.chunk_id else open_kv(chunk_id, *context)
+
+    monkeypatch.setattr(rag.index, "open_kv", opened)
+    engine = KVEngine(rag.index, max_tokens=2)
+    answer = engine.generate(MESSAGES, policy="none", explain=True)
+    assert sum(answer.report.misses.values()) == 1
+    fresh = [part for part in answer.parts if part.state == "fresh"]
+    assert sum(part.end - part.start for part in fresh) == answer.report.num_fresh
+    assert any("not loaded" in part.why for part in fresh)
+    assert not any(part.why.startswith(f"{lost.source},") for part in answer.parts)
+
+
 def test_nobody_asked(rag: Rag) -> None:
     engine = KVEngine(rag.index, max_tokens=2)
     assert engine.generate(MESSAGES).parts == ()

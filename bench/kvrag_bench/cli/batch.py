@@ -21,10 +21,7 @@ def bench_batch(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in a prompt.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     repeats: b.RepeatsOption = 3,
-    processor_time: Annotated[
-        bool,
-        typer.Option(help="Count processor time: for a machine that others use too (one thread)."),
-    ] = False,
+    processor_time: b.ProcessorTimeOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare prompts answered together with the same prompts one after the other."""

@@ -21,6 +21,10 @@ ShapeOption = Annotated[
 QuestionTokensOption = Annotated[
     int, typer.Option(min=1, help="Tokens in the question.", rich_help_panel=o.TUNING)
 ]
+ProcessorTimeOption = Annotated[
+    bool,
+    typer.Option(help="Count processor time: for a machine that others use too (one thread)."),
+]
 RepeatsOption = Annotated[
     int,
     typer.Option(min=1, help="Number of runs; the median is reported.", rich_help_panel=o.TUNING),

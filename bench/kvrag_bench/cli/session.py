@@ -21,10 +21,7 @@ def bench_session(
     question_tokens: b.QuestionTokensOption = 30,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     repeats: b.RepeatsOption = 3,
-    processor_time: Annotated[
-        bool,
-        typer.Option(help="Count processor time: for a machine that others use too (one thread)."),
-    ] = False,
+    processor_time: b.ProcessorTimeOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure the turns of a conversation: time to first token, and what is kept."""

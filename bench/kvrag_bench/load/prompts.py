@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.setting import temporary_index
 from kvrag_bench.shapes import random_model, random_text
 
 
@@ -56,18 +54,7 @@ def indexed(options: LoadPrompt, say: Callable[[str], None]) -> Iterator[tuple[I
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
     num_tokens, seed = options.chunk_tokens, options.chunk_tokens * 1000
     texts = [random_text(model, num_tokens, seed=seed + i) for i in range(options.num_chunks)]
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder,
-        Index.create(
-            Path(folder) / "index",
-            model=model,
-            embedding="hashing",
-            chunk_tokens=num_tokens,
-            codec=options.codec,
-            store="memory:",
-        ) as index,
-    ):
-        say(f"indexing {options.num_chunks} chunks of {num_tokens} tokens")
-        index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+    say(f"indexing {options.num_chunks} chunks of {num_tokens} tokens")
+    with temporary_index(model, texts, num_tokens, codec=options.codec, store="memory:") as index:
         question = random_text(model, options.question_tokens, seed=num_tokens)
         yield index, "\n\n".join([*texts, question])

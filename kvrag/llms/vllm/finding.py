@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrag.chunk import Chunk
-from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan, shared_beginning
+from kvrag.fusion.layout import (
+    MAX_EDGE_TOKENS,
+    MISS_OWNER_UNCLEAR,
+    Layout,
+    ReusedSpan,
+    shared_beginning,
+)
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import pack_ids
@@ -24,8 +30,6 @@ HEAD_TOKENS = 8
 
 MIN_CUT_TOKENS = 16
 """Number of tokens that must agree for a part of a chunk to count."""
-
-MISS_UNCLEAR = "several chunks have this text, encoded after different text"
 
 # If very many chunks begin alike, comparing all of them would cost more than it saves.
 _MAX_CANDIDATES = 64
@@ -77,7 +81,7 @@ class TokenFinder:
         layout = replace(
             layout,
             spans=tuple(standing),
-            misses={MISS_UNCLEAR: num_unclear} if num_unclear else {},
+            misses={MISS_OWNER_UNCLEAR: num_unclear} if num_unclear else {},
             chunk_ids=tuple(dict.fromkeys(span.chunk_id for span in standing)),
         )
         chunks = {chunk.chunk_id: chunk for _, text in found for chunk in text.chunks}

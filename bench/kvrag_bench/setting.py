@@ -1,0 +1,68 @@
+"""What benchmarks over random chunks share: an index of texts, room for a prompt, a clock."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrag.chunk import Document
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+
+
+@contextmanager
+def temporary_index(
+    model: KVModel, texts: Sequence[str], chunk_tokens: int, **options: Any
+) -> Iterator[Index]:
+    """Yield an index of one chunk for each text, which is deleted afterwards.
+
+    Parameters
+    ----------
+    model, texts
+        The model, and texts of at most `chunk_tokens` tokens.
+    chunk_tokens
+        The length of chunks.
+    options
+        Other options of `Index.create`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder,
+        Index.create(
+            Path(folder) / "index",
+            model=model,
+            embedding="hashing",
+            chunk_tokens=chunk_tokens,
+            **options,
+        ) as index,
+    ):
+        index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+        yield index
+
+
+def require_room(model: KVModel, num_tokens: int, remedy: str) -> None:
+    """Raise ParameterError unless a prompt and its answer fit the model's window."""
+    if num_tokens > model.max_positions:
+        raise ParameterError(
+            f"{num_tokens} tokens do not fit the {model.max_positions} of {model.name}: {remedy}"
+        )
+
+
+def require_one_thread(benchmark: str) -> None:
+    """Raise ParameterError if processor time would add up several threads."""
+    if torch.get_num_threads() > 1:
+        raise ParameterError(
+            f"bench {benchmark}: processor time adds up the {torch.get_num_threads()} threads; set "
+            "OMP_NUM_THREADS=1"
+        )
+
+
+def chosen_clock(processor_time: bool) -> Callable[[], float]:
+    """Return the clock of the process's processor time, or that of the wall."""
+    return time.process_time if processor_time else time.perf_counter
