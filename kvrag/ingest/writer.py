@@ -12,9 +12,10 @@ from kvrag import arguments
 from kvrag.chunk import Chunk, Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import lock
-from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.contexts import CORPUS, add_contexts, encoded_behind
+from kvrag.ingest.computing import Outcome
+from kvrag.ingest.contexts import CORPUS, encoded_behind
 from kvrag.ingest.corpus_filler import choose_passages
+from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
@@ -28,13 +29,11 @@ from kvrag.ingest.healing import (
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
-from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
+from kvrag.ingest.pipeline import Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
-from kvrag.ingest.refusal import refuse_control
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.storage import Storage
-from kvrag.models.control import REFUSE
 
 Progress = Callable[[IngestProgress], None]
 
@@ -53,7 +52,7 @@ class Writer:
         self._encoders = encoders
         self._fitter = fitter
         self._is_swept = False
-        self._neutralised: dict[str, int] = {}  # by document, in an ingestion
+        self._cutter = Cutter(encoders)
 
     def add(
         self,
@@ -110,27 +109,7 @@ class Writer:
 
     def cut(self, document: Document) -> list[Chunk]:
         """Split a document into chunks, each with its contexts."""
-        config, encoders = self._storage.config, self._encoders
-        control = encoders.control
-        most = config.chunk_tokens
-        if document.is_whole and not encoders.is_compressed:
-            most = max(most, encoders.room - config.context_tokens)
-        chunks = chunk_document(document, encoders.tokenizer, most, control)
-        if control is not None and config.control_tokens == REFUSE:
-            refuse_control(document, chunks, control)
-        elif control is not None and (
-            found := sum(len(control.find_any(chunk.text)) for chunk in chunks)
-        ):
-            self._neutralised[document.source] = found
-        return add_contexts(
-            chunks,
-            encoders.tokenizer,
-            config.chunk_context,
-            encoders.room,
-            control,
-            is_compressed=encoders.is_compressed,
-            corpus_filler=config.corpus_filler,
-        )
+        return self._cutter.cut(document, self._storage.config)
 
     # -- private -----------------------------------------------------------------------------
 
@@ -147,7 +126,7 @@ class Writer:
         storage = self._storage
         catalog = storage.catalog
         storage.reload_codec()
-        self._neutralised.clear()
+        self._cutter.neutralised.clear()
         is_sound = self._is_swept or catalog.has_sound_tables()
         before: Held | None = None
         of_store: list[str] = []
@@ -315,5 +294,7 @@ class Writer:
     def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:
         """Return the number of control strings read as text, for each document with any."""
         return {
-            source: self._neutralised[source] for source in sources if source in self._neutralised
+            source: self._cutter.neutralised[source]
+            for source in sources
+            if source in self._cutter.neutralised
         }
