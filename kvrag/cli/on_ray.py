@@ -75,7 +75,7 @@ class Asked:
         )
         console.write(f"KV by codec, at most: {sizes}\n")
         if found.hours is None:
-            console.note("--set ray-rate=TOKENS (a second, of each process) gives the hours")
+            console.note("--set ray-rate=TOKENS (a second and worker) gives the hours")
             return
         said = (
             f"{console.count(found.num_tokens, 'token')} take {found.hours:,.2f} hours on "

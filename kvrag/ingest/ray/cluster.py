@@ -14,7 +14,7 @@ from kvrag.errors import ClusterError, KVRagError
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.store.extras import require
 
-# Of a packet's ids, offsets and text, at least: a full packet is then a block of its own.
+# The least that ids and offsets take: a full packet is then always a separate block.
 _BYTES_PER_TOKEN = 8
 
 

@@ -52,7 +52,7 @@ def ingest(
         A `ray.data.Dataset`. Each row is a document: its text in ``text`` (or ``page_content``,
         ``content``, ``body``, ``passage``), its source in ``source`` or ``id`` (otherwise its
         content names it), the other columns are metadata. A row with ``bytes`` and ``path`` (of
-        `ray.data.read_binary_files`) is a file, which kvrag's loaders read. Of two rows with one
+        `ray.data.read_binary_files`) is a file, which kvrag's loaders read. If two rows have one
         source, the first is used.
     index
         An open index whose records are in a store that every machine can open.
@@ -64,7 +64,7 @@ def ingest(
     Returns
     -------
     IngestReport
-        As of `Index.add`.
+        The same as from `Index.add`.
 
     Raises
     ------

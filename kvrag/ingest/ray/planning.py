@@ -6,7 +6,6 @@ to the store) stays in the worker process for the next task of the same job.
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -66,10 +65,16 @@ class _Planning:
     """What stays in a worker process between tasks."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self.job = job
         self._parser = job.parser()
         self._cutter = Cutter(job.encoders)
         self._store = job.open_store() if job.dry_run else None
+
+    def close(self) -> None:
+        """End the parser's process, and close the store."""
+        self._parser.close()
+        if self._store is not None:
+            self._store.close()
 
     def packets(self, rows: list[dict[str, Any]], known: Mapping[str, str]) -> Iterator[Packet]:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
@@ -82,13 +87,13 @@ class _Planning:
             for part in parts:
                 waiting.parts.append(part)
                 waiting_tokens += sum(len(chunk.token_ids) for chunk in part.chunks)
-            if waiting_tokens >= self._job.batch_tokens:
+            if waiting_tokens >= self.job.batch_tokens:
                 yield from self._full(waiting)
                 waiting, waiting_tokens = Packet(), 0
         yield from self._full(waiting)
 
     def _full(self, packet: Packet) -> Iterator[Packet]:
-        groups = list(split(packet.parts, self._job.batch_tokens)) or [[]]
+        groups = list(split(packet.parts, self.job.batch_tokens)) or [[]]
         yield Packet(groups[0], packet.news)
         yield from (Packet(parts) for parts in groups[1:])
 
@@ -98,7 +103,7 @@ class _Planning:
         def missing_key(chunk: Chunk) -> str | None:
             if self._store is None:
                 return None
-            key = self._job.key_of(chunk)
+            key = self.job.key_of(chunk)
             if self._store.contains(key):
                 return None
             missing[key.digest] = len(chunk.token_ids), len(chunk.contexts[0])
@@ -108,10 +113,10 @@ class _Planning:
         planner = Planner(
             view,
             self._parser,
-            lambda document: self._cutter.cut(document, self._job.config),
+            lambda document: self._cutter.cut(document, self.job.config),
             missing_key,
             lambda _: None,
-            self._job.force,
+            self.job.force,
         )
         plan = planner.run(sources)
         parts = [
@@ -121,7 +126,7 @@ class _Planning:
                 num_tokens=sum(len(chunk.token_ids) for chunk in planned.chunks or ()),
                 is_known=planned.source in plan.changed,
                 control_strings=self._cutter.neutralised.get(planned.source, 0),
-                chunks=[] if self._job.dry_run else planned.chunks or [],
+                chunks=[] if self.job.dry_run else planned.chunks or [],
             )
             for planned in plan.documents
         ]
@@ -193,9 +198,20 @@ def _digests(catalog: Known, source: str) -> dict[str, str]:
     return {} if digest is None else {source: digest}
 
 
-@functools.lru_cache(maxsize=1)
+_kept: list[_Planning] = []
+
+
 def _planning(job: Job) -> _Planning:
-    return _Planning(job)
+    if not _kept or _kept[0].job != job:
+        forget()
+        _kept.append(_Planning(job))
+    return _kept[0]
+
+
+def forget() -> None:
+    """Close what stays in this process between tasks."""
+    while _kept:
+        _kept.pop().close()
 
 
 def _news_of(plan: Plan, missing: dict[str, tuple[int, int]]) -> News:
