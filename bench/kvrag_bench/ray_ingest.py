@@ -97,7 +97,7 @@ def run_ray_bench(
 
 
 def _cost(model: str, texts: list[str], on_ray: bool) -> tuple[float, float, int]:
-    """Return processor time, wall time and tokens of one ingestion, in a process of its own."""
+    """Return processor time, wall time and tokens of one ingestion, in a separate process."""
     with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
         given = Path(folder) / "texts.json"
         given.write_text(json.dumps(texts))

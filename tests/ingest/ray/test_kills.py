@@ -20,7 +20,7 @@ from typing import IO, Any
 import pytest
 
 from kvrag.ingest.index import Index
-from tests.ingest.ray.conftest import NODE, content
+from tests.ingest.ray.conftest import add_node, content
 
 pytestmark = pytest.mark.slow
 
@@ -176,7 +176,7 @@ def _kill(cluster: Any, driver: int, kind: str, chance: random.Random) -> bool:
         (node,) = cluster.worker_nodes
         os.kill(_raylet_of(node), signal.SIGKILL)
         cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(**NODE)
+        add_node(cluster)
         return True
     raylets = {_raylet_of(node) for node in [cluster.head_node, *cluster.worker_nodes]}
     actors = sorted(_actors_of(raylets))
