@@ -19,7 +19,8 @@ from kvrag.models.kv_model import KVModel
 from tests.ingest.ray.conftest import content
 from tests.support.models import make_model, make_tokenizer
 
-pytestmark = pytest.mark.slow
+# Ray warns of its own settings, and leaves sockets to the garbage collector.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 # A worker's start takes longest: one actor of each kind, and large packets.
 FEW: dict[str, Any] = {"max_actors": 1, "cpus": 0.5, "batch_tokens": 2048}

@@ -22,7 +22,8 @@ import pytest
 from kvrag.ingest.index import Index
 from tests.ingest.ray.conftest import add_node, content
 
-pytestmark = pytest.mark.slow
+# Ray warns of its own settings, and leaves sockets to the garbage collector.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 NUM_KILLS = int(os.environ.get("KVRAG_TEST_KILLS", "30"))
 PAUSE = float(os.environ.get("KVRAG_TEST_PAUSE", "10"))
