@@ -222,7 +222,7 @@ class Judge:
                 yield one, judgements
 
     def _blocks(self, asked: Sequence[Asked], most: int) -> Iterator[list[Asked]]:
-        """Yield runs of at most so many questions, whose chunks fit the memory together."""
+        """Yield runs of at most `most` questions whose chunks fit the memory together."""
         a_character = self._model.spec.bytes_per_token / _CHARACTERS_A_TOKEN
         block: list[Asked] = []
         texts: set[str] = set()
