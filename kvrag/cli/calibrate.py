@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvrag.fusion.calibration import Calibration
     from kvrag.tune.contexts import ContextLoss
 
-_POLICIES = "none,boundary,deviation,query,two_stage"
+_POLICIES = "none,boundary,deviation,query,query:shift=1,two_stage"
 
 
 def calibrate(

@@ -23,7 +23,7 @@ from kvrag.tune.judging import judge_policies
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.questions import JudgedQuestion
 
-POLICIES = ("none", "boundary", "deviation", "query", "two_stage")
+POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stage")
 RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 _MAX_QUERY_WORDS = 24
