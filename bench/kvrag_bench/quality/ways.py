@@ -115,9 +115,10 @@ class Correction:
 
     def fit(self, trial: Trial, kv: FusedKV) -> None:
         """Take in one prompt: its stored KV, and full prefill's."""
-        stored, fresh = _with_ones(trial.free(kv)), trial.free(trial.full)
+        free = trial.free(kv).float()
+        stored = _with_ones(free)
         squares = stored.mT @ stored
-        products = stored.mT @ (fresh - trial.free(kv))
+        products = stored.mT @ (trial.free(trial.full).float() - free)
         self._squares = squares if self._squares is None else self._squares + squares
         self._products = products if self._products is None else self._products + products
 
@@ -129,8 +130,9 @@ class Correction:
         scale = self._squares.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None]
         ridge = 1e-2 * scale * torch.eye(width)
         weights = torch.linalg.solve(self._squares + ridge, self._products)
-        free = trial.free(kv)
-        return trial.with_free(free + _with_ones(free) @ weights)
+        free = trial.free(kv).float()
+        moved = free + _with_ones(free) @ weights
+        return trial.with_free(moved.to(kv.keys[0].dtype))
 
 
 def _with_ones(rows: torch.Tensor) -> torch.Tensor:
