@@ -28,6 +28,7 @@ _ONLY = {
             "device",
             "compute",
             "top_k",
+            "rerank",
             "eviction",
             "links",
             "ttft",
@@ -64,6 +65,7 @@ def serve(
             rich_help_panel=o.TUNING,
         ),
     ] = o.DEFAULT_TOP_K,
+    rerank: o.RerankOption = None,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
@@ -210,6 +212,7 @@ def serve(
         )
         return
     from kvrag.cli.answering import Settings
+    from kvrag.cli.opening import load_reranker
     from kvrag.store.extras import require
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
@@ -240,6 +243,7 @@ def serve(
         max_streams=streams,
         max_waiting=waiting,
         can_upload=allow_upload,
+        reranker=load_reranker(rerank),
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )

@@ -81,6 +81,7 @@ def engine_requests(
             constraint=form.constraint,
             session=tenant,
             explain=options.explain,
+            logprobs=asked.num_logprobs,
         )
         for number in range(asked.n or 1):
             seed = None if asked.seed is None else asked.seed + number

@@ -24,7 +24,7 @@ INVALID = "invalid_request_error"
 # Parameters of OpenAI's API that ask for nothing with a neutral value; no other is supported.
 _NEUTRAL = frozenset(
     {
-        *("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "modalities"),
+        *("best_of", "echo", "frequency_penalty", "logit_bias", "modalities"),
         *("presence_penalty", "store", "suffix"),
     }
 )

@@ -199,7 +199,6 @@ def test_the_models_are_listed(client: OpenAI) -> None:
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty", "does not support"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "does not support"),
-        ({"logprobs": True, "top_logprobs": 2}, "logprobs", "does not support"),
         ({"web_search_options": {}}, "web_search_options", "unknown parameter"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"n": 17}, "n", "less than or equal to 16"),
