@@ -335,12 +335,13 @@ class Passages(BaseModel):
 
 
 class Document(BaseModel):
-    """A document of the index."""
+    """A document of the index; `is_file` says whether it was read from a file."""
 
     source: str
     title: str
     num_chunks: int
     num_tokens: int
+    is_file: bool
 
 
 class Documents(BaseModel):
