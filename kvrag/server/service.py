@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import astuple, dataclass
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -255,7 +256,8 @@ class Service:
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Call what may wait for a disk or a lock, while the event loop runs on."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, call)
 
     async def _answer(
         self,
