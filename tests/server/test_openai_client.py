@@ -209,6 +209,11 @@ def test_the_models_are_listed(client: OpenAI) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role", "Input should be"),
         ({"stop": ["a", 3]}, "stop.1", "valid string"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": 3}}},
+            "tool_choice.function.name",
+            "valid string",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -93,7 +93,7 @@ def test_a_cross_encoder_ranks_and_orders_what_the_server_finds(rag: Rag) -> Non
         ({"documents": "text"}, "documents", "valid list"),
         ({"documents": ["x", " "]}, "documents", "empty"),
         ({"documents": ["x", 3]}, "documents.1", "valid"),
-        ({"documents": [{"title": "x"}]}, "documents.0", "text"),
+        ({"documents": [{"title": "x"}]}, "documents.0.text", "Field required"),
         ({"documents": ["x"] * 2049}, "documents", "at most 2048"),
         ({"top_n": 0}, "top_n", "greater than or equal to 1"),
         ({"top_n": -1}, "top_n", "greater than or equal to 1"),
