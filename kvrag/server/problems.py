@@ -28,7 +28,7 @@ _NEUTRAL = frozenset(
         *("presence_penalty", "store", "suffix"),
     }
 )
-# The classes of requests that stand beside a text or a list.
+# Where a request takes a text or an object: what pydantic calls the two.
 _BRANCHES = frozenset({"str", "NamedTool", "RankedText"})
 CLIENT_GONE = 499  # nginx's; nobody receives it, but logs and metrics show it
 
