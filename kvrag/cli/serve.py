@@ -147,6 +147,15 @@ def serve(
             rich_help_panel=o.TUNING,
         ),
     ] = 30,
+    refresh: Annotated[
+        float,
+        typer.Option(
+            parser=o.above_zero,
+            metavar="SECONDS",
+            help="How often to look for changes of a shared index (--index URL).",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 5.0,
     artefacts: Annotated[
         str | None,
         typer.Option(
@@ -248,11 +257,16 @@ def serve(
         settings,
         options,
         {"host": host, "port": port, "grace_seconds": grace},
+        refresh,
     )
 
 
 def _serve_here(
-    opening: dict[str, Any], settings: Settings, options: ServerOptions, address: dict[str, Any]
+    opening: dict[str, Any],
+    settings: Settings,
+    options: ServerOptions,
+    address: dict[str, Any],
+    refresh: float,
 ) -> None:
     from kvrag.cli.answering import make_engine
     from kvrag.cli.listening import until_told
@@ -264,6 +278,7 @@ def _serve_here(
     with open_index(**opening) as opened:
         engine = make_engine(opened, settings, max_batch=options.max_streams)
         warm_up(opened)
+        opened.follow(refresh)
         log_to_stderr()
         server = Server(make_app(engine, options), **address)
         until_told(
