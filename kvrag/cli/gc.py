@@ -26,7 +26,7 @@ def gc(
             min=0,
             metavar="HOURS",
             help="A shared index (--index URL) keeps what its newest version does not need for so "
-            "long: other machines may be that far behind.",
+            "long: other machines may lag that much.",
             rich_help_panel=o.TUNING,
         ),
     ] = 24.0,

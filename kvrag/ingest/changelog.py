@@ -46,7 +46,7 @@ class ChangeLog(Protocol):
         """Return what is wrong with the segments that the newest version names."""
 
     def mend(self) -> None:
-        """Publish all that the newest version names anew, from this machine's view."""
+        """Publish all that the newest version names again, from this machine's view."""
 
     def collect_garbage(
         self, needed: Callable[[], Collection[str]], grace_seconds: float, *, all_records: bool

@@ -177,7 +177,7 @@ class Index(SearchMethods):
         """Bring this machine's view of a shared index up to date; return its version.
 
         For an index in a folder, return the number of its changes. A change that arrives never
-        alters an answer under way: its text is that of its own prompt.
+        alters an answer under way, whose text is that of its prompt.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class Index(SearchMethods):
         return self._storage.refresh()
 
     def follow(self, seconds: float = 5.0) -> None:
-        """Refresh a shared index every so many seconds, in a thread, until it is closed.
+        """Refresh a shared index every few seconds, in a thread, until it is closed.
 
         Does nothing for an index in a folder, which needs no refreshing. A bucket that does not
         answer is logged, and asked again.

@@ -258,7 +258,7 @@ class Upkeep:
             folder. By default such records stay: other indexes may need them.
         grace_seconds
             A shared index's records, segments and versions stay for so long after a `gc` first
-            found that the newest version does not need them: machines may be that far behind.
+            found that the newest version does not need them: machines may lag by that time.
         """
         arguments.flag(delete_shared, "delete_shared")
         grace_seconds = arguments.number(grace_seconds, "grace_seconds", least=0)

@@ -1,7 +1,6 @@
 """A bucket: its connection, its errors in kvrag's words, and names that only one writer gets.
 
-Amazon S3 and compatible services, Google Cloud, Azure; a folder too, which stands in for a bucket
-on one machine.
+Amazon S3 and compatible services, Google Cloud, Azure; a folder too, as the bucket of one machine.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Bucket:
                 break
 
     def names(self, behind: str | None = None) -> list[str]:
-        """Return the names of all objects, sorted; only those behind one, if it is given."""
+        """Return the names of all objects, sorted; only those after one, if it is given."""
         with self.errors("list"):
             found = [
                 meta["path"]

@@ -1,7 +1,7 @@
 """Garbage of a shared index: removed once it has been garbage for a whole time of grace.
 
 A first run lists what the newest version does not need, with the time. A later run removes what was
-listed that long ago and is still not needed. So a reader or a writer may be that far behind: it
+listed that long ago and is still not needed. So a reader or a writer may lag by that time: it
 finds every record and segment of any version that was the newest less than the grace ago.
 """
 

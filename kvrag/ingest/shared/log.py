@@ -1,7 +1,7 @@
 """The log of a shared index, and this machine's view of it: an index folder in the cache.
 
 A writer stores what it changes as a segment and then creates the manifest of the next version.
-Whoever creates it first has the version; the others carry it out in their views and try the next.
+The first one to create it has the version; the others carry it out in their views and try the next.
 A view is always what the log says up to some version, since a change reaches it from the log alone.
 """
 
@@ -37,13 +37,13 @@ from kvrag.store.base import Store
 logger = logging.getLogger("kvrag")
 
 MOST_DELTAS = 64
-"""Behind the base: with more, a writer publishes a new one."""
+"""Changes since the base: with more, a writer publishes a new one."""
 _LIST_SECONDS = VERSIONS_SECONDS / 2
 _MOST_PAUSE_SECONDS = 0.05
 
 
 class SharedLog:
-    """The log behind one opened index (`kvrag.ingest.changelog.ChangeLog`).
+    """The log of one opened index (`kvrag.ingest.changelog.ChangeLog`).
 
     Safe to use from several threads; processes that share a view take turns.
 
@@ -232,7 +232,7 @@ class SharedLog:
         self._commit(None, lambda one: _with_base(one, base, former))
 
     def mend(self) -> None:
-        """Publish all that the newest version names anew, from this view."""
+        """Publish all that the newest version names again, from this view."""
         with self._holding():
             head = self._refresh()
             file, profiles = self._put_config(self._storage.config, ())
@@ -250,7 +250,7 @@ class SharedLog:
         """Create the next version; another writer may be faster, any number of times."""
         while True:
             with self._holding():
-                # Nobody may write behind an index that is not this one any more.
+                # Nobody may write to another index that has taken this one's place.
                 ours = alter(self._refresh(is_listed=True).follow(content))
                 is_written = self._log.create(ours)
                 # A request that was repeated is refused, although the first one wrote.

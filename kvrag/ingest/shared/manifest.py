@@ -145,7 +145,7 @@ class Log:
         self._bucket.check()
 
     def versions(self, behind: int = -1) -> list[int]:
-        """Return the versions that there are, ascending; only those behind a given one."""
+        """Return the versions that there are, ascending; only those after a given one."""
         names = self._bucket.names(None if behind < 0 else name_of(behind))
         found = (match for one in names if (match := _NAME.fullmatch(one)))
         return [version for one in found if (version := int(one[1])) > behind]
@@ -175,7 +175,7 @@ class Log:
             values = json.loads(self._bucket.get(_GARBAGE) or b"{}")
             return {str(name): float(first) for name, first in values.items()}
         except (ValueError, TypeError, AttributeError, RecursionError):
-            return {}  # begins anew: garbage stays for longer
+            return {}  # begins again: garbage stays for longer
 
     def list_garbage(self, since: Mapping[str, float]) -> None:
         """Write when garbage was first seen, by name."""

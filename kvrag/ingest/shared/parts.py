@@ -1,4 +1,4 @@
-"""Files in parts: the segments of a shared index, immutable records in a store of their own.
+"""Files in parts: the segments of a shared index, immutable records in a separate store.
 
 A part's key is drawn by chance, so no two files share one, and garbage collection of one file never
 touches another. The store encrypts parts if the index has a key.
