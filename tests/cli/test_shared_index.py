@@ -21,7 +21,8 @@ def test_from_ingest_to_gc(
     missing = run("ls", "--index", url)
     assert missing.code == 1
     assert f"there is no index at {url}" in missing.err
-    done = run("ingest", documents, "--index", url, "--model", "kvrag-tiny", "--embedding", "hashing")
+    made = ("--model", "kvrag-tiny", "--embedding", "hashing")
+    done = run("ingest", documents, "--index", url, *made)
     assert done.code == 0, done.err
     # Another machine.
     monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "other"))
