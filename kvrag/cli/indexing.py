@@ -70,7 +70,7 @@ class Settings:
 
 
 def index_into(
-    path: Path,
+    path: Path | str,
     documents: Iterable[Any],
     settings: Settings,
     *,
@@ -173,7 +173,7 @@ def _print_report(report: IngestReport) -> None:
 
 
 def _open_or_create(
-    path: Path,
+    path: Path | str,
     model: str | None,
     device: str | None,
     store: str | None,

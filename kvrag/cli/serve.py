@@ -163,6 +163,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    refresh: Annotated[
+        float,
+        typer.Option(
+            parser=o.above_zero,
+            metavar="SECONDS",
+            help="How often to look for changes of a shared index (--index URL).",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 5.0,
     artefacts: Annotated[
         str | None,
         typer.Option(
@@ -267,6 +276,7 @@ def serve(
         options,
         {"host": host, "port": port, "grace_seconds": grace},
         trace,
+        refresh,
     )
 
 
@@ -276,6 +286,7 @@ def _serve_here(
     options: ServerOptions,
     address: dict[str, Any],
     collector: str | None,
+    refresh: float,
 ) -> None:
     from kvrag.cli.answering import make_engine
     from kvrag.cli.listening import until_told
@@ -287,6 +298,7 @@ def _serve_here(
     with _traced(collector) as traced, open_index(**opening) as opened:
         engine = make_engine(opened, settings, max_batch=options.max_streams)
         warm_up(opened)
+        opened.follow(refresh)
         log_to_stderr()
         server = Server(traced(make_app(engine, options)), **address)
         until_told(
