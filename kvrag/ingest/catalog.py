@@ -105,6 +105,14 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         return None
 
     @checked
+    def digests(self) -> dict[str, str]:
+        """Return all documents' digests by source, "" for a damaged one (as `digest_of`)."""
+        return {
+            one.source: one.digest if self._is_whole(one) else ""
+            for one in self._sound_documents("ORDER BY source")
+        }
+
+    @checked
     def documents(self, bytes_per_token: int, *, with_others: bool) -> list[DocumentRow]:
         """Return all documents with sound rows, ordered by source.
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
     from kvrag.ingest.on_demand import OnDemand
     from kvrag.ingest.run_finder import RunFinder
+    from kvrag.ingest.runner import Runner
     from kvrag.models.kv_model import KVModel
 
 
@@ -328,6 +329,7 @@ class Index(SearchMethods):
         on_progress: Callable[[IngestProgress], None] | None = None,
         limits: ParseLimits | None = None,
         loaders: Mapping[str, str] | None = None,
+        runner: Runner | None = None,
     ) -> IngestReport:
         """Add files and documents to the index; unchanged ones cost no model time.
 
@@ -355,6 +357,8 @@ class Index(SearchMethods):
             Additional loaders by suffix, which take precedence over the built-in ones, as
             ``package.module:function``: a function of a file's path and bytes that yields a
             `Document` for each part of it. It runs in the process that parses, within its limits.
+        runner
+            Computes on other machines (`kvrag.ingest.ray.RayRunner`); None means here.
 
         Returns
         -------
@@ -382,6 +386,7 @@ class Index(SearchMethods):
             on_progress=on_progress,
             limits=limits,
             loaders=loaders,
+            runner=runner,
         )
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:

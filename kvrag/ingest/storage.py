@@ -18,7 +18,7 @@ from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexClosedError, IndexFormatError, ParameterError, RecordError, StoreError
-from kvrag.fusion.compression.spec import key_options, parse_compression
+from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
@@ -177,16 +177,7 @@ class Storage:
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
-        config = self.config
-        return chunk_key(
-            tenant_salt=bytes.fromhex(config.tenant_salt),
-            model_fingerprint=config.model_fingerprint,
-            tokenizer_fingerprint=config.tokenizer_fingerprint,
-            prefix_ids=config.prefix_ids,
-            token_ids=chunk.token_ids,
-            context_ids=chunk.contexts[0],
-            options=key_options(self.compression, config.anchors),
-        )
+        return key_of(self.config, self.compression, chunk)
 
     def open_kv(
         self, chunk_id: str, context_ids: tuple[int, ...] | None = None
@@ -357,6 +348,19 @@ class Storage:
                 "'kvrag ingest' mends it)",
                 what,
             )
+
+
+def key_of(config: IndexConfig, compression: Compression | None, chunk: Chunk) -> ChunkKey:
+    """Return the name of a chunk's KV in an index with these settings, the first of several."""
+    return chunk_key(
+        tenant_salt=bytes.fromhex(config.tenant_salt),
+        model_fingerprint=config.model_fingerprint,
+        tokenizer_fingerprint=config.tokenizer_fingerprint,
+        prefix_ids=config.prefix_ids,
+        token_ids=chunk.token_ids,
+        context_ids=chunk.contexts[0],
+        options=key_options(compression, config.anchors),
+    )
 
 
 def _ids(context_ids: Sequence[int] | None) -> tuple[int, ...] | None:
