@@ -55,7 +55,7 @@ class OpenedRecord(ABC):
             self._reader.fetch(range(self._num_fetched * num_blocks, num_planes * num_blocks))
             self._num_fetched = num_planes
 
-    def use(self, num_planes: int) -> None:
+    def use(self, num_planes: int) -> None:  # noqa: B027  # there is one plane
         """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
 
     def cancel(self) -> None:

@@ -70,7 +70,8 @@ class AgreedLoader(SpanLoader):
         if has_failed:
             self.end()
             raise EngineError("another of the engine's processes could not load the prompt's KV")
-        lost = {one: _REASONS[code - 1] for one, code in zip(record_ids, agreed) if code}
+        told = zip(record_ids, agreed, strict=True)
+        lost = {record_id: _REASONS[code - 1] for record_id, code in told if code}
         if lost:
             self.end()
             raise LostError(lost)

@@ -15,11 +15,11 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.codec.heads import HeadRange
 from kvrag.codec.registry import get_codec
 from kvrag.errors import RecordError, UnsupportedModelError
+from kvrag.fusion.controller import make_choice
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import MISS_DAMAGED
 from kvrag.fusion.plan import Loading
-from kvrag.fusion.controller import make_choice
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.ranks import Ranks

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -39,16 +40,22 @@ def oracle(by_heads: Index) -> KVEngine:
     return KVEngine(by_heads, links="off", session_bytes=0)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
-    ids=["heads", "layers"],
-)
+HEADS: dict[str, Any] = {"tensor_parallel_size": 2}
+# vLLM makes the room for what stages exchange in a warm-up, which a given size of the cache spares.
+LAYERS: dict[str, Any] = {"pipeline_parallel_size": 2, "gpu_memory_utilization": 0.1}
+
+
+@pytest.fixture(scope="module", params=[HEADS, LAYERS], ids=["heads", "layers"])
 def llm(vllm: Any, by_heads: Index, request: pytest.FixtureRequest) -> Iterator[Any]:
     # By itself, vLLM gives each worker a memory node of its own.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    with running(vllm, by_heads, max_num_batched_tokens=256, **request.param) as engine:
-        engine.is_split_by_heads = "tensor_parallel_size" in request.param
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if request.param is LAYERS:
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "", "VLLM_CPU_CI_ENV": "0"}
+    with (
+        mock.patch.dict(os.environ, environment),
+        running(vllm, by_heads, max_num_batched_tokens=256, **request.param) as engine,
+    ):
+        engine.is_split_by_heads = request.param is HEADS
         yield engine
 
 
@@ -111,7 +118,7 @@ def test_an_artefact(llm: Any, oracle: KVEngine, by_heads: Index) -> None:
 
 def test_a_lost_record_is_computed_by_all(llm: Any, oracle: KVEngine, by_heads: Index) -> None:
     prompt = make_prompt(8, 9)
-    lost = by_heads.get_chunks([by_heads.documents()[9].chunk_ids[0]])[0]
+    (lost,) = by_heads.get_chunks(by_heads.catalog.chunk_ids_of("text-9"))
     key = by_heads.key_of(lost)
     record = by_heads.store.open(key)
     assert record is not None
@@ -123,12 +130,15 @@ def test_a_lost_record_is_computed_by_all(llm: Any, oracle: KVEngine, by_heads: 
     by_heads.store.replace(key, bytes(damaged))
     try:
         output = ask(llm, oracle, prompt, RequestParams(policy="none"))
-        assert reused(output)["report"]["misses"] or reused(output)["computed_because"]
-        found = given(output)
     finally:
         by_heads.store.replace(key, bytes(content))
-    if reused(output)["computed_because"]:
-        assert_same(found, expected(oracle, prompt))
+    # The first text stands where it was encoded, so nothing is approximate any more.
+    assert_same(given(output), expected(oracle, prompt))
+    if llm.is_split_by_heads:
+        assert reused(output)["report"]["misses"] == {"record damaged": 1}
+    else:
+        # The stage before does not read that layer: what one of them lacks, the engine computes.
+        assert "do not all have" in reused(output)["computed_because"]
 
 
 def test_an_abandoned_request_frees_its_memory(llm: Any, oracle: KVEngine) -> None:

@@ -49,7 +49,11 @@ def check_engine(
         )
     cache_type = vllm_config.cache_config.cache_dtype
     if cache_type not in ("auto", config.dtype):
-        raise EngineError(f"kv_cache_dtype={cache_type!r}: stored KV fits only 'auto'")
+        raise EngineError(
+            f"kv_cache_dtype={cache_type!r}: the engine would round fused KV to {cache_type} with "
+            "scales that fit other prompts, and answers would no longer be those that kvrag "
+            "measures; set it to 'auto'"
+        )
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise EngineError(
             "the engine has separate caches for several kinds of layers, which kvrag does not "

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +43,44 @@ _WRITE_SECONDS = 0.005
 """How long rows are written after a step while a batch runs; at least one layer."""
 
 
-@dataclass(frozen=True)
 class Brought:
-    """The first rows of a prompt, to be written into the engine's cache.
+    """The first rows of a prompt, to be written into the engine's cache, perhaps several times.
 
-    Attributes
+    Parameters
     ----------
     keys, values
         For each layer of the model ``[H, n, D]``, of this worker's heads; keys are placed. Only
         the worker's own layers are used.
     report
         The fusion's report; None for KV that was fused before.
-    release
-        Releases the memory after the rows are written.
+    free
+        Frees the memory.
     """
 
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-    report: FusionReport | None
-    release: Callable[[], None]
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        report: FusionReport | None,
+        free: Callable[[], None],
+    ) -> None:
+        self.keys, self.values, self.report = keys, values, report
+        self._free = free
+        self._lock = threading.Lock()
+        self._num_holders = 1
+
+    def hold(self) -> None:
+        """Add a holder, besides those that have not released it yet."""
+        with self._lock:
+            self._num_holders += 1
+
+    def release(self) -> None:
+        """Remove a holder; the last one frees the memory."""
+        with self._lock:
+            self._num_holders -= 1
+            is_last = self._num_holders == 0
+        if is_last:
+            self._free()
 
 
 class Pages:
@@ -162,6 +181,8 @@ class WorkerSide:
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
         self._running: dict[str, tuple[Load, Future[Brought]]] = {}
         self._abandoned: set[str] = set()
+        # What was fused last, by its salt: the other answers to one request (n > 1) want it next.
+        self._last: tuple[str, Brought] | None = None
         self._writing: dict[str, Generator[None, None, None]] = {}
         self._is_idle = False
         self._outcome = StepOutcome()
@@ -182,6 +203,8 @@ class WorkerSide:
     def close(self) -> None:
         """Finish running loads, and close the index and the artefact store."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._last is not None:
+            self._last[1].release()
         self._artefacts.close()
         self._index.close()
 
@@ -256,15 +279,22 @@ class WorkerSide:
 
     def _bring(self, load: Load) -> Brought:
         """Return a request's rows. All workers have them, or each raises an error."""
+        last, self._last = self._last, None
+        if last is not None and last[0] == load.plan.salt:
+            # All workers fuse in the same order, so they agree on this.
+            last[1].hold()
+            self._last = last
+            return last[1]
+        if last is not None:
+            last[1].release()
         brought: Brought | None = None
         failure: Exception | None = None
         try:
             brought = self._bring_part(load)
         except Exception as error:
             failure = error
-        misses = (
-            0 if brought is None or brought.report is None else sum(brought.report.misses.values())
-        )
+        report = None if brought is None else brought.report
+        misses = 0 if report is None else sum(report.misses.values())
         failed, most, least = self._part.workers.most([failure is not None, misses, -misses])
         if failure is not None:
             raise failure
@@ -272,6 +302,10 @@ class WorkerSide:
         if failed or most != -least:
             brought.release()
             raise EngineError("the engine's workers do not all have the prompt's KV")
+        planned = load.plan.layout.misses if load.plan.layout is not None else {}
+        if misses <= sum(planned.values()):  # otherwise these are not the salt's rows
+            brought.hold()
+            self._last = load.plan.salt, brought
         return brought
 
     def _bring_part(self, load: Load) -> Brought:
