@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,7 +35,11 @@ def test_speculative_decoding(vllm: Any, served: Index, oracle: KVEngine) -> Non
         }
     }
     text = make_prompt(3, 1, 7, question="Entry 2: Oleg paid 9 coins. Entry 2: Oleg paid")
-    with running(vllm, served, **options) as llm:
+    # In a process of its own: vLLM 0.32.0 makes no second engine where numba has been imported.
+    with (
+        mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+        running(vllm, served, **options) as llm,
+    ):
         for request, policy in ((NONE, "none"), (RequestParams(policy="two_stage"), "two_stage")):
             wanted = expected(oracle, text, policy, num_tokens=24)
             (output,) = llm.generate(

@@ -40,6 +40,13 @@ def oracle(by_heads: Index) -> KVEngine:
     return KVEngine(by_heads, links="off", session_bytes=0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unbound() -> Iterator[None]:
+    """By itself, vLLM would give each worker a memory node of its own."""
+    with mock.patch.dict(os.environ, VLLM_CPU_OMP_THREADS_BIND="nobind"):
+        yield
+
+
 HEADS: dict[str, Any] = {"tensor_parallel_size": 2}
 # vLLM makes the room for what stages exchange in a warm-up, which a given size of the cache spares.
 LAYERS: dict[str, Any] = {"pipeline_parallel_size": 2, "gpu_memory_utilization": 0.1}
@@ -47,16 +54,13 @@ LAYERS: dict[str, Any] = {"pipeline_parallel_size": 2, "gpu_memory_utilization":
 
 @pytest.fixture(scope="module", params=[HEADS, LAYERS], ids=["heads", "layers"])
 def llm(vllm: Any, by_heads: Index, request: pytest.FixtureRequest) -> Iterator[Any]:
-    # By itself, vLLM gives each worker a memory node of its own.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if request.param is LAYERS:
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "", "VLLM_CPU_CI_ENV": "0"}
-    with (
-        mock.patch.dict(os.environ, environment),
-        running(vllm, by_heads, max_num_batched_tokens=256, **request.param) as engine,
-    ):
-        engine.is_split_by_heads = request.param is HEADS
-        yield engine
+    with mock.patch.dict(os.environ):
+        if request.param is LAYERS:
+            del os.environ["VLLM_CPU_KVCACHE_SPACE"]
+            os.environ["VLLM_CPU_CI_ENV"] = "0"
+        with running(vllm, by_heads, max_num_batched_tokens=256, **request.param) as engine:
+            engine.is_split_by_heads = request.param is HEADS
+            yield engine
 
 
 def ask(llm: Any, oracle: KVEngine, prompt: str, request: RequestParams | None = None) -> Any:
