@@ -10,8 +10,8 @@ from kvrag.codec.base import Destination, EncodedChunk
 class HeadRange:
     """A part of an opened record (an `EncodedChunk`): a range of its key heads.
 
-    A record that stores heads apart (codec ``raw-heads``) is read only there. Of any other, whole
-    layers are read and decoded, and the other heads are dropped.
+    A record that stores heads apart (codec ``raw-heads``) is read only there. From any other,
+    whole layers are read and decoded, and the other heads are dropped.
 
     Parameters
     ----------

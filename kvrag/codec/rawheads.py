@@ -1,4 +1,4 @@
-"""The codec that stores KV as `raw` does, each key head in blocks of its own.
+"""The codec that stores KV as `raw` does, each key head in separate blocks.
 
 A process that has some of a model's heads then reads only theirs: in each layer one stretch of
 bytes, with the checksums of its blocks.

@@ -46,7 +46,7 @@ class Clock:
 
 
 class StoppedError(Exception):
-    """Nobody wants the result of some work any more."""
+    """The result of some work is not needed any more."""
 
 
 def whole(work: Slices[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
@@ -62,7 +62,7 @@ def whole(work: Slices[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
     Raises
     ------
     StoppedError
-        If the result is no longer wanted; the work has let go of what it held.
+        If the result is no longer wanted; the work has freed what it held.
     """
     has_computed, answer = True, None
     try:

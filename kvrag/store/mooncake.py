@@ -1,8 +1,8 @@
 """Records in Mooncake Store: the memory of several machines as one pool, over TCP or RDMA.
 
 It is a cache: the pool forgets the records that were used longest ago when it is full, and all of
-them with its master. A record is read whole when it is opened, in one transfer, since a range of a
-record that is replaced meanwhile could not be told from the new one's.
+them with its master. A record is read whole when it is opened, in one transfer, since a reader
+could not tell a range of a record from that of the one that replaces it meanwhile.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class MooncakeStore(RemoteStore):
             self.metrics.miss(MISS_ABSENT)
             return None
         self.metrics.hit()
-        return MemoryRecord(key, memoryview(content)[len(_MARK) :], self.metrics)
+        return MemoryRecord(key, content[len(_MARK) :], self.metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Return whether there is a record for `key`."""

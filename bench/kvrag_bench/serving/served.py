@@ -160,7 +160,7 @@ def serving(options: ServingOptions, say: Callable[[str], None]) -> Iterator[Ser
             settings = ConnectorSettings(str(folder / "index"))
             arguments = {"enforce_eager": True, "max_num_seqs": 8, "disable_log_stats": True}
             if options.workers > 1:
-                # By itself, vLLM's CPU build gives each worker a memory node of its own.
+                # By itself, vLLM's CPU build gives each worker a separate memory node.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
                 arguments["tensor_parallel_size"] = options.workers
             transport = start_engine(settings, arguments)

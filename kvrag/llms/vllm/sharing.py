@@ -20,7 +20,7 @@ _PATIENCE = timedelta(seconds=300)
 
 
 class GroupRanks(Ranks):
-    """Workers that are connected through a process group of their own.
+    """Workers that are connected through a separate process group.
 
     vLLM's own groups serve the thread that runs the engine's steps. Prompts are fused in another
     thread, whose exchanges must not come between those.
