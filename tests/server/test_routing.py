@@ -25,7 +25,7 @@ from tests.support.servers import free_port, wait_for
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 BY_KEY = "balance hdr(X-KVRag-Route)"
-NUM_TOPICS, PER_TOPIC, NUM_PROMPTS = 20, 4, 160
+NUM_TOPICS, PER_TOPIC, NUM_PROMPTS = 12, 4, 80
 
 
 def test_the_key_depends_on_the_set_alone() -> None:
