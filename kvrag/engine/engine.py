@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import Context, copy_context
 from functools import partial
@@ -157,7 +157,13 @@ class KVEngine:
         """
         return self._reader.token_ids(prompt, hints, tools)
 
-    def fuse(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> FusedPrompt:
+    def fuse(
+        self,
+        prompt: Prompt | Request,
+        *,
+        is_wanted: Callable[[], bool] = lambda: True,
+        **options: Unpack[RequestOptions],
+    ) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
 
         Transformers can continue from it with ``model.hf.generate(**fused.to_generate())``. Call
@@ -170,13 +176,21 @@ class KVEngine:
         ----------
         prompt, options
             See `generate`; `max_tokens` sets the room in the buffer after the prompt.
+        is_wanted
+            Asked before and after each layer; if it returns False, fusing stops.
+
+        Raises
+        ------
+        StoppedError
+            If the result is no longer wanted.
         """
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         laid_out = self._reader.lay_out(request)
         seconds = time.perf_counter() - started
-        return whole(self._fuser.fuse(request, choice, laid_out, seconds, keeps=False))[0]
+        work = self._fuser.fuse(request, choice, laid_out, seconds, keeps=False)
+        return whole(work, is_wanted)[0]
 
     def give_back(self, fused: FusedPrompt) -> None:
         """Return a prompt's buffer for the next prompt; do not use `fused` afterwards."""

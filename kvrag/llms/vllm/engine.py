@@ -14,6 +14,7 @@ from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions, checked_batch
+from kvrag.engine.routing import route_key
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.report import FusionReport
@@ -149,6 +150,7 @@ class VLLMEngine:
             min(asked.max_tokens, left),
             asked.sampling,
             tuple(asked.stop),
+            route=route_key(layout.chunk_ids),
             # Only a stream can be stopped at the timeout.
             is_streamed=is_streamed or timeout_seconds is not None,
         )
