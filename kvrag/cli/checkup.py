@@ -43,6 +43,15 @@ _OPTIONAL = {
     "tree-sitter": "kvrag[code]",
     "kvrag-bench": "kvrag[bench]",
 }
+_REFERENCE_COSTS = (
+    "reference: numpy and torch compute in place of the compiled kernels. Answers are the same. "
+    "Attention takes 3 to 12 times as long, and decoding KV of a codec other than raw hundreds of "
+    "times as long (docs/install.md)"
+)
+_REFERENCE_REMEDY = (
+    "unset KVRAG_ISA if it is set; else install kvrag's wheel for this platform, or install from "
+    "source with a C++ compiler: pip install --force-reinstall --no-deps --no-binary kvrag kvrag"
+)
 _LOW_DISK_BYTES = 2 * 1024**3
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -173,12 +182,14 @@ def _processor() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    """Say which of kvrag's compiled kernels run."""
+    """Say which of kvrag's compiled kernels run, or what it costs that none do."""
     try:
-        from kvrag.native import instruction_set, instruction_sets
+        from kvrag.native import REFERENCE, instruction_set, instruction_sets
     except ImportError as error:
         remedy = "reinstall kvrag"
         return Finding("kernels", "problem", f"cannot be imported: {error}", remedy)
+    if instruction_set() == REFERENCE:
+        return Finding("kernels", "warning", _REFERENCE_COSTS, _REFERENCE_REMEDY)
     built = ", ".join(instruction_sets())
     used = f"{instruction_set()}, for the codec and for attention"
     return Finding("kernels", "ok", f"{used} (this processor runs: {built})")
