@@ -33,7 +33,7 @@ _TOOLS += ("twine", "uv", "ziglang")
 PLACES: Mapping[str, tuple[str, ...]] = {
     "kvrag/__init__.py": (r'^(__version__ = ")[^"]+(")',),
     "pyproject.toml": (r'^(version = ")[^"]+(")', r'("kvrag-bench==)[^"]+(")'),
-    "bench/pyproject.toml": (r'^(version = ")[^"]+(")', r'("kvrag==)[^"]+(")'),
+    "bench/pyproject.toml": (r'^(version = ")[^"]+(")', r'("kvrag\[embed\]==)[^"]+(")'),
 }
 
 

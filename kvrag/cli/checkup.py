@@ -26,7 +26,7 @@ Status = Literal["ok", "note", "warning", "problem"]
 # The lower bounds in pyproject.toml; a test compares the two.
 MINIMUM_VERSIONS = {
     "torch": (2, 6),
-    "transformers": (5, 16),
+    "transformers": (5, 22),
     "tokenizers": (0, 23),
     "safetensors": (0, 8),
     "numpy": (1, 26),
