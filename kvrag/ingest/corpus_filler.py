@@ -15,7 +15,7 @@ from kvrag.ingest.plan import Sources
 
 # Documents that are read for it, evenly spaced among all: many short passages of many documents
 # did better than few long ones.
-_MOST_DOCUMENTS = 24
+MOST_DOCUMENTS = 24
 # Characters of a passage, at least if it has them, and at most.
 _SHORT, _LONG = 200, 500
 # More than a token has in common languages, so that the text is long enough.
@@ -37,8 +37,8 @@ def choose_passages(sources: Sources, parser: Parser, num_tokens: int) -> str:
         The number of tokens that the text should have, if the documents are long enough.
     """
     names = sorted([*sources.documents, *sources.files])
-    step = max(1, len(names) / _MOST_DOCUMENTS)
-    chosen = [names[int(at * step)] for at in range(min(len(names), _MOST_DOCUMENTS))]
+    step = max(1, len(names) / MOST_DOCUMENTS)
+    chosen = [names[int(at * step)] for at in range(min(len(names), MOST_DOCUMENTS))]
     texts: list[str] = []
     for name in chosen:
         # What is wrong with a document is reported when it is indexed.
@@ -47,7 +47,7 @@ def choose_passages(sources: Sources, parser: Parser, num_tokens: int) -> str:
                 texts.append(sources.documents[name].text)
                 continue
             content = read_file(name, parser.limits.max_file_bytes)
-            texts += [one.text for one in parser.parse(name, content)][:_MOST_DOCUMENTS]
+            texts += [one.text for one in parser.parse(name, content)][:MOST_DOCUMENTS]
     return join_passages(texts, num_tokens)
 
 

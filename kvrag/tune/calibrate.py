@@ -23,16 +23,8 @@ from kvrag.tune.judging import judge_policies
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.questions import JudgedQuestion
 
-POLICIES = (
-    "none",
-    "boundary",
-    "deviation",
-    "query",
-    "query:depth=0.5",
-    "query:depth=1",
-    "two_stage",
-)
-RATIOS = (0.03, 0.05, 0.1, 0.15, 0.3)
+POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stage")
+RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 _MAX_QUERY_WORDS = 24
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -47,7 +39,9 @@ class CalibrationOptions:
     data
         A data set (`read_questions`), or None for questions made from the index's own chunks.
     num_questions
-        Number of questions.
+        The most questions.
+    seconds
+        After this time, no further question is asked, if at least eight were.
     num_chunks
         Number of chunks in a prompt made from the index.
     max_tokens
@@ -60,6 +54,7 @@ class CalibrationOptions:
 
     data: str | None = None
     num_questions: int = 200
+    seconds: float = 300.0
     num_chunks: int = 5
     max_tokens: int = 16
     policies: Sequence[str] = POLICIES
@@ -89,10 +84,7 @@ def calibrate(
             "calibrate: 'oracle' compares a prompt with its full prefill, which no answer can "
             "wait for; leave it to 'kvrag bench quality'"
         )
-    if options.data is None:
-        questions = _own_questions(index, options)
-    else:
-        questions = read_questions(options.data, options.num_questions)
+    questions = ask_about(index, options)
     context = index.config.chunk_context
     judged = judge_policies(
         index.model,
@@ -103,7 +95,9 @@ def calibrate(
         use_chat_template=options.use_chat_template,
         say=on_progress,
         # Questions do not say what precedes their chunks in their documents.
-        context=NO_CONTEXT if context.is_of_document else str(context),
+        contexts=[NO_CONTEXT if context.is_of_document else str(context)],
+        corpus_filler=index.config.corpus_filler,
+        seconds=options.seconds,
     )
     has_answers = options.data is not None
     reference = [_score(one)[0] for one in next(iter(judged.values()))]
@@ -131,6 +125,19 @@ def calibrate(
         cost=_fit_cost(judged),
         loading=measure_loading(index, options.num_chunks, on_progress),
     )
+
+
+def ask_about(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
+    """Return the questions of a calibration: those of its data, or ones that quote the index.
+
+    Raises
+    ------
+    ParameterError
+        When the index is empty, or none of its chunks can be quoted.
+    """
+    if options.data is None:
+        return _own_questions(index, options)
+    return read_questions(options.data, options.num_questions)
 
 
 def _answer_loss(judgement: Judgement) -> float:

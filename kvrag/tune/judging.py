@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from kvrag.tune.questions import JudgedQuestion, render
 # Bytes of KV that are kept at a time: chunks that several of a run's questions share are computed
 # once, and a long run does not fill the memory.
 _BANK_BYTES = 2 << 30
+# Questions whose chunks are encoded together where time is limited.
+_SMALL_BLOCK = 8
 # English text has about four characters a token, other text fewer.
 _CHARACTERS_A_TOKEN = 3
 
@@ -63,12 +66,21 @@ def judge_policies(
     max_tokens: int,
     use_chat_template: bool,
     say: Callable[[str], None],
-    context: str = NO_CONTEXT,
+    contexts: Sequence[str] = (NO_CONTEXT,),
+    corpus_filler: str = "",
+    seconds: float = math.inf,
 ) -> dict[Contestant, list[Judgement]]:
     """Judge each policy at each ratio, on every question whose prompt fits the model.
 
-    Chunks are stored as the model computes them after a context (`kvrag.ingest.contexts`), without
-    link tokens after them.
+    Chunks are stored as the model computes them after each context (`kvrag.ingest.contexts`),
+    without link tokens after them.
+
+    Parameters
+    ----------
+    corpus_filler
+        The text of context ``corpus``.
+    seconds
+        After this time no further question is asked, if at least eight were.
 
     Raises
     ------
@@ -78,6 +90,7 @@ def judge_policies(
     check_policies(policies, ratios)
     entered = [
         Contestant(policy, ratio, context=context)
+        for context in contexts
         for policy in policies
         for ratio in (ratios if takes_ratio(policy) else [None])
     ]
@@ -86,12 +99,20 @@ def judge_policies(
         for one in prompts_that_fit(model, questions, max_tokens, use_chat_template)
     ]
     judge = Judge(
-        model, {NO_COMPRESSION: [get_codec(DEFAULT_CODEC)]}, Answerer(model, max_tokens), say=say
+        model,
+        {NO_COMPRESSION: [get_codec(DEFAULT_CODEC)]},
+        Answerer(model, max_tokens),
+        say=say,
+        corpus_filler=corpus_filler,
     )
     judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
-    for _, judgements in judge.each(asked):
+    until = time.monotonic() + seconds
+    most = None if seconds == math.inf else _SMALL_BLOCK
+    for num_asked, (_, judgements) in enumerate(judge.each(asked, most), 1):
         for contestant, judgement in judgements.items():
             judged[contestant].append(judgement)
+        if num_asked >= _SMALL_BLOCK and time.monotonic() > until:
+            break
     return judged
 
 
@@ -166,12 +187,21 @@ class Judge:
         self._banks: dict[_BankName, ChunkBank] = {}
         self.effort = Effort()
 
-    def each(self, asked: Sequence[Asked]) -> Iterator[tuple[Asked, dict[Contestant, Judgement]]]:
-        """Yield each question with one judgement a contestant, in order."""
+    def each(
+        self, asked: Sequence[Asked], most: int | None = None
+    ) -> Iterator[tuple[Asked, dict[Contestant, Judgement]]]:
+        """Yield each question with one judgement a contestant, in order.
+
+        Parameters
+        ----------
+        most
+            The most questions whose chunks are encoded before the first of them is asked; None
+            for as many as the memory holds.
+        """
         num_characters = sum(len(one.prompt.text) for one in asked)
         num_read = 0
         is_warm = False
-        for block in self._blocks(asked):
+        for block in self._blocks(asked, most or len(asked)):
             started = time.perf_counter()
             self._open_banks(block)
             self.effort.encoding_seconds += time.perf_counter() - started
@@ -191,15 +221,16 @@ class Judge:
                 num_read += len(one.prompt.text)
                 yield one, judgements
 
-    def _blocks(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
-        """Yield runs of questions whose chunks fit the memory together."""
+    def _blocks(self, asked: Sequence[Asked], most: int) -> Iterator[list[Asked]]:
+        """Yield runs of at most `most` questions whose chunks fit the memory together."""
         a_character = self._model.spec.bytes_per_token / _CHARACTERS_A_TOKEN
         block: list[Asked] = []
         texts: set[str] = set()
         for one in asked:
             more = texts.union(one.question.texts)
             num_banks = len(_bank_names([*block, one]))
-            if block and num_banks * a_character * sum(map(len, more)) > _BANK_BYTES:
+            is_full = num_banks * a_character * sum(map(len, more)) > _BANK_BYTES
+            if block and (is_full or len(block) == most):
                 yield block
                 block, more = [], set(one.question.texts)
             block.append(one)

@@ -12,20 +12,21 @@ from kvrag.models.kv_model import KVModel
 from kvrag.tune.judging import prompts_that_fit
 from kvrag_bench.quality import ways
 from kvrag_bench.quality.datasets import load_questions
+from kvrag_bench.quality.trial import Trial
 
 
 @pytest.fixture(scope="module")
-def trial() -> ways.Trial:
+def trial() -> Trial:
     model = KVModel.load("kvrag-tiny")
     questions = load_questions("generated", num_questions=20)
     carried = next(one for one in questions if one.type == "carried_over")
     (asked,) = prompts_that_fit(model, [carried], 16, use_chat_template=True)
     with torch.no_grad():
-        return ways.Trial(model, asked)
+        return Trial(model, asked)
 
 
 @torch.no_grad()
-def test_bounds_reach_full_prefill(trial: ways.Trial) -> None:
+def test_bounds_reach_full_prefill(trial: Trial) -> None:
     alone = trial.encoded_after(())
     everything = [trial.rows] * len(trial.layers)
     gap = trial.kl(trial.answered(alone))
@@ -41,6 +42,30 @@ def test_bounds_reach_full_prefill(trial: ways.Trial) -> None:
     assert trial.kl(trial.spread(alone, repaired[0], half)) != trial.kl(repaired)
 
 
+@torch.no_grad()
+def test_chunks_are_encoded_after_texts_of_their_own(trial: Trial) -> None:
+    context = tuple(trial.token_ids(trial.chunks[0]))
+    same = trial.each_encoded_after([context] * len(trial.chunks))
+    together = trial.encoded_after(context)
+    for kv, expected in zip(same.keys + same.values, together.keys + together.values, strict=True):
+        torch.testing.assert_close(kv[:, :, trial.rows], expected[:, :, trial.rows])
+    there_and_back = trial.with_free(trial.free(together))
+    assert trial.kl(trial.answered(there_and_back)) == pytest.approx(
+        trial.kl(trial.answered(together)), abs=1e-4
+    )
+
+
+@torch.no_grad()
+def test_a_correction_brings_the_prompt_it_was_fitted_on_nearer(trial: Trial) -> None:
+    alone = trial.encoded_after(())
+    correction = ways.Correction()
+    correction.fit(trial, alone)
+    fresh = trial.free(trial.full)
+    before = (trial.free(alone) - fresh).square().mean()
+    after = (trial.free(correction.apply(trial, alone)) - fresh).square().mean()
+    assert after < 0.7 * before
+
+
 def test_depths_gather_most_relevance_for_their_price() -> None:
     relevance = torch.tensor([[1.0, 0.1, 3.0], [5.0, 0.1, 0.1], [0.1, 0.1, 0.1]])
     # Two layers of the first token gather 6, one layer of the third 3.
@@ -52,7 +77,7 @@ def test_depths_gather_most_relevance_for_their_price() -> None:
 def test_a_run_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def few(trial: ways.Trial, _: object) -> list[object]:
+    def few(trial: Trial, *_: object) -> list[object]:
         filled = trial.answered(trial.encoded_after(()))
         return [(ways.ALONE, filled), ("again", filled)]
 

@@ -128,3 +128,17 @@ def test_a_calibration_of_another_model_is_refused(run: Run, index_folder: Path)
     done = run("query", "-i", index_folder, QUESTION, "--policy", "auto")
     assert done.code == 1
     assert "run 'kvrag calibrate' again" in done.err
+
+
+def test_contexts_are_compared_and_the_better_one_is_told(run: Run, index_folder: Path) -> None:
+    small = ("calibrate", "-i", index_folder, *SMALL, "--contexts", "filler:16")
+    done = run(*small)
+    assert done.code == 0, done.err
+    assert "filler:16" in done.out
+    assert "KL is the divergence from full prefill, in nats a token: " in done.out
+    found = run(*small, "--json").json["contexts"]
+    assert [one["context"] for one in found] == ["none", "filler:16"]
+    wrong = run("calibrate", "-i", index_folder, "--contexts", "document")
+    assert wrong.code == 1
+    assert "context document:256 cannot be calibrated" in wrong.err
+    assert run("calibrate", "-i", index_folder, "--contexts", ",").code != 0

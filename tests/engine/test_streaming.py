@@ -316,6 +316,22 @@ def test_every_codec_can_be_streamed(tmp_path: Path) -> None:
             assert torch.equal(fused.logits, whole.logits)
 
 
+@pytest.mark.parametrize("context", ["filler:16", "corpus:16"])
+def test_chunks_of_the_middle_of_a_prompt_are_streamed(tmp_path: Path, context: str) -> None:
+    model = random_model("test")
+    texts = [random_text(model, 100, seed=seed) for seed in (1, 2)]
+    prompt = "\n\n".join(["Read this.", *texts, "Which of both?"])
+    with Index.create(
+        tmp_path / "index", model=model, embedding="hashing", chunk_tokens=100, context=context
+    ) as index:
+        index.add([Document(source=text[:9], text=text) for text in texts])
+        for policy in ("two_stage", "query:shift=1"):
+            fused = KVEngine(index, policy=policy, ttft=30.0).fuse(prompt)
+            assert fused.report.num_in_context == 200
+            whole = KVEngine(index, policy=policy).fuse(prompt)
+            assert torch.equal(fused.logits, whole.logits)
+
+
 class Slow:
     """A chunk of two planes, of which the second comes only when it is cancelled."""
 

@@ -178,7 +178,7 @@ def test_a_calibration_encodes_as_the_index_does(
     asked = []
 
     def noting(*given, **options):  # type: ignore[no-untyped-def]
-        asked.append(options["context"])
+        asked.extend(options["contexts"])
         return judge(*given, **options)
 
     monkeypatch.setattr(calibration, "judge_policies", noting)

@@ -14,12 +14,13 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.calibrate import CalibrationOptions, calibrate
+from kvrag.tune.contexts import check_contexts, compare_contexts
 from tests.support.models import make_model, make_tokenizer
 
 
-def make_index(folder: Path, *texts: str) -> Index:
+def make_index(folder: Path, *texts: str, context: str | None = None) -> Index:
     model = KVModel(make_model(num_hidden_layers=2), make_tokenizer())
-    index = Index.create(folder, model=model, embedding="hashing")
+    index = Index.create(folder, model=model, embedding="hashing", context=context)
     index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(texts)])
     return index
 
@@ -58,3 +59,58 @@ def test_what_was_measured_can_be_read_again(tmp_path: Path) -> None:
     with make_index(tmp_path / "i", *TEXTS) as index:
         found = calibrate(index, CalibrationOptions(num_questions=2, max_tokens=2))
     assert Calibration.from_json(found.to_json(), "here") == found
+
+
+CONTEXTS = CalibrationOptions(num_questions=2, max_tokens=2, num_chunks=2)
+
+
+def test_contexts_are_compared_on_the_same_questions(tmp_path: Path) -> None:
+    with make_index(tmp_path / "i", *TEXTS) as index:
+        own, *others = compare_contexts(index, ["filler:16", "corpus:16", "none"], CONTEXTS)
+        assert own.context == "none"
+        assert own.share_low == own.share_high == 1.0
+        assert [one.context for one in others] == ["filler:16", "corpus:16"]
+        # Each context gives other keys, so other divergences.
+        assert len({one.reused for one in (own, *others)}) == 3
+        assert index.config.context == "none"
+
+
+def test_an_index_is_judged_after_its_own_passages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.tune import calibrate as module
+
+    given = []
+    judge = module.judge_policies
+
+    def noting(*rest, **options):  # type: ignore[no-untyped-def]
+        given.append((options["contexts"], options["corpus_filler"]))
+        return judge(*rest, **options)
+
+    monkeypatch.setattr(module, "judge_policies", noting)
+    with make_index(tmp_path / "i", *TEXTS, context="corpus:16") as index:
+        calibrate(index, CalibrationOptions(num_questions=1, max_tokens=2, policies=("none",)))
+        assert given == [(["corpus:16"], index.config.corpus_filler)]
+        assert index.config.corpus_filler
+
+
+def test_what_a_context_needs_is_checked_first(tmp_path: Path) -> None:
+    with make_index(tmp_path / "i", *TEXTS) as index:
+        for name, message in {
+            "document": "cannot be calibrated",
+            "filler:999999": "exceed",
+            "nothing": "expected one of",
+        }.items():
+            with pytest.raises(ParameterError, match=message):
+                check_contexts(index, [name])
+        everything = CalibrationOptions(num_questions=200, max_tokens=2, num_chunks=9)
+        with pytest.raises(ParameterError, match="ask fewer with --questions"):
+            compare_contexts(index, ["corpus:16"], everything)
+
+
+def test_time_ends_the_questions_after_eight(tmp_path: Path) -> None:
+    with make_index(tmp_path / "i", *TEXTS, *(f"{text} Again." for text in TEXTS)) as index:
+        options = CalibrationOptions(
+            num_questions=12, seconds=0, max_tokens=2, num_chunks=2, policies=("none",)
+        )
+        assert calibrate(index, options).num_questions == 8

@@ -2,7 +2,8 @@
 
 ``python -m kvrag_bench.quality.ways --model smollm2-135m --out FILE``. This is research: it says
 why policies and contexts are what they are. Rows of full prefill that replace stored rows bound
-what computing these rows again can reach.
+what computing these rows again can reach, and a chunk encoded after the prompt's own other chunks
+bounds what text before it can.
 """
 
 from __future__ import annotations
@@ -10,223 +11,132 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from itertools import chain, zip_longest
 from pathlib import Path
+from random import Random
 
 import torch
 
-from kvrag.codec.registry import get_codec
 from kvrag.fusion.policies.base import highest, share_of
-from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.question import QuestionAttention
-from kvrag.ingest.contexts import filler_ids
+from kvrag.ingest.contexts import SEPARATOR, filler_ids
+from kvrag.ingest.corpus_filler import join_passages
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
-from kvrag.tune.answers import Answerer, compare
-from kvrag.tune.bank import ChunkBank
+from kvrag.models.tokens import encode
 from kvrag.tune.bootstrap import ratio_interval
-from kvrag.tune.continuing import FullContinuation
-from kvrag.tune.judgements import Asked
 from kvrag.tune.judging import prompts_that_fit
+from kvrag.tune.questions import JudgedQuestion
 from kvrag_bench.quality.datasets import load_suite
-from kvrag_bench.quality.oracle import fill
+from kvrag_bench.quality.trial import MAX_TOKENS, Filled, Trial
 
 ALONE = "encoded alone"
 """The gap that ways are measured by: nothing computed again over chunks encoded alone."""
 
-_SETS = ("biography:4", "carried", "bridge", "code")
-_MAX_TOKENS = 16
-_FILLER_TOKENS = 512
+_SETS = ("biography:4", "carried", "bridge", "code", "needle:2k")
+_CONTEXT_TOKENS = 512
+_RATIO = 0.15
 _NOTHING = torch.empty(0, dtype=torch.long)
+# Questions that no trial asks: texts for contexts, and prompts to fit a correction on.
+_OTHERS = 8
+_FITTED_ON = 2
 
-# A prompt's KV, and the logits of its first answer token.
-_Filled = tuple[FusedKV, torch.Tensor]
 
+class Texts:
+    """Texts to encode chunks after, each as long as the context.
 
-class Trial:
-    """One question: full prefill's KV, and ways to replace it.
-
-    Attributes
+    Parameters
     ----------
-    full
-        Full prefill's KV of the prompt.
-    chunks
-        For each chunk that does not stand first, the positions of its tokens.
-    rows
-        ``[n]``: the positions of all of them, ascending.
+    model
+        Its tokenizer cuts them.
+    others
+        Questions of all sets that no trial asks.
+    asked
+        The questions that are asked: their chunks are in no text.
     """
 
-    def __init__(self, model: KVModel, asked: Asked) -> None:
-        bank = ChunkBank(model, asked.question.passages, [get_codec("raw")])
-        opener = bank.opener("raw")
-        layout = bank.lay_out(asked.prompt, asked.question.passages)
-        token_ids = asked.prompt.token_ids(model.tokenizer)
-        alone = fill(model, layout, opener, NonePolicy())
-        self._model = model
-        self._token_ids = torch.tensor(token_ids)
-        self._tables = model.tables(len(token_ids))
-        self._reference = Answerer(model, _MAX_TOKENS).reference(token_ids)
-        self._alone = alone.kv
-        self._fresh = alone.fresh
-        self._prefix_ids = bank.prefix_ids
-        self._question_start = max(span.prompt_end for span in layout.spans)
-        self.full = fill(model, replace(layout, spans=()), opener, NonePolicy()).kv
-        self.chunks = [
-            torch.arange(span.prompt_start, span.prompt_end)
-            for span in layout.spans
-            if span.prompt_start > len(bank.prefix_ids)
-        ]
-        self.rows = torch.cat(self.chunks)
+    def __init__(
+        self, model: KVModel, others: Sequence[JudgedQuestion], asked: Sequence[JudgedQuestion]
+    ) -> None:
+        self._tokenizer = model.tokenizer
+        self.filler = filler_ids(model.tokenizer)
+        is_asked = {text for question in asked for text in question.texts}
+        by_set: dict[str, dict[str, None]] = {}
+        for question in others:
+            new = dict.fromkeys(text for text in question.texts if text not in is_asked)
+            by_set.setdefault(question.type, {}).update(new)
+        self._by_set = {
+            name: Random(3).sample(list(texts), len(texts)) for name, texts in by_set.items()
+        }
 
-    @property
-    def layers(self) -> range:
-        """The model's layers."""
-        return range(self._model.spec.num_layers)
+    def passages(self, *names: str) -> tuple[int, ...]:
+        """Return passages of sets, in turn one of each."""
+        in_turn = chain.from_iterable(zip_longest(*(self._by_set[name] for name in names)))
+        return self._ids(join_passages(filter(None, in_turn), _CONTEXT_TOKENS))
 
-    def kl(self, filled: _Filled) -> float:
-        """Return KL(full prefill || way) in nats, the mean along full prefill's answer."""
-        kv, logits = filled
-        kept = self._copy(kv, room=len(self._reference.token_ids))
-        found = compare(FullContinuation(self._model, kept), logits, self._reference)
-        return sum(found.kl) / len(found.kl)
+    def passages_without(self, name: str) -> tuple[int, ...]:
+        """Return passages of all sets but one."""
+        return self.passages(*(one for one in self._by_set if one != name))
 
-    def encoded_after(self, *contexts: Sequence[int]) -> FusedKV:
-        """Return KV with chunks encoded after a text, as the mean over several texts."""
-        token_ids = [self._token_ids[rows].tolist() for rows in self.chunks]
-        encoded = [
-            self._model.prefill((*self._prefix_ids, *context), token_ids) for context in contexts
-        ]
-        kv = self._copy(self._alone)
-        for rows, *records in zip(self.chunks, *encoded, strict=True):
-            keys = torch.stack([record.keys for record in records]).mean(dim=0)
-            values = torch.stack([record.values for record in records]).mean(dim=0)
-            for layer in self.layers:
-                self._place(kv, layer, rows, keys[layer])
-                kv.values[layer][0][:, rows] = values[layer]
-        return kv
+    def passages_of_all(self) -> tuple[int, ...]:
+        """Return passages of all sets."""
+        return self.passages(*self._by_set)
 
-    def relevance(self, kv: FusedKV) -> torch.Tensor:
-        """Return ``[L, n]``: how much the question gathers from each of `rows` in each layer."""
-        look = QuestionAttention(self.rows, self._question_start, self.layers)
-        self._forward(self._copy(kv), [_NOTHING] * len(self.layers), look)
-        return look.relevance
+    def code(self) -> tuple[int, ...]:
+        """Return program code."""
+        source = Path(argparse.__file__).read_text("utf-8")
+        return self._ids(source[20_000:24_000])
 
-    def recomputed(self, kv: FusedKV, rows: Sequence[torch.Tensor]) -> _Filled:
-        """Compute rows of chunks again, and all fresh rows.
+    def own_prompt(self, trial: Trial) -> list[tuple[int, ...]]:
+        """Return, for each chunk, the prompt's other chunks in an order of chance."""
+        token_ids = [trial.token_ids(rows) for rows in trial.chunks]
+        blank = self._ids("")
+        found = []
+        for at in range(len(token_ids)):
+            others = [ids for number, ids in enumerate(token_ids) if number != at]
+            Random(at).shuffle(others)
+            joined = chain.from_iterable((*ids, *blank) for ids in others)
+            found.append(tuple(joined)[-_CONTEXT_TOKENS:])
+        return found
 
-        Parameters
-        ----------
-        kv
-            The stored KV; it stays as it is.
-        rows
-            For each layer the positions; each layer's are among those of the layer before.
-        """
-        filled = self._copy(kv)
-        return filled, self._forward(filled, rows)
+    def _ids(self, text: str) -> tuple[int, ...]:
+        (tokens,) = encode(self._tokenizer, [text + SEPARATOR], add_special_tokens=False)
+        return tokens.token_ids[-_CONTEXT_TOKENS:]
 
-    def answered(self, kv: FusedKV) -> _Filled:
-        """Compute the fresh rows alone."""
-        return self.recomputed(kv, [_NOTHING] * len(self.layers))
 
-    def replaced(self, kv: FusedKV, rows: Sequence[torch.Tensor], which: str = "kv") -> _Filled:
-        """Put full prefill's keys (``k``), values (``v``) or both in for each layer's rows."""
-        filled = self._copy(kv)
-        for layer in self.layers:
-            if "k" in which:
-                filled.keys[layer][:, :, rows[layer]] = self.full.keys[layer][:, :, rows[layer]]
-            if "v" in which:
-                filled.values[layer][:, :, rows[layer]] = self.full.values[layer][:, :, rows[layer]]
-        return self.answered(filled)
+class Correction:
+    """A linear map from stored to fresh KV for each layer and head, fitted by ridge regression.
 
-    def spread(self, stored: FusedKV, repaired: FusedKV, rows: torch.Tensor) -> _Filled:
-        """Add to a chunk's other rows half of the mean change of its recomputed rows.
+    Keys are position-free. Fitted on prompts of other questions, in closed form.
+    """
 
-        The change of a key is that of the position-free key. A chunk of few recomputed rows gets
-        less: the mean of m rows counts ``m / (m + 3)``.
-        """
-        filled = self._copy(repaired)
-        for chunk in self.chunks:
-            is_new = torch.isin(chunk, rows)
-            new, old = chunk[is_new], chunk[~is_new]
-            if not len(new) or not len(old):
-                continue
-            weight = 0.5 * len(new) / (len(new) + 3)
-            for layer in self.layers:
-                change = self._strip(repaired, layer, new) - self._strip(stored, layer, new)
-                moved = self._strip(stored, layer, old) + weight * change.mean(1, keepdim=True)
-                self._place(filled, layer, old, moved)
-                values, before = repaired.values[layer][0], stored.values[layer][0]
-                change = (values[:, new] - before[:, new]).mean(1, keepdim=True)
-                filled.values[layer][0][:, old] = before[:, old] + weight * change
-        return self.answered(filled)
+    def __init__(self) -> None:
+        self._squares: torch.Tensor | None = None
+        self._products: torch.Tensor | None = None
 
-    def continued(
-        self, kv: FusedKV, context: Sequence[int], rows: torch.Tensor, start: int
-    ) -> _Filled:
-        """Compute rows again from layer `start` on, from the hidden states they were encoded with.
+    def fit(self, trial: Trial, kv: FusedKV) -> None:
+        """Take in one prompt: its stored KV, and full prefill's."""
+        free = trial.free(kv).float()
+        stored = _with_ones(free)
+        squares = stored.mT @ stored
+        products = stored.mT @ (trial.free(trial.full).float() - free)
+        self._squares = squares if self._squares is None else self._squares + squares
+        self._products = products if self._products is None else self._products + products
 
-        Parameters
-        ----------
-        kv
-            The stored KV; it stays as it is.
-        context
-            The text that the chunks were encoded after.
-        rows
-            Positions of the rows, ascending.
-        """
-        before = [*self._prefix_ids, *context]
-        states = []
-        for chunk in self.chunks:
-            fed = torch.tensor([[*before, *self._token_ids[chunk].tolist()]])
-            output = self._model.hf(
-                input_ids=fed, output_hidden_states=True, use_cache=False, logits_to_keep=1
-            )
-            states.append(output.hidden_states[start][0][len(before) :])
-        entering = torch.cat(states)[torch.isin(self.rows, rows)]
-        filled = self._copy(kv)
-        with self._model.computing_rows():
-            computed = self._fresh
-            hidden = self._model.embed(self._token_ids[computed], computed)
-            for layer in self.layers:
-                if layer == start:
-                    order = torch.cat([computed, rows]).argsort()
-                    computed = torch.cat([computed, rows])[order]
-                    hidden = torch.cat([hidden, entering])[order].contiguous()
-                self._model.forward_rows(layer, hidden, computed, filled, self._tables[layer])
-            return filled, self._model.logits(hidden[-1:])[0]
+    def apply(self, trial: Trial, kv: FusedKV) -> FusedKV:
+        """Return KV with each row moved to where fresh KV is expected."""
+        assert self._squares is not None
+        assert self._products is not None
+        width = self._squares.shape[-1]
+        scale = self._squares.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None]
+        ridge = 1e-2 * scale * torch.eye(width)
+        weights = torch.linalg.solve(self._squares + ridge, self._products)
+        free = trial.free(kv).float()
+        moved = free + _with_ones(free) @ weights
+        return trial.with_free(moved.to(kv.keys[0].dtype))
 
-    def _forward(
-        self, kv: FusedKV, rows: Sequence[torch.Tensor], look: QuestionAttention | None = None
-    ) -> torch.Tensor:
-        with self._model.computing_rows():
-            computed = torch.cat([self._fresh, rows[0]]).sort().values
-            hidden = self._model.embed(self._token_ids[computed], computed)
-            for layer in self.layers:
-                kept = torch.isin(computed, torch.cat([self._fresh, rows[layer]]))
-                hidden, computed = hidden[kept].contiguous(), computed[kept]
-                attending = Attending(observer=look.observer_of(layer) if look else None)
-                self._model.forward_rows(
-                    layer, hidden, computed, kv, self._tables[layer], attending=attending
-                )
-            return self._model.logits(hidden[-1:])[0]
 
-    def _copy(self, kv: FusedKV, room: int = 0) -> FusedKV:
-        copied = FusedKV(self._model.spec, kv.num_tokens, kv.num_tokens + room)
-        for to, given in zip(copied.keys + copied.values, kv.keys + kv.values, strict=True):
-            to[:, :, : kv.num_tokens] = given[:, :, : kv.num_tokens]
-        return copied
-
-    def _strip(self, kv: FusedKV, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        keys = kv.keys[layer][0][:, rows]
-        free = torch.empty_like(keys)
-        self._tables[layer].strip(keys, rows, free)
-        return free
-
-    def _place(self, kv: FusedKV, layer: int, rows: torch.Tensor, keys: torch.Tensor) -> None:
-        placed = torch.empty_like(keys)
-        self._tables[layer].place(keys.contiguous(), rows, placed)
-        kv.keys[layer][0][:, rows] = placed
+def _with_ones(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
 
 
 def nested(relevance: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -257,72 +167,84 @@ def nested(relevance: torch.Tensor, num_rows: int) -> torch.Tensor:
     return (gathered - high * depths).argmax(dim=0)
 
 
-def ways(trial: Trial, texts: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, _Filled]]:
+def ways(
+    trial: Trial, name: str, texts: Texts, corrections: Mapping[str, Correction]
+) -> Iterator[tuple[str, Filled]]:
     """Yield each way with what it makes of a prompt.
 
     Parameters
     ----------
     trial
         The prompt.
+    name
+        The set that its question is of.
     texts
-        Token ids of texts by name: ``filler``, from which pieces are cut, and others of the same
-        length as one piece.
+        Texts to encode chunks after.
+    corrections
+        Fitted over chunks encoded alone, and after the filler.
     """
-    everything = [trial.rows] * len(trial.layers)
-    filler = texts["filler"]
-    piece = filler[-_FILLER_TOKENS:]
-    pieces = [filler[-end : len(filler) - end + _FILLER_TOKENS] for end in range(512, 2049, 512)]
-    alone = trial.encoded_after(())
-    after = trial.encoded_after(piece)
+    filler = texts.filler
+    piece = filler[-_CONTEXT_TOKENS:]
+    pieces = [filler[-end : len(filler) - end + _CONTEXT_TOKENS] for end in range(512, 2049, 512)]
+    alone, after = trial.encoded_after(()), trial.encoded_after(piece)
+    same = trial.encoded_after(texts.passages(name))
     yield ALONE, trial.answered(alone)
-    yield "after 512 tokens of filler", trial.answered(after)
-    for length in (128, 256, 1024, 2048):
-        kv = trial.encoded_after(filler[-length:])
-        yield f"after {length:,} tokens of filler", trial.answered(kv)
-    yield "after another 512 tokens", trial.answered(trial.encoded_after(pieces[1]))
-    yield "mean of four fillers", trial.answered(trial.encoded_after(*pieces))
-    for name, text in texts.items():
-        if name != "filler":
-            yield f"after 512 tokens of {name}", trial.answered(trial.encoded_after(text))
-    for name, kv in (("alone", alone), ("filler", after)):
-        yield f"{name}: all keys exact", trial.replaced(kv, everything, "k")
-        yield f"{name}: all values exact", trial.replaced(kv, everything, "v")
-        for ratio in (0.05, 0.15, 0.3):
-            yield from _choices(trial, kv, f"{name}, {ratio:.0%}", ratio)
-    context, start = piece, len(trial.layers) * 2 // 5
-    chosen = _chosen(trial, trial.relevance(after).mean(dim=0), 0.15)
-    yield "filler, 15%: from stored hidden states", trial.continued(after, context, chosen, start)
-    yield (
-        "filler: all from stored hidden states",
-        trial.continued(after, context, trial.rows, start),
-    )
+    stored = {
+        "512 tokens of filler": after,
+        **{
+            f"{length:,} tokens of filler": trial.encoded_after(filler[-length:])
+            for length in (128, 2048)
+        },
+        "four fillers, their mean": trial.encoded_after(*pieces),
+        "program code": trial.encoded_after(texts.code()),
+        "passages of the same set": same,
+        "passages of all sets": trial.encoded_after(texts.passages_of_all()),
+        "passages of the other sets": trial.encoded_after(texts.passages_without(name)),
+        "the prompt's other chunks": trial.each_encoded_after(texts.own_prompt(trial)),
+    }
+    for label, kv in stored.items():
+        yield f"after {label}", trial.answered(kv)
+        yield f"after {label}: question", trial.recomputed(kv, _by_question(trial, kv))
+    for label, kv in (("alone", alone), ("filler", after)):
+        corrected = corrections[label].apply(trial, kv)
+        yield f"{label}, corrected", trial.answered(corrected)
+        yield (
+            f"{label}, corrected: question",
+            trial.recomputed(corrected, _by_question(trial, corrected)),
+        )
+    everything = [trial.rows] * len(trial.layers)
+    for label, kv in (("alone", alone), ("filler", after), ("same set", same)):
+        yield f"{label}: all keys exact", trial.replaced(kv, everything, "k")
+        yield f"{label}: all values exact", trial.replaced(kv, everything, "v")
+        yield from _choices(trial, kv, label)
+    chosen, start = _by_question(trial, after)[0], len(trial.layers) * 2 // 5
+    yield "filler: question, from hidden states", trial.continued(after, piece, chosen, start)
 
 
-def _choices(trial: Trial, kv: FusedKV, name: str, ratio: float) -> Iterator[tuple[str, _Filled]]:
+def _choices(trial: Trial, kv: FusedKV, name: str) -> Iterator[tuple[str, Filled]]:
     """Yield ways to choose a share of the tokens, over one stored KV."""
-    layers, count = trial.layers, share_of(ratio, len(trial.rows))
+    layers, count = trial.layers, share_of(_RATIO, len(trial.rows))
     by_layer = trial.relevance(kv)
     relevance = by_layer.mean(dim=0)
-    chosen = _chosen(trial, relevance, ratio)
+    chosen = _chosen(trial, relevance)
     filled = trial.recomputed(kv, [chosen] * len(layers))
-    yield f"{name}: question", filled
-    yield f"{name}: question, spread to neighbours", trial.spread(kv, filled[0], chosen)
+    if name == "alone":
+        yield f"{name}: question", filled
+    yield f"{name}: question, shifted", trial.spread(kv, filled[0], chosen)
     yield f"{name}: question, exact rows", trial.replaced(kv, [chosen] * len(layers))
-    each = [_chosen(trial, by_layer[layer], ratio) for layer in layers]
+    each = [_chosen(trial, by_layer[layer]) for layer in layers]
     yield f"{name}: question, each layer, exact rows", trial.replaced(kv, each)
-    upper = [chosen if layer >= len(layers) // 2 else _NOTHING for layer in layers]
-    yield f"{name}: question, upper half, exact rows", trial.replaced(kv, upper)
     depth = nested(by_layer, count * len(layers))
     yield (
         f"{name}: question, depth by token",
         trial.recomputed(kv, [trial.rows[depth > layer] for layer in layers]),
     )
-    half = _chosen(trial, relevance, ratio / 2)
+    half = _chosen(trial, relevance, _RATIO / 2)
     again = trial.relevance(trial.recomputed(kv, [half] * len(layers))[0]).mean(dim=0)
     again[torch.isin(trial.rows, half)] = again.max() + 1
     yield (
         f"{name}: question, two looks",
-        trial.recomputed(kv, [_chosen(trial, again, ratio)] * len(layers)),
+        trial.recomputed(kv, [_chosen(trial, again)] * len(layers)),
     )
     for share in (0.5, 1.0):
         first = _first(trial, share * count)
@@ -331,11 +253,16 @@ def _choices(trial: Trial, kv: FusedKV, name: str, ratio: float) -> Iterator[tup
         label = "chunk starts" if share == 1.0 else "half chunk starts, half question"
         yield (
             f"{name}: {label}",
-            trial.recomputed(kv, [_chosen(trial, mixed, ratio)] * len(layers)),
+            trial.recomputed(kv, [_chosen(trial, mixed)] * len(layers)),
         )
 
 
-def _chosen(trial: Trial, score: torch.Tensor, ratio: float) -> torch.Tensor:
+def _by_question(trial: Trial, kv: FusedKV) -> list[torch.Tensor]:
+    """Return the rows that the question gathers most from, the same in each layer."""
+    return [_chosen(trial, trial.relevance(kv).mean(dim=0))] * len(trial.layers)
+
+
+def _chosen(trial: Trial, score: torch.Tensor, ratio: float = _RATIO) -> torch.Tensor:
     return trial.rows[highest(score, share_of(ratio, len(trial.rows)))]
 
 
@@ -343,15 +270,6 @@ def _first(trial: Trial, count: float) -> torch.Tensor:
     """Return the first tokens of all chunks, the same number of each."""
     of_each = int(count / len(trial.chunks))
     return torch.cat([chunk[:of_each] for chunk in trial.chunks])
-
-
-def _texts(model: KVModel) -> dict[str, Sequence[int]]:
-    code = Path(argparse.__file__).read_text("utf-8")
-    (coded,) = model.tokenizer([code], add_special_tokens=False)["input_ids"]
-    return {
-        "filler": filler_ids(model.tokenizer),
-        "program code": tuple(coded[_FILLER_TOKENS : 2 * _FILLER_TOKENS]),
-    }
 
 
 @torch.inference_mode()
@@ -365,21 +283,38 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines")
     options = parser.parse_args()
     model = KVModel.load(options.model)
-    questions = load_suite(
-        options.suite.split(","), seed=options.seed, num_questions_per_set=options.questions
-    )
-    asked = prompts_that_fit(model, questions, _MAX_TOKENS, use_chat_template=True)
-    texts = _texts(model)
+    sets = options.suite.split(",")
+    questions = load_suite(sets, seed=options.seed, num_questions_per_set=options.questions)
+    others = load_suite(sets, seed=options.seed + 1, num_questions_per_set=_OTHERS)
+    asked = prompts_that_fit(model, questions, MAX_TOKENS, use_chat_template=True)
+    texts = Texts(model, others, questions)
     done = options.out.read_text("utf-8").splitlines() if options.out.exists() else []
+    corrections = _fitted(model, others, texts) if len(done) < len(asked) else {}
     with options.out.open("a", encoding="utf-8") as file:
         for number, one in enumerate(asked[len(done) :], len(done) + 1):
             trial = Trial(model, one)
-            line = json.dumps({way: trial.kl(filled) for way, filled in ways(trial, texts)})
+            tried = ways(trial, one.question.type, texts, corrections)
+            line = json.dumps({way: trial.kl(filled) for way, filled in tried})
             file.write(line + "\n")
             file.flush()
             done.append(line)
             print(f"question {number} of {len(asked)}", flush=True)
     _print_table([json.loads(line) for line in done])
+
+
+def _fitted(
+    model: KVModel, others: Sequence[JudgedQuestion], texts: Texts
+) -> dict[str, Correction]:
+    by_set: dict[str, list[JudgedQuestion]] = {}
+    for question in others:
+        by_set.setdefault(question.type, []).append(question)
+    few = [question for one in by_set.values() for question in one[:_FITTED_ON]]
+    found = {"alone": Correction(), "filler": Correction()}
+    for asked in prompts_that_fit(model, few, MAX_TOKENS, use_chat_template=True):
+        trial = Trial(model, asked)
+        found["alone"].fit(trial, trial.encoded_after(()))
+        found["filler"].fit(trial, trial.encoded_after(texts.filler[-_CONTEXT_TOKENS:]))
+    return found
 
 
 def _print_table(trials: Sequence[Mapping[str, float]]) -> None:
