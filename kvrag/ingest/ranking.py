@@ -133,8 +133,13 @@ class CosineRanker:
 
 def _load(reference: str) -> Any:
     """Load a folder, or a hub name: from the hub's cache, or else by the network."""
-    from sentence_transformers import CrossEncoder
-
+    try:
+        from sentence_transformers import CrossEncoder
+    except ImportError as error:
+        raise ParameterError(
+            f"rerank {arguments.shown(reference)} needs sentence-transformers: "
+            "pip install 'kvrag[embed]'"
+        ) from error
     path = arguments.path(reference, "rerank")
     try:
         if path.exists():
