@@ -41,7 +41,7 @@ EmbeddingOption = Annotated[
     typer.Option(
         help="Embedding for retrieval: minilm, hashing, the folder or hub name of a "
         "sentence-transformers model, or MODULE:NAME for an object of Python. Default for a "
-        "new index: minilm with 'kvrag\\[embed]', else hashing.",
+        "new index: minilm with 'kvrag\\[embed]', otherwise hashing.",
         rich_help_panel=o.TUNING,
         show_default=False,
     ),
