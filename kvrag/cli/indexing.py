@@ -70,7 +70,7 @@ class Settings:
 
 
 def index_into(
-    path: Path,
+    path: Path | str,
     documents: Iterable[Any],
     settings: Settings,
     *,
@@ -185,7 +185,7 @@ def _tell_default_embedding() -> None:
 
 
 def _open_or_create(
-    path: Path,
+    path: Path | str,
     model: str | None,
     device: str | None,
     store: str | None,

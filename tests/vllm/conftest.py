@@ -88,7 +88,7 @@ def running(vllm: Any, index: Index, **options: Any) -> Iterator[Any]:
         "max_logprobs": VOCAB_SIZE,
         **options,
     }
-    llm = vllm.LLM(**engine_options(settings), **arguments)
+    llm = vllm.LLM(**(engine_options(settings) | arguments))
     try:
         yield llm
     finally:

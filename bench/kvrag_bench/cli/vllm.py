@@ -44,6 +44,15 @@ def bench_vllm(
             min=1, help="Tokens of each document of shuffled and steady.", rich_help_panel=o.TUNING
         ),
     ] = 250,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that share the model's heads (tensor parallelism). The processor time "
+            "of speed is then that of the scheduler alone.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 1,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time fused prompts in vLLM, against its own prefill and prefix caching (random weights)."""
@@ -65,6 +74,7 @@ def bench_vllm(
         shuffled_queries=shuffled_queries,
         steady_queries=steady_queries,
         document_tokens=document_tokens,
+        workers=workers,
     )
     found: dict[str, Any] = {}
     with console.progress("measuring") as say, serving(options, say) as served:
