@@ -21,6 +21,7 @@
     ├── ProfileError              a codec profile is missing, damaged or of another model
     ├── LinksError                link tokens are missing, damaged or of another model
     ├── AnchorsError              anchors are missing, damaged or of another model
+    ├── ClusterError              a cluster of Ray cannot be used, or ended a run
     ├── EngineVersionError        a serving engine is missing or of an untested version
     └── EngineError               a serving engine refused, or does not answer
 
@@ -118,6 +119,10 @@ class IndexClosedError(KVRagError):
 
 class IndexLockedError(KVRagError):
     """Another process is writing to the index."""
+
+
+class ClusterError(KVRagError):
+    """A cluster of Ray cannot be reached, or gave up a run; finished work is kept."""
 
 
 class EngineVersionError(KVRagError):

@@ -12,6 +12,7 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
 from kvrag.cli.indexing import EmbeddingOption, ModelOption, Settings, index_into
+from kvrag.cli.on_ray import Asked
 from kvrag.errors import ParameterError
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.limits import ParseLimits
@@ -142,6 +143,68 @@ def ingest(
             rich_help_panel=o.TUNING,
         ),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on "
+            "this machine), or local (a new one on this machine). PATH may then be a Parquet file, "
+            "and s3://, gs:// and others.",
+            rich_help_panel=o.TUNING,
+            show_default=False,
+        ),
+    ] = None,
+    ray_actors: Annotated[
+        str,
+        typer.Option(
+            metavar="LEAST[:MOST]",
+            help="Processes that compute KV on the cluster. Without MOST, as many as fit.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = "1",
+    ray_cpus: Annotated[
+        float,
+        typer.Option(
+            parser=o.above_zero,
+            metavar="NUMBER",
+            help="Processors of each of them.",
+            rich_help_panel=o.RESEARCH,
+        ),
+    ] = 1.0,
+    ray_gpus: Annotated[
+        float,
+        typer.Option(min=0.0, help="Graphics cards of each.", rich_help_panel=o.RESEARCH),
+    ] = 0.0,
+    ray_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Most bytes that wait between the stages, in Ray's object store.",
+            rich_help_panel=o.RESEARCH,
+            show_default=False,
+        ),
+    ] = None,
+    ray_rate: Annotated[
+        float | None,
+        typer.Option(
+            parser=o.above_zero,
+            metavar="TOKENS",
+            help="Tokens that each computes in a second: --dry-run then says the hours.",
+            rich_help_panel=o.RESEARCH,
+            show_default=False,
+        ),
+    ] = None,
+    ray_price: Annotated[
+        float | None,
+        typer.Option(
+            parser=o.above_zero,
+            metavar="PRICE",
+            help="What each costs in an hour: --dry-run then says the price.",
+            rich_help_panel=o.RESEARCH,
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
     ] = False,
@@ -161,14 +224,17 @@ def ingest(
     from kvrag.ingest.loaders import sought_suffixes
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
+    from kvrag.ingest.ray.reading import is_for_ray
     from kvrag.models.control import check_control_tokens
 
     # Check everything before an index is created.
+    is_read_by_ray = ray is not None and all(map(is_for_ray, paths))
     for path in paths:
         if not path.strip():
             # An empty path would mean the working directory, with everything in it.
             raise ParameterError("PATH is empty: give a file or a folder")
-        resolve_path(path)
+        if not is_read_by_ray:
+            resolve_path(path)
     limits = _limits(max_file_size, parse_seconds, parse_memory)
     loaders = check_loaders(_loaders(loader or []))
     if loaders:
@@ -182,9 +248,14 @@ def ingest(
     if context is not None:
         parse_context(context)
     settings = Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
+    asked = runner = None
+    if ray is not None:
+        asked = Asked(ray, ray_actors, ray_cpus, ray_gpus, ray_memory, ray_rate, ray_price)
+        suffixes = sorted({*sought_suffixes(), *loaders})
+        runner = asked.runner(paths if is_read_by_ray else [], suffixes, store)
     report = index_into(
         index,
-        paths,
+        [] if is_read_by_ray else paths,
         settings,
         model=model,
         device=device,
@@ -196,7 +267,10 @@ def ingest(
         force=force,
         limits=limits,
         loaders=loaders,
+        runner=runner,
     )
+    if asked is not None and runner is not None and dry_run and not as_json:
+        asked.print_estimate(runner, report)
     if not (report.added or report.changed or report.unchanged or report.failed):
         console.note(
             "no file of a known type was found (hidden files are skipped); known types: "

@@ -21,11 +21,11 @@ TUNING = "Tuning"
 RESEARCH = "Research"
 
 
-def _folder(text: str | Path) -> Path:
+def _folder(text: str | Path) -> Path | str:
     if not str(text).strip():
         # An empty path would mean the working directory.
         raise typer.BadParameter("expected a folder, found an empty path")
-    return Path(text)
+    return str(text) if "://" in str(text) else Path(text)
 
 
 def _policy(text: str) -> str:
@@ -73,11 +73,17 @@ FilterOption = Annotated[
 ]
 DEFAULT_INDEX = Path("kvrag-index")
 IndexOption = Annotated[
-    Path,
-    typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of the index."),
+    Any,  # Path | str
+    typer.Option(
+        "--index",
+        "-i",
+        metavar="DIR|URL",
+        parser=_folder,
+        help="Folder of the index, or the URL of a shared one, such as s3://BUCKET/INDEX.",
+    ),
 ]
 OtherIndexOption = Annotated[
-    Path | None,
+    Any,  # Path | str | None
     typer.Option(
         "--index",
         "-i",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -279,7 +280,10 @@ class KVEngine:
         options
             The other fields of `Request`, for each prompt.
         """
-        starts = [partial(self._start_later, one, options) for one in checked_batch(prompts)]
+        context = copy_context()
+        starts = [
+            partial(self._start_later, context, one, options) for one in checked_batch(prompts)
+        ]
         answers = waiting.answers(self._scheduler, starts)
         errors = [one for one in answers if isinstance(one, Exception)]
         if errors and not return_exceptions:
@@ -307,7 +311,7 @@ class KVEngine:
         One thread writes all answers that event loops wait for, and ends with the last of them. A
         stream that is closed leaves the batch at the next step.
         """
-        start = partial(self._start_later, prompt, options)
+        start = partial(self._start_later, copy_context(), prompt, options)
         async with aclosing(waiting.apieces(self._scheduler, start)) as pieces:
             async for delta in pieces:
                 yield delta
@@ -340,7 +344,7 @@ class KVEngine:
         AnswerDelta or None
             All pieces since the last one, joined, or None if the last step brought none.
         """
-        start = partial(self._start_later, prompt, options)
+        start = partial(self._start_later, copy_context(), prompt, options)
         return waiting.pieces(self._scheduler, start, once=True)
 
     def _start_now(self, prompt: Prompt | Request, options: RequestOptions) -> Start:
@@ -371,11 +375,14 @@ class KVEngine:
         return start
 
     def _start_later(
-        self, prompt: Prompt | Request, options: RequestOptions, begun: float
+        self, context: Context, prompt: Prompt | Request, options: RequestOptions, begun: float
     ) -> Slices[OpenAnswer]:
-        """Check, read and fuse a prompt, all in the thread that advances the batch."""
+        """Check, read and fuse a prompt, all in the thread that advances the batch.
+
+        The context is the caller's, to which a trace belongs.
+        """
         started = time.perf_counter()
-        start = self._start_now(prompt, options)
+        start = context.run(self._start_now, prompt, options)
         seconds = time.perf_counter() - started
         yield False  # reading is one slice
         return (yield from start(begun + seconds))

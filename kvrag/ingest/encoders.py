@@ -145,6 +145,17 @@ class Encoders:
             check_embedding(config, self._path, embedding)
             return embedding
 
+    @property
+    def device(self) -> str | None:
+        """Where a model that is loaded here runs; None means the CPU."""
+        return self._device
+
+    @property
+    def reference(self) -> str:
+        """Where another process loads the model from; "" for a model built in memory."""
+        given = self._given_model
+        return str(given) if isinstance(given, str | Path) else self._config.model
+
     def prefill(self, chunk: Chunk) -> ChunkKV:
         """Return a chunk's KV from the model, computed after the first of its contexts."""
         before = (*self._config.prefix_ids, *chunk.contexts[0])

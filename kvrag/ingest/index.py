@@ -16,6 +16,7 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import check_key
 from kvrag.ingest.fitter import CodecFitter
+from kvrag.ingest.following import Follower
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.making import make_index
 from kvrag.ingest.opening import open_index
@@ -24,6 +25,8 @@ from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search
 from kvrag.ingest.search_methods import SearchMethods
 from kvrag.ingest.settings import IndexOptions, IndexSettings
+from kvrag.ingest.shared.opening import make_shared, open_shared
+from kvrag.ingest.shared.place import is_shared_url
 from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.upkeep import Upkeep
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
     from kvrag.ingest.on_demand import OnDemand
     from kvrag.ingest.run_finder import RunFinder
+    from kvrag.ingest.runner import Runner
     from kvrag.models.kv_model import KVModel
 
 
@@ -53,7 +57,7 @@ class Index(SearchMethods):
     Attributes
     ----------
     path
-        The index folder.
+        The index folder; for a shared index, this machine's view of it.
     compression
         How chunks are stored as fewer rows than they have tokens; None if they are not.
     counters
@@ -70,6 +74,7 @@ class Index(SearchMethods):
         self._storage = storage
         self._encoders = encoders
         self._search = Search(storage, encoders)
+        self._follower: Follower | None = None
         self._writer = Writer(storage, encoders, fitter)
         self.upkeep = Upkeep(storage, encoders, fitter, self._writer)
 
@@ -88,7 +93,8 @@ class Index(SearchMethods):
         Parameters
         ----------
         path
-            The index folder.
+            The index folder, or the URL of a shared index (`kvrag.ingest.shared`): for example,
+            ``s3://BUCKET/INDEX``, with options as in the URL of a store.
         model
             The decoder whose KV is stored: a folder, a hub name, a loaded object, a `KVModel`.
         **options
@@ -107,7 +113,10 @@ class Index(SearchMethods):
         IndexLockedError
             When another process is creating an index there.
         """
-        return cls(*make_index(path, model, IndexSettings(**options)))
+        settings = IndexSettings(**options)
+        if isinstance(path, str) and is_shared_url(path):
+            return cls(*make_shared(path, model, settings))
+        return cls(*make_index(path, model, settings))
 
     @classmethod
     def open(
@@ -126,7 +135,8 @@ class Index(SearchMethods):
         Parameters
         ----------
         path
-            The index folder.
+            The index folder, or the URL of a shared index, whose view on this machine is brought
+            up to date first.
         model
             Where to load the model from; None means the place that the index records. It must be
             the index's own model, which is checked when it is loaded.
@@ -160,10 +170,39 @@ class Index(SearchMethods):
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
+        if isinstance(path, str) and is_shared_url(path):
+            return cls(*open_shared(path, model, embedding, device, store, compute))
         return cls(*open_index(path, model, embedding, device, store, compute, mend=mend))
+
+    def refresh(self) -> int:
+        """Bring this machine's view of a shared index up to date; return its version.
+
+        For an index in a folder, return the number of its changes. A change that arrives never
+        alters an answer under way, whose text is that of its prompt.
+
+        Raises
+        ------
+        StoreError
+            When the bucket cannot be read; the index stays usable at its present version.
+        IndexFormatError
+            When the log is damaged there.
+        """
+        return self._storage.refresh()
+
+    def follow(self, seconds: float = 5.0) -> None:
+        """Refresh a shared index every few seconds, in a thread, until it is closed.
+
+        Does nothing for an index in a folder, which needs no refreshing. A bucket that does not
+        answer is logged, and asked again.
+        """
+        seconds = arguments.number(seconds, "seconds", above=0.0)
+        if self._storage.log is not None:
+            self._follower = Follower(self._storage, seconds)
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
+        if self._follower is not None:
+            self._follower.close()
         if "on_demand" in self.__dict__:
             self.on_demand.close()
         self._storage.close()
@@ -216,6 +255,11 @@ class Index(SearchMethods):
     def expected_bytes_per_token(self) -> int:
         """Approximate size of a token's KV in the store, in bytes."""
         return self._storage.expected_bytes_per_token
+
+    @property
+    def url(self) -> str | None:
+        """The URL of a shared index; None for an index in a folder."""
+        return None if self._storage.log is None else self._storage.log.url
 
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
@@ -285,6 +329,7 @@ class Index(SearchMethods):
         on_progress: Callable[[IngestProgress], None] | None = None,
         limits: ParseLimits | None = None,
         loaders: Mapping[str, str] | None = None,
+        runner: Runner | None = None,
     ) -> IngestReport:
         """Add files and documents to the index; unchanged ones cost no model time.
 
@@ -312,6 +357,8 @@ class Index(SearchMethods):
             Additional loaders by suffix, which take precedence over the built-in ones, as
             ``package.module:function``: a function of a file's path and bytes that yields a
             `Document` for each part of it. It runs in the process that parses, within its limits.
+        runner
+            Computes on other machines (`kvrag.ingest.ray.RayRunner`); None means here.
 
         Returns
         -------
@@ -339,6 +386,7 @@ class Index(SearchMethods):
             on_progress=on_progress,
             limits=limits,
             loaders=loaders,
+            runner=runner,
         )
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:

@@ -146,24 +146,36 @@ def _load_jsonl(path: str, content: bytes) -> Iterator[Document]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DocumentError(f"{path}, line {number}: not JSON ({error})") from error
-        if isinstance(row, str):
-            row = {"text": row}
-        name = next((name for name in _TEXT_FIELDS if _is_text(row, name)), None)
-        if name is None:
-            raise DocumentError(
-                f"{path}, line {number}: expected an object with its text under one of "
-                f"{', '.join(_TEXT_FIELDS)}"
-            )
-        metadata = row.pop("metadata", None)
-        text = row.pop(name)
-        if not text.strip():
-            continue
-        extra = metadata if isinstance(metadata, Mapping) else {}
-        try:
-            plain = plain_metadata({**row, **extra})
-        except DocumentError as error:
-            raise DocumentError(f"{path}, line {number}: {error}") from error
-        yield Document(f"{path}#{number}", text, plain)
+        document = row_to_document(row, f"{path}#{number}", f"{path}, line {number}")
+        if document.text.strip():
+            yield document
+
+
+def row_to_document(row: Any, source: str, place: str) -> Document:
+    """Return the document of a row: its text, and everything else as metadata.
+
+    Raises
+    ------
+    DocumentError
+        When it holds no text, or no plain metadata; the message begins with `place`.
+    """
+    if isinstance(row, str):
+        row = {"text": row}
+    name = next((name for name in _TEXT_FIELDS if _is_text(row, name)), None)
+    if name is None:
+        raise DocumentError(
+            f"{place}: expected an object with its text under one of {', '.join(_TEXT_FIELDS)}"
+        )
+    others = {key: value for key, value in row.items() if key not in (name, "metadata")}
+    metadata = row.get("metadata")
+    extra = metadata if isinstance(metadata, Mapping) else {}
+    if not row[name].strip():
+        return Document(source, row[name])
+    try:
+        plain = plain_metadata({**others, **extra})
+    except DocumentError as error:
+        raise DocumentError(f"{place}: {error}") from error
+    return Document(source, row[name], plain)
 
 
 def _is_text(row: Any, name: str) -> bool:

@@ -104,8 +104,8 @@ class Parser:
         if not isinstance(limits, ParseLimits | None):
             raise ParameterError(f"limits {shown(limits)}: expected a ParseLimits")
         self.limits = limits or ParseLimits()
-        self._loaders = check_loaders({} if loaders is None else loaders)
-        self.suffixes = sought_suffixes() | self._loaders.keys()
+        self.loaders = check_loaders({} if loaders is None else loaders)
+        self.suffixes = sought_suffixes() | self.loaders.keys()
         self._process: _Process | None = None
 
     def __enter__(self) -> Self:
@@ -128,7 +128,7 @@ class Parser:
     def start(self) -> None:
         """Start the process unless it runs; ParserError if it, or a loader in it, cannot be."""
         if self._process is None:
-            self._process = _Process(self.limits, self._loaders)
+            self._process = _Process(self.limits, self.loaders)
 
     def parse(self, path: str, content: bytes) -> list[Document]:
         """Return the documents in a file's bytes.

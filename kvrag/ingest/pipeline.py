@@ -23,26 +23,31 @@ from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import DocumentError, StoreError
+from kvrag.ingest import committing
 from kvrag.ingest.background import BackgroundWriter
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.failures import STAYS, document_failures
+from kvrag.ingest.committing import Committer
+from kvrag.ingest.computing import (
+    Outcome,
+    RecordMaker,
+    by_length,
+    embed_chunks,
+    names_of,
+    reason_against,
+)
+from kvrag.ingest.failures import document_failures
 from kvrag.ingest.files import read_file
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
-from kvrag.ingest.report import FailedDocument, IngestProgress
+from kvrag.ingest.report import IngestProgress
 from kvrag.ingest.rows import Change, ChunkRow, KeyOf
 from kvrag.store.base import Store
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from kvrag.codec.base import Codec
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
 
-# Tokens after which the catalog is updated: a killed run must embed at most these again.
-_COMMIT_TOKENS = 32_768
 # A record's header and the fixed part of a catalog row, in bytes.
 _BYTES_PER_CHUNK = 4096
 # Text, token ids and token starts.
@@ -77,18 +82,6 @@ class Work:
     prefill: Callable[[Chunk], ChunkKV]
     codec_for: Callable[[list[Chunk], Callable[[str], None]], Codec]
     bytes_per_token: int
-
-
-@dataclass
-class Outcome:
-    """Counts of the work actually done."""
-
-    num_records: int = 0
-    num_tokens_computed: int = 0
-    num_context_tokens: int = 0
-    size_bytes: int = 0
-    seconds: float = 0.0
-    prefill_seconds: float = 0.0
 
 
 def check_space(plan: Plan, folder: Path, bytes_per_token: int, embedding_dim: int) -> None:
@@ -133,11 +126,9 @@ class _Run:
         self._outcome = Outcome()
         self._num_documents_done = 0
         self._reread = _Rereader(work.parser, work.chunk)
-        self._codec: Codec | None = None
-        # The writer's thread adds to these too.
-        self._failed: dict[str, str] = {}
-        self._failed_files: set[str] = set()
-        self._last_computed: Chunk | None = None
+        self._maker = RecordMaker(work.store, work.prefill, self._outcome)
+        # The writer's thread uses it too.
+        self._committer = Committer(work.catalog, plan)
 
     def run(self) -> Outcome:
         plan, work = self._plan, self._work
@@ -147,7 +138,7 @@ class _Run:
         with BackgroundWriter() as writer:
             for window in self._windows():
                 self._run_window(window, writer)
-        self._list_failures()
+        self._committer.list_failures()
         self._outcome.seconds = time.perf_counter() - self._started
         self._report()
         return self._outcome
@@ -158,142 +149,51 @@ class _Run:
         for planned in self._plan.documents:
             chunks = planned.chunks
             if chunks is None:
-                with document_failures(functools.partial(self._fail, planned)):
+                with document_failures(functools.partial(self._committer.fail, planned)):
                     chunks = self._reread(planned)
             if chunks is None:
                 continue
             planned.chunks = None  # the window holds them now, and only as long as needed
             window.append((planned, chunks))
             num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
-            if num_tokens >= _COMMIT_TOKENS:
+            if num_tokens >= committing.COMMIT_TOKENS:
                 yield window
                 window, num_tokens = [], 0
         if window:
             yield window
 
-    def _fail(self, planned: PlannedDocument, reason: str) -> None:
-        self._failed[planned.source] = reason
-        if planned.file is not None:
-            self._failed_files.add(planned.file.path)
-
-    def _list_failures(self) -> None:
-        plan = self._plan
-        known = set(plan.changed)
-        for source, reason in self._failed.items():
-            stays = STAYS if source in known else ""
-            plan.failed.append(FailedDocument(source, reason + stays))
-        plan.added[:] = [source for source in plan.added if source not in self._failed]
-        plan.changed[:] = [source for source in plan.changed if source not in self._failed]
-
     def _run_window(
         self, window: list[tuple[PlannedDocument, list[Chunk]]], writer: BackgroundWriter
     ) -> None:
-        work = self._work
-        by_key: dict[ChunkKey, Chunk] = {}
-        keys: dict[str, list[ChunkKey]] = {}
-        for chunk in (chunk for _, chunks in window for chunk in chunks):
-            keys[chunk.chunk_id] = [work.key_of(one) for one in chunk.encodings()]
-            by_key |= {work.key_of(one): one for one in chunk.required()}
-        missing = [(key, chunk) for key, chunk in by_key.items() if not work.store.contains(key)]
-        # By length, so that neighbouring passes reuse each other's buffers.
-        missing.sort(key=lambda pair: (_num_prefilled(pair[1]), pair[0]))
-        if missing and self._codec is None:
-            self._codec = work.codec_for([chunk for _, chunk in missing], self._report_profile)
+        work, maker = self._work, self._maker
+        all_chunks = [chunk for _, chunks in window for chunk in chunks]
+        keys, required = names_of(all_chunks, work.key_of)
+        missing = by_length(
+            {key: chunk for key, chunk in required.items() if not work.store.contains(key)}
+        )
+        if missing and maker.codec is None:
+            maker.codec = work.codec_for([chunk for _, chunk in missing], self._report_profile)
         bad_keys: dict[ChunkKey, str] = {}
         for key, chunk in missing:
-            self._compute(key, chunk, writer, bad_keys)
-        vectors, bad_texts = self._embed(window)
-
-        def reason_against(chunks: list[Chunk]) -> str | None:
-            for chunk in chunks:
-                for key in keys[chunk.chunk_id]:
-                    if key in bad_keys:
-                        return bad_keys[key]
-                if chunk.text in bad_texts:
-                    return bad_texts[chunk.text]
-            return None
+            if maker.make(key, chunk, writer, bad_keys):
+                self._report()
+        vectors, bad_texts = embed_chunks(work.embedding, all_chunks)
 
         def commit() -> None:
-            change = Change()
-            for planned, chunks in window:
-                reason = reason_against(chunks)
-                if reason is not None:
-                    self._fail(planned, f"{planned.source}: {reason}")
-                    continue
-                rows = [
-                    ChunkRow(chunk, keys[chunk.chunk_id], vectors[chunk.text]) for chunk in chunks
-                ]
-                file = planned.file
-                path = None if file is None else file.path
-                change.put.append((planned.source, path, planned.digest, planned.metadata, rows))
-            for planned, _ in window:
-                file = planned.file
-                # A file with a failed document is read again next time.
-                if file and planned.is_last_of_file and file.path not in self._failed_files:
-                    change.put_files.append(file)
-            work.catalog.apply(change)
+            self._committer.commit(
+                (
+                    planned,
+                    reason_against(chunks, keys, bad_keys, bad_texts)
+                    or [
+                        ChunkRow(chunk, keys[chunk.chunk_id], vectors[chunk.text])
+                        for chunk in chunks
+                    ],
+                )
+                for planned, chunks in window
+            )
             self._num_documents_done += len(window)
 
         writer.submit(commit)
-
-    def _embed(
-        self, window: list[tuple[PlannedDocument, list[Chunk]]]
-    ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
-        """Return vectors by text, and reasons for the texts without one."""
-        # Passages that several documents hold are embedded once.
-        texts = list(dict.fromkeys(chunk.text for _, chunks in window for chunk in chunks))
-        with document_failures(lambda _: None):
-            return self._vectors(texts), {}
-        # Either a text is at fault, or the embedding, which then fails for a plain word too.
-        self._vectors(["word"])
-        vectors: dict[str, NDArray[np.float32]] = {}
-        bad: dict[str, str] = {}
-        for text in texts:
-            with document_failures(functools.partial(bad.__setitem__, text)):
-                vectors |= self._vectors([text])
-        return vectors, {text: f"it cannot be embedded ({reason})" for text, reason in bad.items()}
-
-    def _vectors(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
-        import numpy as np
-
-        rows = self._work.embedding.embed_windows(texts)
-        if not all(np.isfinite(vectors).all() for vectors in rows):
-            raise DocumentError("its vector is not finite")
-        return dict(zip(texts, rows, strict=True))
-
-    def _compute(
-        self, key: ChunkKey, chunk: Chunk, writer: BackgroundWriter, bad: dict[ChunkKey, str]
-    ) -> None:
-        """Compute a chunk's KV and queue its storing; note in `bad` why this failed."""
-        work = self._work
-        started = time.perf_counter()
-        fail = functools.partial(bad.__setitem__, key)
-        kv: ChunkKV | None = None
-        with document_failures(fail):
-            kv = work.prefill(chunk)
-        if kv is None:
-            # A model that fails where it succeeded before, or on a single token, is broken.
-            one_token = replace(chunk, text="", token_ids=chunk.token_ids[:1])
-            work.prefill(self._last_computed or one_token)
-            return
-        self._last_computed = chunk
-        codec = self._codec
-        assert codec is not None
-        self._outcome.prefill_seconds += time.perf_counter() - started
-
-        def store() -> None:
-            record: bytes | None = None
-            with document_failures(fail):
-                record = codec.encode(key, kv)
-            if record is not None:
-                work.store.put(key, record)
-                self._outcome.size_bytes += len(record)
-
-        writer.submit(store)
-        self._outcome.num_records += 1
-        self._outcome.num_tokens_computed += len(chunk.token_ids)
-        self._outcome.num_context_tokens += len(chunk.contexts[0])
-        self._report()
 
     def _report_profile(self, doing: str) -> None:
         if self._on_progress is not None:
@@ -319,10 +219,6 @@ class _Run:
             tokens_per_second=done / seconds if seconds > 0 else 0.0,
             eta_seconds=seconds * (total - done) / done if done else None,
         )
-
-
-def _num_prefilled(chunk: Chunk) -> int:
-    return len(chunk.contexts[0]) + len(chunk.token_ids)
 
 
 class _Rereader:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
@@ -205,13 +205,23 @@ def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
         yield from _flatten(value, depth + 1)
 
 
+class Known(Protocol):
+    """What is indexed: a `Catalog`, or the part of it that concerns some documents."""
+
+    def file(self, path: str) -> FileState | None: ...
+
+    def documents_of_file(self, path: str) -> dict[str, str]: ...
+
+    def digest_of(self, source: str) -> str | None: ...
+
+
 class Planner:
     """Compares the given documents with the catalog.
 
     Parameters
     ----------
     catalog
-        The catalog of the index.
+        What is indexed.
     parser
         Parses files.
     chunk
@@ -226,7 +236,7 @@ class Planner:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: Known,
         parser: Parser,
         chunk: Callable[[Document], list[Chunk]],
         missing_key: Callable[[Chunk], str | None],
@@ -269,7 +279,6 @@ class Planner:
                 self._add_object(document)
             num_done += 1
             self._on_progress(num_done)
-        self._find_gone(sources)
         return plan
 
     def _fail(self, source: str, reason: str) -> None:
@@ -277,19 +286,6 @@ class Planner:
         if known or self._catalog.documents_of_file(source):
             reason += STAYS
         self._plan.failed.append(FailedDocument(source, reason))
-
-    def _find_gone(self, sources: Sources) -> None:
-        present = set(sources.files)
-        unknown = tuple(os.path.join(folder, "") for folder in sources.unlisted)  # noqa: PTH118
-        for folder in sources.folders:
-            for path in self._catalog.files_under(folder):
-                # A file that is hidden or a link now was not listed, but is not gone either.
-                if path in present or path.startswith(unknown):
-                    continue
-                if not Path(path).exists():
-                    self._plan.gone_files.append(path)
-                    self._plan.removed.extend(self._catalog.documents_of_file(path))
-                    present.add(path)
 
     def _add_object(self, document: Document) -> None:
         digest = document_digest(document)
@@ -377,6 +373,21 @@ class Planner:
                 plan.num_tokens_to_compute += num_tokens
                 plan.num_context_tokens += num_context_tokens
         plan.documents.append(planned)
+
+
+def find_gone(catalog: Catalog, sources: Sources, plan: Plan) -> None:
+    """Add to a plan the files that the given folders held before, but no longer hold."""
+    present = set(sources.files)
+    unknown = tuple(os.path.join(folder, "") for folder in sources.unlisted)  # noqa: PTH118
+    for folder in sources.folders:
+        for path in catalog.files_under(folder):
+            # A file that is hidden or a link now was not listed, but is not gone either.
+            if path in present or path.startswith(unknown):
+                continue
+            if not Path(path).exists():
+                plan.gone_files.append(path)
+                plan.removed.extend(catalog.documents_of_file(path))
+                present.add(path)
 
 
 @dataclass(frozen=True)

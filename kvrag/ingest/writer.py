@@ -12,9 +12,10 @@ from kvrag import arguments
 from kvrag.chunk import Chunk, Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import lock
-from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.contexts import CORPUS, add_contexts, encoded_behind
+from kvrag.ingest.computing import Outcome
+from kvrag.ingest.contexts import CORPUS, encoded_behind
 from kvrag.ingest.corpus_filler import choose_passages
+from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
@@ -28,13 +29,12 @@ from kvrag.ingest.healing import (
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
-from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
-from kvrag.ingest.plan import Plan, Planner, Sources, gather
-from kvrag.ingest.refusal import refuse_control
+from kvrag.ingest.pipeline import Work, check_space, run_plan
+from kvrag.ingest.plan import Plan, Planner, Sources, find_gone, gather
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.ingest.rows import Change
+from kvrag.ingest.runner import Run, Runner
 from kvrag.ingest.storage import Storage
-from kvrag.models.control import REFUSE
 
 Progress = Callable[[IngestProgress], None]
 
@@ -53,7 +53,7 @@ class Writer:
         self._encoders = encoders
         self._fitter = fitter
         self._is_swept = False
-        self._neutralised: dict[str, int] = {}  # by document, in an ingestion
+        self._cutter = Cutter(encoders)
 
     def add(
         self,
@@ -64,6 +64,7 @@ class Writer:
         on_progress: Progress | None,
         limits: ParseLimits | None,
         loaders: Mapping[str, str] | None,
+        runner: Runner | None = None,
     ) -> IngestReport:
         """Add files and documents to the index (`Index.add`)."""
         storage = self._storage
@@ -76,7 +77,7 @@ class Writer:
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
         with parser, lock_taken:
-            return self._add(sources, parser, dry_run, force, on_progress)
+            return self._add(sources, parser, dry_run, force, on_progress, runner)
 
     def read_again(self, paths: Sequence[str]) -> IngestReport:
         """Read files again, even unchanged ones; the caller holds the writer's lock."""
@@ -90,6 +91,7 @@ class Writer:
         sources = arguments.texts(sources, "sources")
         chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
         with lock.writer_lock(storage.path):
+            storage.refresh()
             catalog, config = storage.catalog, storage.config
             known = {
                 source: catalog.chunk_ids_of(source)
@@ -110,27 +112,7 @@ class Writer:
 
     def cut(self, document: Document) -> list[Chunk]:
         """Split a document into chunks, each with its contexts."""
-        config, encoders = self._storage.config, self._encoders
-        control = encoders.control
-        most = config.chunk_tokens
-        if document.is_whole and not encoders.is_compressed:
-            most = max(most, encoders.room - config.context_tokens)
-        chunks = chunk_document(document, encoders.tokenizer, most, control)
-        if control is not None and config.control_tokens == REFUSE:
-            refuse_control(document, chunks, control)
-        elif control is not None and (
-            found := sum(len(control.find_any(chunk.text)) for chunk in chunks)
-        ):
-            self._neutralised[document.source] = found
-        return add_contexts(
-            chunks,
-            encoders.tokenizer,
-            config.chunk_context,
-            encoders.room,
-            control,
-            is_compressed=encoders.is_compressed,
-            corpus_filler=config.corpus_filler,
-        )
+        return self._cutter.cut(document, self._storage.config)
 
     # -- private -----------------------------------------------------------------------------
 
@@ -141,13 +123,15 @@ class Writer:
         dry_run: bool,
         force: bool,
         on_progress: Progress | None,
+        runner: Runner | None = None,
     ) -> IngestReport:
         """Do the work of `add`; except in a dry run, the caller holds the writer's lock."""
         started = time.perf_counter()
         storage = self._storage
         catalog = storage.catalog
+        storage.refresh()
         storage.reload_codec()
-        self._neutralised.clear()
+        self._cutter.neutralised.clear()
         is_sound = self._is_swept or catalog.has_sound_tables()
         before: Held | None = None
         of_store: list[str] = []
@@ -158,12 +142,48 @@ class Writer:
                 before = self._heal_first()
         num_noted = catalog.num_noted
         self._choose_passages(sources, parser, dry_run)
+        if runner is not None:
+            plan, outcome = self._run_with(runner, sources, parser, force or not is_sound, dry_run)
+            return self._finish(plan, outcome, before, of_store, started, dry_run)
         plan = self._plan(sources, parser, force or not is_sound, on_progress)
         if catalog.num_noted > num_noted and not dry_run and before is None:
             # Damage elsewhere must not prevent writing.
             before = self._heal_first()
             plan = self._plan(sources, parser, True, on_progress)
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
+        return self._finish(plan, outcome, before, of_store, started, dry_run)
+
+    def _run_with(
+        self, runner: Runner, sources: Sources, parser: Parser, force: bool, dry_run: bool
+    ) -> tuple[Plan, Outcome]:
+        """Let others plan and compute; return what they did."""
+        storage, encoders = self._storage, self._encoders
+        run = Run(
+            storage=storage,
+            encoders=encoders,
+            codec_for=self._fitter.codec_for,
+            sources=sources,
+            parser=parser,
+            force=force,
+            dry_run=dry_run,
+            control_strings=self._cutter.neutralised,
+        )
+        plan = runner(run)
+        if dry_run:
+            return plan, self._foretell(plan)
+        return plan, run.outcome
+
+    def _finish(
+        self,
+        plan: Plan,
+        outcome: Outcome,
+        before: Held | None,
+        of_store: list[str],
+        started: float,
+        dry_run: bool,
+    ) -> IngestReport:
+        """Bring what is beside the catalog up to date, and return the report."""
+        storage = self._storage
         if not dry_run:
             if of_store:
                 of_store = [f"{self._compute_lost():,} records computed again", *of_store]
@@ -210,7 +230,7 @@ class Writer:
         found = choose_passages(sources, parser, config.context_tokens)
         config = replace(config, corpus_filler=found)
         if found and not dry_run:
-            config.save(storage.path)
+            storage.save_config(config)
         storage.config = config
 
     def _compute_lost(self) -> int:
@@ -252,7 +272,9 @@ class Writer:
                 )
 
         planner = Planner(self._storage.catalog, parser, self.cut, self._missing_key, report, force)
-        return planner.run(sources)
+        plan = planner.run(sources)
+        find_gone(self._storage.catalog, sources, plan)
+        return plan
 
     def _missing_key(self, chunk: Chunk) -> str | None:
         key = self._storage.key_of(chunk)
@@ -314,6 +336,5 @@ class Writer:
 
     def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:
         """Return the number of control strings read as text, for each document with any."""
-        return {
-            source: self._neutralised[source] for source in sources if source in self._neutralised
-        }
+        found = self._cutter.neutralised
+        return {source: found[source] for source in sources if source in found}

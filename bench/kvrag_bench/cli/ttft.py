@@ -9,6 +9,7 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag_bench.cli import options as b
 
@@ -78,10 +79,21 @@ def bench_ingest(
         typer.Option(help="Contexts to encode chunks after, with commas (see 'kvrag ingest')."),
     ] = "none",
     repeats: b.RepeatsOption = 3,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Compare two actors of Ray with one process of two threads instead: a long run "
+            "less a short one, with chunks of the first length.",
+        ),
+    ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare indexing throughput with the model's own batched prefill."""
     lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
+    if ray:
+        _bench_ray(model, chunks, lengths[0], as_json)
+        return
     sizes = lists.numbers(batch_sizes, "--batch-sizes")
     from kvrag.cli.opening import quiet_libraries
     from kvrag_bench.ingest import IngestOptions, run_ingest_bench
@@ -108,6 +120,28 @@ def bench_ingest(
             f"{row.prefill_batch_size}: {row.share:.0%}; {row.bytes_per_token:,.0f} bytes a token",
             markup=False,
         )
+
+
+def _bench_ray(model: str | None, chunks: int, chunk_tokens: int, as_json: bool) -> None:
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.store.extras import require
+    from kvrag_bench.ray_ingest import run_ray_bench
+
+    if model is None:
+        raise ParameterError("--ray needs --model: workers load it by its name")
+    require("ray", "ray")
+    quiet_libraries()
+    with console.progress("measuring") as say:
+        row = run_ray_bench(model, chunks, chunk_tokens, say)
+    if as_json:
+        console.print_json(row)
+        return
+    console.out().print(
+        f"{row.model}, {row.num_tokens:,} tokens: {row.here_cpu:.2f} ms of processor time a token "
+        f"in one process of two threads, {row.ray_cpu:.2f} ms on two actors of Ray "
+        f"({row.overhead:+.1%}); wall time {row.here_wall:.2f} and {row.ray_wall:.2f} ms",
+        markup=False,
+    )
 
 
 def _print_rows(rows: Sequence[TTFTRow]) -> None:

@@ -214,6 +214,11 @@ def _check_servable(asked: Request) -> None:
             "a constraint (response_format, or a forced call) is applied where tokens are drawn: "
             "leave it out, or answer with KVEngine"
         )
+    if asked.logprobs is not None:
+        raise ParameterError(
+            f"logprobs {asked.logprobs}: kvrag does not read them from vLLM; leave it out, or "
+            "answer with KVEngine"
+        )
     if asked.explain:
         raise ParameterError(
             "explain: vLLM does not report what happened to single tokens; leave it out, or answer "

@@ -1,0 +1,113 @@
+"""`kvrag ingest --ray`: what the options ask of a cluster, and what a dry run will take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvrag.cli import console
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.ingest.ray import RayOptions, RayRunner
+    from kvrag.ingest.report import IngestReport
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `kvrag ingest` that concern Ray, as they were given."""
+
+    address: str
+    actors: str
+    cpus: float
+    gpus: float
+    memory: str | None
+    rate: float | None
+    price: float | None
+
+    def runner(
+        self, places: Sequence[str], suffixes: Sequence[str], store: str | None
+    ) -> RayRunner:
+        """Return the runner of an ingestion.
+
+        Parameters
+        ----------
+        places
+            What Ray reads itself; empty if files are given.
+        suffixes
+            Suffixes of the files to read there.
+        store
+            URL of the store as the user gave it.
+
+        Raises
+        ------
+        ParameterError
+            When an option has another form, or Ray is not installed.
+        """
+        from kvrag.ingest.ray import RayRunner
+        from kvrag.ingest.ray.reading import open_dataset
+        from kvrag.store.extras import require
+
+        options = self._options(store)
+        # Before an index is made.
+        require("ray", "ray")
+        require("pyarrow", "ray")
+        dataset = (lambda: open_dataset(places, suffixes)) if places else None
+        return RayRunner(options, dataset)
+
+    def print_estimate(self, runner: RayRunner, report: IngestReport) -> None:
+        """Print what the ingestion of a dry run will take."""
+        from kvrag.ingest.ray.estimate import estimate
+
+        assert runner.config is not None
+        num_actors = self._actors()[0]
+        found = estimate(
+            report.num_tokens_computed,
+            report.num_context_tokens,
+            runner.config,
+            num_actors=num_actors,
+            rate=self.rate,
+            price_per_hour=self.price,
+        )
+        sizes = ", ".join(
+            f"{name} {console.format_bytes(size)}" for name, size in found.size_bytes.items()
+        )
+        console.write(f"KV by codec, at most: {sizes}\n")
+        if found.hours is None:
+            console.note("--set ray-rate=TOKENS (a second and worker) gives the hours")
+            return
+        said = (
+            f"{console.count(found.num_tokens, 'token')} take {found.hours:,.2f} hours on "
+            f"{console.count(num_actors, 'worker')}"
+        )
+        if found.price is not None:
+            said += f", which cost {found.price:,.2f}"
+        console.write(f"{said}\n")
+
+    def _options(self, store: str | None) -> RayOptions:
+        from kvrag.ingest.ray import RayOptions
+        from kvrag.store.registry import parse_bytes
+
+        least, most = self._actors()
+        try:
+            limit = None if self.memory is None else parse_bytes(self.memory)
+        except ValueError as error:
+            raise ParameterError(f"ray-memory: {error}") from error
+        return RayOptions(
+            address=None if self.address == "auto" else self.address,
+            min_actors=least,
+            max_actors=most,
+            cpus=self.cpus,
+            gpus=self.gpus,
+            store_bytes=limit,
+            store=store,
+        )
+
+    def _actors(self) -> tuple[int, int | None]:
+        least, colon, most = self.actors.partition(":")
+        if not (least.isdecimal() and (most.isdecimal() or not colon)):
+            raise ParameterError(
+                f"--ray-actors {self.actors}: expected LEAST or LEAST:MOST, such as 2:8"
+            )
+        return int(least), int(most) if colon else None

@@ -1,0 +1,110 @@
+"""The connection to a cluster of Ray, and the settings of Ray Data for one run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from kvrag.errors import ClusterError, KVRagError
+from kvrag.ingest.ray.options import RayOptions
+from kvrag.store.extras import require
+
+# The least that ids and offsets take: a full packet is then always a separate block.
+_BYTES_PER_TOKEN = 8
+_BARS = "ray.data._internal.progress"
+
+
+@contextlib.contextmanager
+def connected(options: RayOptions) -> Iterator[Any]:
+    """Connect to the cluster, or use the caller's connection; yield the module `ray`.
+
+    Raises
+    ------
+    ClusterError
+        When the cluster does not answer, or gives up inside the block.
+    """
+    # Before Ray is imported: it asks for no consent.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = require("ray", "ray")
+    require("ray.data", "ray")
+    is_ours = not ray.is_initialized()
+    try:
+        if is_ours:
+            _connect(ray, options.address)
+        yield ray
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, KVRagError):
+            raise cause from error
+        raise ClusterError(
+            f"a worker of Ray failed ({type(cause).__name__}: {cause}); finished work is kept, and "
+            "the same command goes on"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"the cluster of Ray gave up ({type(error).__name__}: {error}); finished work is kept, "
+            "and the same command goes on"
+        ) from error
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            **({"include_dashboard": False} if address == "local" else {}),
+        )
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise ClusterError(
+            f"the cluster of Ray at {address or 'the default address'} cannot be used ({error}); "
+            "start it with 'ray start --head', or leave the address out"
+        ) from error
+
+
+def is_one_machine(ray: Any) -> bool:
+    """Return whether all nodes of the cluster are on this machine."""
+    names = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+    return names <= {socket.gethostname()}
+
+
+@contextlib.contextmanager
+def settings(context: Any, options: RayOptions) -> Iterator[None]:
+    """Set a dataset's context for an ingestion, and restore it afterwards.
+
+    Packets keep their order, so that the catalog is that of the single-machine path.
+    """
+    from ray.data import ExecutionOptions, ExecutionResources
+
+    wanted = {
+        "execution_options": ExecutionOptions(
+            preserve_order=True,
+            resource_limits=ExecutionResources.for_limits(object_store_memory=options.store_bytes),
+        ),
+        "target_max_block_size": _BYTES_PER_TOKEN * options.batch_tokens,
+        "enable_progress_bars": sys.stderr.isatty(),
+        "print_on_execution_start": False,
+    }
+    before = {name: getattr(context, name) for name in wanted}
+    # Without a terminal, the last one warns that there are no bars.
+    least = {"ray": logging.WARNING, "ray.data": logging.WARNING, _BARS: logging.ERROR}
+    levels = {name: logging.getLogger(name).level for name in least}
+    try:
+        for name, value in wanted.items():
+            setattr(context, name, value)
+        for name, level in least.items():
+            logging.getLogger(name).setLevel(max(level, levels[name]))
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

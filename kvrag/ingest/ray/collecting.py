@@ -1,0 +1,155 @@
+"""The last stage, on the driver: packets become documents again, and the catalog is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+
+from kvrag.chunk import Chunk
+from kvrag.ingest.committing import COMMIT_TOKENS, Committer, Computed
+from kvrag.ingest.computing import Outcome
+from kvrag.ingest.plan import Plan, PlannedDocument
+from kvrag.ingest.ray.packets import News, Packet, Part
+from kvrag.ingest.report import FailedDocument
+from kvrag.ingest.rows import Change, ChunkRow, KeyOf
+from kvrag.ingest.runner import Run
+
+
+@dataclass
+class Assembled:
+    """A document whose chunks have all arrived; `parts` are in order."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def planned(self) -> PlannedDocument:
+        """The document, without its text."""
+        return self.parts[0].planned
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its chunks, in order."""
+        for part in self.parts:
+            yield from part.chunks
+
+    def computed(self, key_of: KeyOf) -> Computed:
+        """Return what is written to the catalog, or the reason why nothing is."""
+        reason = next((part.reason for part in self.parts if part.reason), "")
+        if reason:
+            return self.planned, reason
+        return self.planned, [
+            ChunkRow(chunk, [key_of(one) for one in chunk.encodings()], vectors)
+            for part in self.parts
+            for chunk, vectors in zip(part.chunks, part.vectors, strict=True)
+        ]
+
+
+def assemble(parts: Iterable[Part]) -> Iterator[Assembled]:
+    """Yield documents from their parts, which arrive in order."""
+    whole = Assembled()
+    num_chunks = 0
+    for part in parts:
+        whole.parts.append(part)
+        num_chunks += len(part.chunks)
+        if num_chunks == part.num_chunks:
+            yield whole
+            whole, num_chunks = Assembled(), 0
+
+
+class Collector:
+    """Notes what packets say in a plan, and commits their documents.
+
+    Parameters
+    ----------
+    run
+        The ingestion.
+    plan
+        Receives what was planned.
+    is_dataset
+        Whether rows come from a dataset, where two may have one source: the first is used.
+    """
+
+    def __init__(self, run: Run, plan: Plan, is_dataset: bool) -> None:
+        self._run = run
+        self._plan = plan
+        self._sources: set[str] | None = set() if is_dataset else None
+        self._new_keys: set[str] = set()
+        self._committer = Committer(run.storage.catalog, plan)
+        self._change = Change(
+            forget_files=plan.gone_files[:], remove=plan.removed[:], put_files=plan.touched[:]
+        )
+        self._waiting: list[Assembled] = []
+        self.cpu_seconds = 0.0
+
+    def collect(self, packets: Iterable[Packet]) -> None:
+        """Take all packets, in order. Raises StoreError; what was committed before stays."""
+        num_tokens = 0
+        parts = self._parts(packets)
+        if self._run.dry_run:  # their chunks stay where they were counted
+            for part in parts:
+                self._note(part)
+            return
+        for document in assemble(parts):
+            if not self._note(document.parts[0]):
+                continue
+            self._waiting.append(document)
+            num_tokens += document.parts[0].num_tokens
+            if num_tokens >= COMMIT_TOKENS:
+                self._commit()
+                num_tokens = 0
+        self._commit()
+        self._committer.list_failures()
+
+    def _parts(self, packets: Iterable[Packet]) -> Iterator[Part]:
+        for packet in packets:
+            self._take(packet.news)
+            for count in fields(Outcome):
+                own, more = (getattr(of, count.name) for of in (self._run.outcome, packet.outcome))
+                setattr(self._run.outcome, count.name, own + more)
+            self.cpu_seconds += packet.cpu_seconds
+            yield from packet.parts
+
+    def _note(self, part: Part) -> bool:
+        """Note a document in the plan; return False if another one has its source."""
+        plan, source = self._plan, part.planned.source
+        if self._sources is not None:
+            if source in self._sources:
+                plan.failed.append(
+                    FailedDocument(
+                        source,
+                        f"{source}: an earlier row has the same source and is used instead; give "
+                        "each row a different one",
+                    )
+                )
+                return False
+            self._sources.add(source)
+        (plan.changed if part.is_known else plan.added).append(source)
+        plan.num_chunks += part.num_chunks
+        plan.num_tokens += part.num_tokens
+        if part.control_strings:
+            self._run.control_strings[source] = part.control_strings
+        return True
+
+    def _take(self, news: News) -> None:
+        plan, change = self._plan, self._change
+        plan.removed += news.removed
+        plan.unchanged += news.unchanged
+        plan.failed += [FailedDocument(*one) for one in news.failed]
+        plan.gone_files += news.gone_files
+        plan.touched += news.touched
+        change.remove += news.removed
+        change.forget_files += news.gone_files
+        change.put_files += news.touched
+        if self._sources is not None:
+            self._sources.update(news.unchanged)
+        for key, (num_tokens, num_context_tokens) in news.missing.items():
+            if key not in self._new_keys:
+                self._new_keys.add(key)
+                plan.num_records += 1
+                plan.num_tokens_to_compute += num_tokens
+                plan.num_context_tokens += num_context_tokens
+
+    def _commit(self) -> None:
+        key_of = self._run.storage.key_of
+        computed = [document.computed(key_of) for document in self._waiting]
+        self._committer.commit(computed, self._change)
+        self._waiting, self._change = [], Change()

@@ -1,0 +1,297 @@
+"""Ingestion on Ray Data: what runs in the process that holds the index.
+
+The stages are ``plan_rows`` (tasks: read, compare, cut), `Embedder` (actors) and `RemoteEncoder`
+(actors: prefill, compress, encode, store). Only this process writes the catalog.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvrag.errors import ParameterError
+from kvrag.ingest.checks import check_lasting
+from kvrag.ingest.committing import COMMIT_TOKENS
+from kvrag.ingest.computing import by_length, names_of
+from kvrag.ingest.config import KV_FOLDER, IndexConfig
+from kvrag.ingest.contexts import CORPUS
+from kvrag.ingest.plan import Plan, find_gone
+from kvrag.ingest.ray.cluster import connected, is_one_machine, settings
+from kvrag.ingest.ray.options import RayOptions
+from kvrag.ingest.report import FailedDocument, IngestReport
+from kvrag.ingest.runner import Run
+
+if TYPE_CHECKING:
+    from kvrag.ingest.index import Index
+    from kvrag.ingest.limits import ParseLimits
+    from kvrag.ingest.ray.job import Job
+    from kvrag.ingest.ray.packets import Packet
+
+_FILES_A_TASK, _MOST_TASKS = 8, 4096
+# Parsing waits for its own process, and an embedding is much smaller than the model.
+_SMALL_CPUS = 0.5
+_PLAN_CPUS = 1.0
+
+
+def ingest(
+    dataset: Any,
+    index: Index,
+    options: RayOptions | None = None,
+    *,
+    dry_run: bool = False,
+    force: bool = False,
+    limits: ParseLimits | None = None,
+    loaders: Mapping[str, str] | None = None,
+) -> IngestReport:
+    """Add the rows of a dataset of Ray to an index.
+
+    Parameters
+    ----------
+    dataset
+        A `ray.data.Dataset`. Each row is a document: its text in ``text`` (or ``page_content``,
+        ``content``, ``body``, ``passage``), its source in ``source`` or ``id`` (otherwise its
+        content names it), the other columns are metadata. A row with ``bytes`` and ``path`` (of
+        `ray.data.read_binary_files`) is a file, which kvrag's loaders read. If two rows have one
+        source, the first is used.
+    index
+        An open index whose records are in a store that every machine can open.
+    options
+        What to use of the cluster; None means the defaults.
+    dry_run, force, limits, loaders
+        As in `Index.add`.
+
+    Returns
+    -------
+    IngestReport
+        The same as from `Index.add`.
+
+    Raises
+    ------
+    ClusterError
+        When the cluster cannot be used, or gives up.
+    ParameterError
+        When the index cannot be filled from other machines.
+    KVRagError
+        As `Index.add` does.
+    """
+    return index.add(
+        (),
+        dry_run=dry_run,
+        force=force,
+        limits=limits,
+        loaders=loaders,
+        runner=RayRunner(options, dataset),
+    )
+
+
+class RayRunner:
+    """Carries out ingestions on a cluster (`kvrag.ingest.runner.Runner`).
+
+    Parameters
+    ----------
+    options
+        What to use of the cluster; None means the defaults.
+    dataset
+        What to read instead of the given files and documents: a dataset of Ray, or a function that
+        returns one once the cluster is connected.
+
+    Attributes
+    ----------
+    cpu_seconds
+        Processor time of the calls in other processes, all threads of these.
+    config
+        Settings of the index that it filled last.
+    """
+
+    def __init__(
+        self, options: RayOptions | None = None, dataset: Any | Callable[[], Any] | None = None
+    ) -> None:
+        self._options = options or RayOptions()
+        self._dataset = dataset
+        self.cpu_seconds = 0.0
+        self.config: IndexConfig | None = None
+
+    def __call__(self, run: Run) -> Plan:
+        """Plan, compute and commit; in a dry run only plan."""
+        self.config = run.storage.config
+        with connected(self._options) as ray:
+            self._check(ray, run)
+            started = time.perf_counter()
+            plan = Plan()
+            rows = self._rows(ray, run, plan)
+            with settings(rows.context, self._options):
+                self._run(ray, run, plan, rows)
+            run.outcome.seconds = time.perf_counter() - started
+            return plan
+
+    def _check(self, ray: Any, run: Run) -> None:
+        """Raise ParameterError if other machines cannot fill the index."""
+        storage, config = run.storage, run.storage.config
+        check_lasting(storage.store)
+        if config.key_check:
+            raise ParameterError(
+                "an index with a key cannot be filled with Ray: its object store would hold the "
+                "text of documents unencrypted; ingest without --ray"
+            )
+        if not (config.store or self._options.store) and not is_one_machine(ray):
+            raise ParameterError(
+                f"the KV of {storage.path} is in its own folder, which other machines do not "
+                "share: make an index with --store (redis://, s3://), or use --ray local"
+            )
+        if not run.encoders.reference:
+            raise ParameterError(
+                "the index's model was built in memory, and other processes cannot load it: save "
+                "it to a folder, and make the index with that"
+            )
+        if self._dataset is not None and config.context == CORPUS and not config.corpus_filler:
+            raise ParameterError(
+                "context corpus takes its text from the first files, and a dataset has none: "
+                "ingest some files first, or choose another context"
+            )
+
+    def _rows(self, ray: Any, run: Run, plan: Plan) -> Any:
+        """Return the dataset of what is read; notes in `plan` what needs no reading."""
+        from kvrag.ingest.ray.planning import document_row, file_row
+
+        if self._dataset is not None:
+            is_one = hasattr(self._dataset, "map_batches")
+            return self._dataset if is_one else self._dataset()
+        catalog, sources = run.storage.catalog, run.sources
+        plan.failed += [FailedDocument(one.source, one.reason) for one in sources.failed]
+        find_gone(catalog, sources, plan)
+        rows = [file_row(catalog, path) for path in sources.files]
+        rows += [document_row(catalog, one) for one in sources.documents.values()]
+        num_tasks = min(-(-len(rows) // _FILES_A_TASK), _MOST_TASKS)
+        return ray.data.from_items(rows, override_num_blocks=max(1, num_tasks))
+
+    def _run(self, ray: Any, run: Run, plan: Plan, rows: Any) -> None:
+        from kvrag.ingest.ray.collecting import Collector
+        from kvrag.ingest.ray.planning import plan_rows
+
+        # Rows that the driver makes say themselves what is known.
+        known = None
+        if self._dataset is not None:
+            documents = run.storage.catalog.digests()
+            known = ray.put(documents) if documents else None
+
+        def planned(job: Job) -> Any:
+            return rows.map_batches(
+                plan_rows,
+                batch_size=None,
+                batch_format="pyarrow",
+                num_cpus=_PLAN_CPUS,
+                fn_kwargs={"job": job, "known": known},
+            )
+
+        job = self._job(run, "", b"")
+        if not run.dry_run:
+            codec, profile = self._choose_codec(run, lambda: _packets(planned(job)))
+            job = self._job(run, codec, profile)
+        packets = planned(job)
+        if not run.dry_run:
+            packets = self._computed(ray, packets, job)
+        collector = Collector(run, plan, self._dataset is not None)
+        collector.collect(_packets(packets))
+        self.cpu_seconds = collector.cpu_seconds
+
+    def _computed(self, ray: Any, packets: Any, job: Job) -> Any:
+        """Return the dataset of packets with their vectors, and with their KV stored."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from kvrag.ingest.ray.workers import Attempts, Embedder, RemoteEncoder
+
+        options = self._options
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        attempts = (
+            ray.remote(Attempts)
+            .options(num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+            .remote()
+        )
+        pool = ray.data.ActorPoolStrategy
+        embedded = packets.map_batches(
+            Embedder,
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=pool(min_size=1, max_size=options.max_actors),
+            num_cpus=_SMALL_CPUS,
+            fn_constructor_kwargs={"job": job},
+        )
+        return embedded.map_batches(
+            RemoteEncoder,
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=pool(
+                min_size=options.min_actors,
+                max_size=options.max_actors,
+                # One waits while the other is computed.
+                max_tasks_in_flight_per_actor=2,
+            ),
+            num_cpus=options.cpus,
+            num_gpus=options.gpus,
+            fn_constructor_kwargs={"job": job, "attempts": attempts},
+        )
+
+    def _choose_codec(self, run: Run, packets: Callable[[], Iterator[Packet]]) -> tuple[str, bytes]:
+        """Return codec and profile of new records; fits the profile here if there is none.
+
+        It is fitted to the chunks that the single-machine path would fit it to.
+        """
+        from kvrag.ingest.ray.collecting import assemble
+
+        storage = run.storage
+        if storage.coding.needs_profile:
+            missing = []
+            window, num_tokens = [], 0
+            parts = (part for packet in packets() for part in packet.parts)
+            for document in assemble(parts):
+                window += list(document.chunks())
+                num_tokens += document.parts[0].num_tokens
+                if num_tokens >= COMMIT_TOKENS:
+                    missing = _missing(run, window)
+                    window, num_tokens = [], 0
+                    if missing:
+                        break
+            missing = missing or _missing(run, window)
+            if missing:
+                run.codec_for(missing, lambda _: None)
+        coding = storage.coding
+        if coding.needs_profile:
+            return coding.present_codec.name, b""
+        profile = coding.profile_hash
+        return coding.label, storage.profiles.get(profile).content if profile else b""
+
+    def _job(self, run: Run, codec: str, profile: bytes) -> Job:
+        from kvrag.ingest.ray.job import Job
+
+        storage, options = run.storage, self._options
+        store = options.store or storage.config.store or f"file:{storage.path / KV_FOLDER}"
+        return Job(
+            folder=str(storage.path),
+            config=storage.config,
+            model=run.encoders.reference,
+            device=run.encoders.device,
+            store=store,
+            codec=codec,
+            profile=profile,
+            limits=run.parser.limits,
+            loaders=tuple(run.parser.loaders.items()),
+            force=run.force,
+            dry_run=run.dry_run,
+            batch_tokens=options.batch_tokens,
+            cpus=options.cpus,
+        )
+
+
+def _packets(dataset: Any) -> Iterator[Packet]:
+    from kvrag.ingest.ray.packets import unpack
+
+    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+        yield from unpack(table)
+
+
+def _missing(run: Run, window: list[Any]) -> list[Any]:
+    storage = run.storage
+    _, required = names_of(window, storage.key_of)
+    lacking = {key: one for key, one in required.items() if not storage.store.contains(key)}
+    return [chunk for _, chunk in by_length(lacking)]

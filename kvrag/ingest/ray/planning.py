@@ -1,0 +1,231 @@
+"""The first stage: rows of files or documents are read, compared, and cut into packets of chunks.
+
+It is a stateless task of Ray. What it loads (the tokenizer, the parser's process, the connection
+to the store) stays in the worker process for the next task of the same job.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+
+from kvrag.chunk import Chunk, Document, Mark
+from kvrag.ingest.cutting import Cutter
+from kvrag.ingest.failures import document_failures
+from kvrag.ingest.loaders import row_to_document, to_document
+from kvrag.ingest.plan import Known, Plan, Planner, Sources
+from kvrag.ingest.ray.job import Job
+from kvrag.ingest.ray.packets import News, Packet, Part, pack, split
+from kvrag.ingest.report import FailedDocument
+from kvrag.ingest.rows import FileState
+
+_GIVEN = "kvrag_input"  # the one column of rows that the driver makes
+
+
+class KnownPart:
+    """The part of the catalog that concerns some documents (`kvrag.ingest.plan.Known`).
+
+    Parameters
+    ----------
+    digests
+        Digests of documents by source.
+    state, of_file
+        State of one file, and the digests of its documents.
+    """
+
+    def __init__(
+        self,
+        digests: Mapping[str, str],
+        state: FileState | None = None,
+        of_file: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self._digests = digests
+        self._states = {} if state is None else {state.path: state}
+        self._of_file = of_file or {}
+
+    def file(self, path: str) -> FileState | None:
+        """Return a file's state when it was last read, or None if it never was."""
+        return self._states.get(path)
+
+    def documents_of_file(self, path: str) -> dict[str, str]:
+        """Return source and digest of a file's documents."""
+        return dict(self._of_file.get(path, {}))
+
+    def digest_of(self, source: str) -> str | None:
+        """Return a document's digest, or None if it is not indexed."""
+        return self._digests.get(source)
+
+
+class _Planning:
+    """What stays in a worker process between tasks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._parser = job.parser()
+        self._cutter = Cutter(job.encoders)
+        self._store = job.open_store() if job.dry_run else None
+
+    def close(self) -> None:
+        """End the parser's process, and close the store."""
+        self._parser.close()
+        if self._store is not None:
+            self._store.close()
+
+    def packets(self, rows: list[dict[str, Any]], known: Mapping[str, str]) -> Iterator[Packet]:
+        """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
+        waiting = Packet()
+        waiting_tokens = 0
+        for row in rows:
+            self._cutter.neutralised.clear()
+            news, parts = self._plan(row, known)
+            _extend(waiting.news, news)
+            for part in parts:
+                waiting.parts.append(part)
+                waiting_tokens += sum(len(chunk.token_ids) for chunk in part.chunks)
+            if waiting_tokens >= self.job.batch_tokens:
+                yield from self._full(waiting)
+                waiting, waiting_tokens = Packet(), 0
+        yield from self._full(waiting)
+
+    def _full(self, packet: Packet) -> Iterator[Packet]:
+        groups = list(split(packet.parts, self.job.batch_tokens)) or [[]]
+        yield Packet(groups[0], packet.news)
+        yield from (Packet(parts) for parts in groups[1:])
+
+    def _plan(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[News, list[Part]]:
+        missing: dict[str, tuple[int, int]] = {}
+
+        def missing_key(chunk: Chunk) -> str | None:
+            if self._store is None:
+                return None
+            key = self.job.key_of(chunk)
+            if self._store.contains(key):
+                return None
+            missing[key.digest] = len(chunk.token_ids), len(chunk.contexts[0])
+            return key.digest
+
+        view, sources = self._sources(row, known)
+        planner = Planner(
+            view,
+            self._parser,
+            lambda document: self._cutter.cut(document, self.job.config),
+            missing_key,
+            lambda _: None,
+            self.job.force,
+        )
+        plan = planner.run(sources)
+        parts = [
+            Part(
+                planned=planned,
+                num_chunks=len(planned.chunks or ()),
+                num_tokens=sum(len(chunk.token_ids) for chunk in planned.chunks or ()),
+                is_known=planned.source in plan.changed,
+                control_strings=self._cutter.neutralised.get(planned.source, 0),
+                chunks=[] if self.job.dry_run else planned.chunks or [],
+            )
+            for planned in plan.documents
+        ]
+        return _news_of(plan, missing), parts
+
+    def _sources(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[KnownPart, Sources]:
+        if _GIVEN in row:
+            told = json.loads(row[_GIVEN])
+            if "document" in told:
+                given = told["document"]
+                outline = tuple(Mark(*mark) for mark in given["outline"])
+                document = Document(**{**given, "outline": outline})
+                sources = Sources([], [], {document.source: document}, [])
+                return KnownPart(told["digests"]), sources
+            state = None if told["state"] is None else FileState(**told["state"])
+            view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
+            return view, Sources([told["path"]], [], {}, [])
+        documents: dict[str, Document] = {}
+        failed: list[FailedDocument] = []
+        name = str(row.get("source") or row.get("path") or row.get("id") or "a row")
+        with document_failures(lambda reason: failed.append(FailedDocument(name, reason))):
+            for document in self._documents(row):
+                documents[document.source] = document
+        return KnownPart(known), Sources([], [], documents, failed)
+
+    def _documents(self, row: dict[str, Any]) -> list[Document]:
+        content, path = row.get("bytes"), row.get("path")
+        if isinstance(content, bytes) and isinstance(path, str):
+            return self._parser.parse(path, content)
+        given = {key: value for key, value in row.items() if key != "source"}
+        source = row.get("source")
+        if source is None:
+            source = row.get("id")
+        found = row_to_document(given, "" if source is None else str(source), str(path or "row"))
+        return [to_document(found)]
+
+
+def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table]:
+    """Yield packets for a block of rows; `known` has the indexed documents' digests by source."""
+    started = time.process_time()
+    planning = _planning(job)
+    for packet in planning.packets(table.to_pylist(), known or {}):
+        packet.cpu_seconds = time.process_time() - started
+        started = time.process_time()
+        yield pack(packet, job.config.embedding_dim)
+
+
+def file_row(catalog: Known, path: str) -> dict[str, str]:
+    """Return the row of one file: its path, and what the catalog knows of it."""
+    state = catalog.file(path)
+    of_file = catalog.documents_of_file(path)
+    told = {
+        "path": path,
+        "state": None if state is None else asdict(state),
+        "of_file": of_file,
+        "digests": _digests(catalog, path) | of_file,
+    }
+    return {_GIVEN: json.dumps(told)}
+
+
+def document_row(catalog: Known, document: Document) -> dict[str, str]:
+    """Return the row of one document, and what the catalog knows of it."""
+    told = {"document": asdict(document), "digests": _digests(catalog, document.source)}
+    return {_GIVEN: json.dumps(told, default=str)}
+
+
+def _digests(catalog: Known, source: str) -> dict[str, str]:
+    digest = catalog.digest_of(source)
+    return {} if digest is None else {source: digest}
+
+
+_kept: list[_Planning] = []
+
+
+def _planning(job: Job) -> _Planning:
+    if not _kept or _kept[0].job != job:
+        forget()
+        _kept.append(_Planning(job))
+    return _kept[0]
+
+
+def forget() -> None:
+    """Close what stays in this process between tasks."""
+    while _kept:
+        _kept.pop().close()
+
+
+def _news_of(plan: Plan, missing: dict[str, tuple[int, int]]) -> News:
+    return News(
+        removed=plan.removed,
+        unchanged=plan.unchanged,
+        failed=[(failed.source, failed.reason) for failed in plan.failed],
+        gone_files=plan.gone_files,
+        touched=plan.touched,
+        missing=missing,
+    )
+
+
+def _extend(news: News, more: News) -> None:
+    for name in ("removed", "unchanged", "failed", "gone_files", "touched"):
+        getattr(news, name).extend(getattr(more, name))
+    news.missing |= more.missing

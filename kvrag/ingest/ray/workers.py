@@ -1,0 +1,161 @@
+"""The two actor pools: one embeds the chunks of packets, the other computes and stores their KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.ingest.background import BackgroundWriter
+from kvrag.ingest.computing import (
+    Outcome,
+    RecordMaker,
+    by_length,
+    embed_chunks,
+    names_of,
+    reason_against,
+)
+from kvrag.ingest.ray.job import Job
+from kvrag.ingest.ray.packets import Packet, pack, unpack
+
+MAX_ENDS = 3
+"""How often a process may end while it computes one chunk, before the chunk is refused."""
+
+
+class Embedder:
+    """Embeds the chunks of packets."""
+
+    def __init__(self, job: Job) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(job.cpus)))
+        self._job = job
+        self._embedding = job.encoders.embedding
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the packets of a table with the vectors of their chunks."""
+        return pa.concat_tables([self._embedded(packet) for packet in unpack(table)])
+
+    def _embedded(self, packet: Packet) -> pa.Table:
+        started = time.process_time()
+        vectors, bad = embed_chunks(self._embedding, packet.chunks())
+        for part in packet.parts:
+            keys: dict[str, list[ChunkKey]] = {chunk.chunk_id: [] for chunk in part.chunks}
+            part.reason = reason_against(part.chunks, keys, {}, bad) or ""
+            if not part.reason:
+                part.vectors = [vectors[chunk.text] for chunk in part.chunks]
+        packet.cpu_seconds += time.process_time() - started
+        return pack(packet, self._job.config.embedding_dim)
+
+
+class Attempts:
+    """Counts how often something was begun without an end: an actor of Ray, for all others."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def begin(self, name: str) -> int:
+        """Return how often it was begun before."""
+        before = self._counts.get(name, 0)
+        self._counts[name] = before + 1
+        return before
+
+    def end(self, name: str) -> None:
+        """Forget it."""
+        self._counts.pop(name, None)
+
+
+class Encoder:
+    """Computes the KV of packets' chunks, and stores it; KV that is stored is not computed again.
+
+    Parameters
+    ----------
+    job
+        The settings.
+    begin, end
+        The methods of `Attempts`. If a process ended while it computed a packet, the next one
+        computes it chunk by chunk, and refuses a chunk that ended several.
+    """
+
+    def __init__(self, job: Job, begin: Callable[[str], int], end: Callable[[str], None]) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(job.cpus)))
+        self._job = job
+        self._begin, self._end = begin, end
+        self._store = job.open_store()
+        self._codec = job.open_codec()
+        self._prefill = job.encoders.prefill
+        _ = job.encoders.model
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the packets of a table, with what was done and what cannot be computed."""
+        return pa.concat_tables([self._encoded(packet) for packet in unpack(table)])
+
+    def _encoded(self, packet: Packet) -> pa.Table:
+        started = time.process_time()
+        maker = RecordMaker(self._store, self._prefill, packet.outcome)
+        maker.codec = self._codec
+        sound = [chunk for part in packet.parts if not part.reason for chunk in part.chunks]
+        keys, required = names_of(sound, self._job.key_of)
+        bad: dict[ChunkKey, str] = {}
+        name = sound[0].chunk_id if sound else ""
+        is_careful = bool(name) and self._begin(name) > 0
+        with BackgroundWriter() as writer:
+            for key, chunk in by_length(required):
+                # Others may have stored it meanwhile.
+                if self._store.contains(key):
+                    continue
+                if is_careful:
+                    self._make_alone(key, chunk, maker, bad)
+                else:
+                    maker.make(key, chunk, writer, bad)
+        if name:
+            self._end(name)
+        for part in packet.parts:
+            if not part.reason:
+                part.reason = reason_against(part.chunks, keys, bad, {}) or ""
+        packet.cpu_seconds += time.process_time() - started
+        return pack(packet, self._job.config.embedding_dim)
+
+    def _make_alone(
+        self, key: ChunkKey, chunk: Chunk, maker: RecordMaker, bad: dict[ChunkKey, str]
+    ) -> None:
+        if self._begin(key.digest) >= MAX_ENDS:
+            bad[key] = (
+                f"the process that computes chunk {chunk.ordinal} ended {MAX_ENDS} times while it "
+                "did so; look at the logs of Ray, and split or leave out the document"
+            )
+            return
+        with BackgroundWriter() as writer:
+            maker.make(key, chunk, writer, bad)
+        self._end(key.digest)
+
+
+def remote_attempts(actor: Any) -> tuple[Callable[[str], int], Callable[[str], None]]:
+    """Return the methods of an `Attempts` actor; one that is gone has counted nothing."""
+    import ray
+
+    def begin(name: str) -> int:
+        try:
+            return int(ray.get(actor.begin.remote(name)))
+        except ray.exceptions.RayActorError:
+            return 0
+
+    def end(name: str) -> None:
+        actor.end.remote(name)
+
+    return begin, end
+
+
+class RemoteEncoder(Encoder):
+    """An `Encoder` that counts in an `Attempts` actor."""
+
+    def __init__(self, job: Job, attempts: Any) -> None:
+        super().__init__(job, *remote_attempts(attempts))
+
+
+__all__ = ["Attempts", "Embedder", "Encoder", "Outcome", "RemoteEncoder"]

@@ -1,0 +1,153 @@
+"""Two raylets give the index that one process gives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.errors import KVRagError, ParameterError
+from kvrag.ingest.index import Index
+from kvrag.ingest.ray import RayOptions, RayRunner, ingest
+from kvrag.models.kv_model import KVModel
+from tests.ingest.ray.conftest import content
+from tests.support.models import make_model, make_tokenizer
+
+# Ray warns of its own settings, and leaves sockets to the garbage collector.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+# A worker's start takes longest: one actor of each kind, and large packets.
+FEW: dict[str, Any] = {"max_actors": 1, "cpus": 0.5, "batch_tokens": 2048}
+
+
+def write_docs(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(12):
+        text = f"# Page {number}\n\n" + f"The keeper of light {number} wrote a book. " * 20
+        (folder / f"{number}.md").write_text(text)
+    rows = [{"text": f"Row {number} is about ships.", "year": number} for number in range(9)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "twin.txt").write_text((folder / "3.md").read_text())
+    (folder / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+def make(folder: Path, **settings: Any) -> Index:
+    chosen = {
+        "model": "kvrag-tiny",
+        "embedding": "minilm",
+        "chunk_tokens": 64,
+        "store": f"file:{folder}-kv",
+        **settings,
+    }
+    return Index.create(folder, **chosen)
+
+
+def test_a_cluster_gives_the_same_index_and_goes_on_where_it_was(
+    cluster: Any, tmp_path: Path
+) -> None:
+    import ray
+
+    docs = write_docs(tmp_path / "docs")
+    settings = {"codec": "cachegen", "context": "document:32"}
+    with (
+        ray.init(cluster.address, log_to_driver=False),
+        make(tmp_path / "one", **settings) as one,
+        make(tmp_path / "many", **settings) as many,
+    ):
+        runner = RayRunner(RayOptions(**FEW))
+        foreseen = many.add(docs, dry_run=True, runner=runner)
+        assert content(many)["documents"] == []
+        expected = one.add(docs)
+        found = many.add(docs, runner=runner)
+        for name in ("added", "failed", "num_chunks", "num_tokens", "num_records", "size_bytes"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert len(found.failed) == 2
+        assert foreseen.num_records == found.num_records
+        assert foreseen.num_tokens_computed == found.num_tokens_computed
+        assert many.config.profile == one.config.profile != ""
+        assert content(many) == content(one)
+
+        # What changed is done, and nothing else.
+        (docs / "3.md").write_text("# Other\n\nA text about foxes.")
+        (docs / "4.md").unlink()
+        (docs / "rows.jsonl").write_text('{"text": "Row 0 is about ships.", "year": 0}\n')
+        expected, found = one.add(docs), many.add(docs, runner=runner)
+        for name in ("added", "changed", "removed", "unchanged"):
+            assert sorted(getattr(found, name)) == sorted(getattr(expected, name)), name
+        assert found.num_records == expected.num_records == 1
+        assert content(many) == content(one)
+
+
+def test_datasets_of_ray_are_read_and_one_bad_row_costs_itself(
+    cluster: Any, tmp_path: Path
+) -> None:
+    import ray
+
+    rows = [{"text": f"Text {number} about ships.", "id": number} for number in range(20)]
+    rows[7]["text"] = ""
+    rows.append({"text": "Another text.", "id": 3})
+    with (
+        ray.init(cluster.address, log_to_driver=False),
+        make(tmp_path / "index", embedding="hashing") as index,
+    ):
+        dataset = ray.data.from_items(rows, override_num_blocks=3)
+        report = ingest(dataset, index, RayOptions(**FEW))
+        assert len(report.added) == 19
+        assert {failed.source for failed in report.failed} == {"7", "3"}
+        assert index.search("Text 3 about ships", 1)[0].chunk.metadata == {"id": 3}
+        again = ingest(dataset, index, RayOptions(**FEW))
+        assert (again.num_records, len(again.unchanged)) == (0, 19)
+        assert dataset.context.execution_options.preserve_order is False
+        # An error that ends a run arrives as what it is.
+        wrong = RayOptions(**FEW, store="redis://127.0.0.1:1/0")
+        with pytest.raises(KVRagError, match=r"127\.0\.0\.1"):
+            ingest(ray.data.from_items([{"text": "More."}]), index, wrong)
+
+
+def test_the_command_reads_parquet_and_says_what_a_run_takes(cluster: Any, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"Text {number} about ships and harbours." for number in range(6)]
+    pq.write_table(pa.table({"text": texts, "id": list("abcdef")}), tmp_path / "rows.parquet")
+
+    def run(*more: str) -> str:
+        command = [
+            *(sys.executable, "-m", "kvrag", "ingest", str(tmp_path / "rows.parquet")),
+            *("--index", str(tmp_path / "index"), "--embedding", "hashing"),
+            *("--ray", cluster.address, "--ray-actors", "1:1", "--set", "ray-cpus=0.5", *more),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = run("--dry-run", "--set", "ray-rate=10", "--set", "ray-price=2")
+    assert "KV by codec, at most: raw" in said
+    assert "hours on 1 worker, which cost" in said
+    assert "documents: 6 new" in run()
+
+
+def test_an_index_that_a_cluster_cannot_fill_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray.data", reason="kvrag[ray] is not installed")
+    model = KVModel.load(make_model("llama", num_hidden_layers=2), tokenizer=make_tokenizer())
+
+    @contextlib.contextmanager
+    def no_cluster(_: RayOptions) -> Any:
+        yield None
+
+    monkeypatch.setattr("kvrag.ingest.ray.driver.connected", no_cluster)
+    with (
+        make(tmp_path / "index", model=model, embedding="hashing") as index,
+        pytest.raises(ParameterError, match="built in memory"),
+    ):
+        index.add((), runner=RayRunner())

@@ -1,0 +1,227 @@
+"""The parts of an ingestion on Ray that need no cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
+
+from kvrag.chunk import Chunk, Document
+from kvrag.errors import ParameterError
+from kvrag.ingest.computing import Outcome
+from kvrag.ingest.index import Index
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.plan import PlannedDocument
+from kvrag.ingest.ray import RayOptions
+from kvrag.ingest.ray.collecting import assemble
+from kvrag.ingest.ray.estimate import estimate
+from kvrag.ingest.ray.job import Job
+from kvrag.ingest.ray.packets import News, Packet, Part, pack, split, unpack
+from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
+from kvrag.ingest.ray.reading import is_for_ray
+from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
+from kvrag.ingest.rows import FileState
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Tasks keep a parser for the next one, which here is another test."""
+    yield
+    forget()
+
+
+STATE = FileState("/a.txt", "d" * 40, 3, 4, 5, 6)
+
+
+def part(name: str, lengths: list[int], **fields: Any) -> Part:
+    chunks = [
+        Chunk(
+            f"{name}-{number}",
+            "x" * length,
+            tuple(range(length)),
+            tuple(range(length)),
+            name,
+            number,
+            {"page": number},
+            contexts=((1, 2, 3), ()),
+        )
+        for number, length in enumerate(lengths)
+    ]
+    planned = PlannedDocument(name, "e" * 40, {"n": 1}, STATE, True, None, None)
+    return Part(planned, len(chunks), sum(lengths), True, 2, chunks, **fields)
+
+
+def test_a_packet_arrives_as_it_was_sent() -> None:
+    vectors = [np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((1, 4), np.float32)]
+    sent = Packet(
+        [part("a", [3, 5], vectors=vectors), part("b", [2], reason="it is bad")],
+        News(["gone"], ["same"], [("c", "why")], ["/gone"], [STATE], {"k": (3, 4)}),
+        Outcome(1, 2, 3, 4, 5.0, 6.0),
+        1.5,
+    )
+    (found,) = unpack(pack(sent, 4))
+    assert [one.chunks for one in found.parts] == [one.chunks for one in sent.parts]
+    for came, went in zip(found.parts[0].vectors, vectors, strict=True):
+        np.testing.assert_array_equal(came, went)
+    blank = [replace(one, vectors=[]) for one in sent.parts]
+    assert [replace(one, vectors=[]) for one in found.parts] == blank
+    assert (found.news, found.outcome, found.cpu_seconds) == (
+        sent.news,
+        sent.outcome,
+        sent.cpu_seconds,
+    )
+
+
+def test_parts_are_grouped_by_tokens_and_long_ones_cut() -> None:
+    parts = [part("a", [10, 10, 10, 10, 10]), part("b", [5]), part("c", [])]
+    groups = list(split(parts, 20))
+    assert [[(one.planned.source, len(one.chunks)) for one in group] for group in groups] == [
+        [("a", 2)],
+        [("a", 2)],
+        [("a", 1), ("b", 1), ("c", 0)],
+    ]
+    whole = list(assemble(one for group in groups for one in group))
+    assert [one.planned.source for one in whole] == ["a", "b", "c"]
+    assert [list(one.chunks()) for one in whole] == [one.chunks for one in parts]
+
+
+def test_a_chunk_that_ends_its_process_several_times_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = Attempts()
+    with tiny_index(tmp_path) as index:
+        index.add([Document("model", "loaded")])
+        job = job_of(index)
+        rows = table([document_row(index.catalog, Document("d", "One. Two."))])
+        (planned,) = plan_rows(rows, job)
+        embedded = Embedder(job)(planned)
+
+        class Killed(BaseException):
+            pass
+
+        for _ in range(1 + MAX_ENDS):
+            encoder = Encoder(job, attempts.begin, attempts.end)
+
+            def die(_: Chunk) -> Any:
+                raise Killed
+
+            monkeypatch.setattr(encoder, "_prefill", die)
+            with pytest.raises(Killed):
+                encoder(embedded)
+        (packet,) = unpack(Encoder(job, attempts.begin, attempts.end)(embedded))
+        assert f"ended {MAX_ENDS} times" in packet.parts[0].reason
+        assert packet.outcome.num_records == 0
+
+
+def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("The old clock of Varn.")
+    with tiny_index(tmp_path) as index:
+        index.add([file, Document("d", "One.")])
+        job = job_of(index)
+        catalog = index.catalog
+
+        def news(*rows: dict[str, str]) -> tuple[News, list[Part]]:
+            (packet,) = [one for made in plan_rows(table([*rows]), job) for one in unpack(made)]
+            return packet.news, packet.parts
+
+        same = document_row(catalog, Document("d", "One."))
+        found, parts = news(file_row(catalog, str(file)), same)
+        assert (found.unchanged, parts) == ([str(file), "d"], [])
+        file.write_text("The new clock of Varn is tall.")
+        other = document_row(catalog, Document("d", "Two."))
+        found, parts = news(file_row(catalog, str(file)), other)
+        assert [(one.planned.source, one.is_known) for one in parts] == [
+            (str(file), True),
+            ("d", True),
+        ]
+        file.write_text("")
+        found, parts = news(file_row(catalog, str(file)))
+        assert (found.removed, found.gone_files, parts) == ([str(file)], [str(file)], [])
+
+
+def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
+    rows = [
+        {"text": "One.", "source": "s", "year": 2020, "path": None, "bytes": None},
+        {"text": None, "source": "bad", "year": None, "path": None, "bytes": None},
+        {"text": None, "source": None, "year": None, "path": "s3://b/x.md", "bytes": b"# Two"},
+        {"text": None, "source": None, "year": None, "path": "s3://b/x.zip", "bytes": b"?"},
+    ]
+    with tiny_index(tmp_path) as index:
+        (made,) = plan_rows(table(rows), job_of(index), {})
+        (packet,) = unpack(made)
+    assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md"]
+    assert packet.parts[0].planned.metadata["year"] == 2020
+    assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip"]
+    assert "expected an object with its text" in packet.news.failed[0][1]
+
+
+def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
+    with tiny_index(tmp_path) as index:
+        config = index.config
+    found = estimate(9000, 3000, config, num_actors=2, rate=10.0, price_per_hour=3.0)
+    assert found.num_tokens == 12_000
+    assert found.hours == pytest.approx(12_000 / 10 / 2 / 3600)
+    assert found.price == pytest.approx(found.hours * 2 * 3)
+    assert found.size_bytes["raw"] == 9000 * config.bytes_per_token
+    assert found.size_bytes["cachegen:4"] < found.size_bytes["cachegen:1"]
+    nothing = estimate(1, 0, config, num_actors=1, rate=None, price_per_hour=3.0)
+    assert (nothing.hours, nothing.price) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"cpus": 0}, {"min_actors": 0}, {"max_actors": 0}, {"gpus": -1}, {"batch_tokens": 0}]
+)
+def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError):
+        RayOptions(**wrong)
+
+
+def test_ray_reads_urls_and_parquet_only() -> None:
+    assert is_for_ray("s3://bucket/docs")
+    assert is_for_ray("rows.PARQUET")
+    assert not is_for_ray("docs/rows.jsonl")
+
+
+def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
+    code = (
+        "import sys, kvrag, kvrag.ingest.index, kvrag.ingest.ray, kvrag.cli.ingest; "
+        "sys.exit('ray' in sys.modules or 'pyarrow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def tiny_index(folder: Path) -> Index:
+    return Index.create(folder / "index", model="kvrag-tiny", embedding="hashing", chunk_tokens=64)
+
+
+def job_of(index: Index) -> Job:
+    return Job(
+        folder=str(index.path),
+        config=index.config,
+        model=index.config.model,
+        device=None,
+        store=f"file:{index.path / 'kv'}",
+        codec="raw",
+        profile=b"",
+        limits=ParseLimits(),
+        loaders=(),
+        force=False,
+        dry_run=False,
+        batch_tokens=512,
+        cpus=1.0,
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(rows)
