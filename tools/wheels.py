@@ -91,8 +91,8 @@ def _compiled(source: Path, processor: str, out: Path, scratch: Path) -> None:
         f"cmake.define.CMAKE_RANLIB={tools['ranlib']}",
     )
     (wheel,) = (scratch / "built").glob("*.whl")
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{processor}"
-    repair = ["repair", "--plat", tag, "--only-plat", "--wheel-dir", str(out), str(wheel)]
+    # "auto": by name it knows only the tags of the building machine's processor.
+    repair = ["repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(out), str(wheel)]
     _run([sys.executable, "-m", "auditwheel", *repair], quiet=True)
 
 

@@ -41,7 +41,7 @@ EmbeddingOption = Annotated[
     typer.Option(
         help="Embedding for retrieval: minilm, hashing, the folder or hub name of a "
         "sentence-transformers model, or MODULE:NAME for an object of Python. Default for a "
-        "new index: minilm with 'kvrag\\[embed]', else hashing.",
+        "new index: minilm with 'kvrag\\[embed]', otherwise hashing.",
         rich_help_panel=o.TUNING,
         show_default=False,
     ),
@@ -107,7 +107,8 @@ def index_into(
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
         opened = _open_or_create(path, model, device, store, settings, given, folder)
-        with opened, IngestBar(opened.path) as bar:
+        is_hidden = adding.get("runner") is not None  # Ray has its own bars
+        with opened, IngestBar(opened.path, is_hidden=is_hidden) as bar:
             check_lasting(opened.store)  # also for an index that was created elsewhere
             report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)
             if first_records and not dry_run:

@@ -136,8 +136,8 @@ ComputeOption = Annotated[
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-        "stream:BITS, where BITS is any number of bits per element."
+        help="How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, "
+        "transform:BITS or stream:BITS, where BITS is any number of bits per element."
     ),
 ]
 ProfileOption = Annotated[

@@ -20,9 +20,11 @@ class IngestBar:
     ----------
     place
         The index's folder, for the free space on its disk.
+    is_hidden
+        Whether somebody else shows the progress.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, is_hidden: bool = False) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._place = place
@@ -33,7 +35,7 @@ class IngestBar:
             TextColumn("{task.percentage:>3.0f}% {task.fields[detail]}"),
             console=stderr,
             transient=True,
-            disable=not stderr.is_terminal,
+            disable=is_hidden or not stderr.is_terminal,
         )
         self._task = self._bar.add_task("reading", total=None, detail="")
         self._stage = ""

@@ -32,6 +32,7 @@ Vectors = NDArray[np.float32]
 MINILM = "minilm"
 
 _OVERLAP_TOKENS = 32  # of windows, so that a sentence across a border is whole in one of them
+_BATCH_SIZE = 32
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _EXPECTED = (
     "expected 'minilm', 'hashing', the folder or hub name of a sentence-transformers model, a "
@@ -192,9 +193,16 @@ class SentenceEmbedding(Embedding):
             )
 
     def _encode(self, encode: Any, texts: list[str]) -> Vectors:
+        # On a CPU, a vector's last bits depend on how far its batch is padded, and batches save
+        # hardly any time.
+        batch_size = 1 if self._model.device.type == "cpu" else _BATCH_SIZE
         with self._reading:
             vectors = encode(
-                texts, show_progress_bar=False, convert_to_numpy=True, normalize_embeddings=True
+                texts,
+                batch_size=batch_size,
+                show_progress_bar=False,
+                convert_to_numpy=True,
+                normalize_embeddings=True,
             )
         return np.ascontiguousarray(vectors, dtype=np.float32)
 

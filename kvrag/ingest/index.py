@@ -266,6 +266,12 @@ class Index(SearchMethods):
         """The URL of a shared index; None for an index in a folder."""
         return None if self._storage.log is None else self._storage.log.url
 
+    @property
+    def name(self) -> str:
+        """The last part of the index's folder or URL."""
+        place = self.url or ""
+        return place.partition("?")[0].rpartition("/")[2] or self.path.name
+
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
         return self._storage.num_rows(num_tokens)

@@ -286,3 +286,11 @@ def test_questions_are_embedded_as_questions(tmp_path: Path, model: KVModel, giv
         assert index.search_dense("where is the fox?", 1)[0].chunk.source == "ship"
         vectors: Vectors = index.embedding.embed_query("fox")
         np.testing.assert_array_equal(vectors, [0, 1])
+
+
+def test_other_texts_of_a_call_never_change_a_vector() -> None:
+    embedding = get_embedding("minilm")
+    texts = [f"The keeper of light {number} wrote a book. " * (1 + number) for number in range(5)]
+    together = embedding.embed(texts)
+    for text, vector in zip(texts, together, strict=True):
+        np.testing.assert_array_equal(embedding.embed([text])[0], vector)

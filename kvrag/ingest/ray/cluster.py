@@ -16,6 +16,7 @@ from kvrag.store.extras import require
 
 # The least that ids and offsets take: a full packet is then always a separate block.
 _BYTES_PER_TOKEN = 8
+_BARS = "ray.data._internal.progress"
 
 
 @contextlib.contextmanager
@@ -93,16 +94,17 @@ def settings(context: Any, options: RayOptions) -> Iterator[None]:
         "print_on_execution_start": False,
     }
     before = {name: getattr(context, name) for name in wanted}
-    loggers = [logging.getLogger(name) for name in ("ray.data", "ray")]
-    levels = [logger.level for logger in loggers]
+    # Without a terminal, the last one warns that there are no bars.
+    least = {"ray": logging.WARNING, "ray.data": logging.WARNING, _BARS: logging.ERROR}
+    levels = {name: logging.getLogger(name).level for name in least}
     try:
         for name, value in wanted.items():
             setattr(context, name, value)
-        for logger in loggers:
-            logger.setLevel(max(logger.level, logging.WARNING))
+        for name, level in least.items():
+            logging.getLogger(name).setLevel(max(level, levels[name]))
         yield
     finally:
         for name, value in before.items():
             setattr(context, name, value)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
