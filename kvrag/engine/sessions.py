@@ -84,7 +84,7 @@ class Sessions:
             self._drop(*one)
 
     def shrink(self, most: int) -> list[tuple[str | None, Kept]]:
-        """Take out the least recently used ones until the others have at most so many bytes."""
+        """Take out the least recently used ones until the others have at most `most` bytes."""
         with self._lock:
             size = sum(one.size_bytes for _, one in self._kept)
             out = []

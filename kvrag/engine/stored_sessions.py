@@ -32,9 +32,9 @@ from kvrag.kvcache import ChunkKV, FusedKV
 logger = logging.getLogger("kvrag")
 
 _MAX_WAITING = 2
-"""So many buffers wait in memory to be stored; more are dropped."""
+"""Most buffers that wait in memory to be stored; more are dropped."""
 _READ_FOR_ONE = 16
-"""Reading so many rows is taken to cost what computing one does. A record is read whole."""
+"""Rows that can surely be read while one is computed. A record is read whole."""
 _PAUSE_SECONDS = 60.0
 """After a store has refused a record, how long no other is offered to it."""
 
@@ -68,7 +68,7 @@ class StoredKept(Kept):
 class StoredSessions:
     """Writes KV that falls out of memory to an index's store, and reads it back.
 
-    Writing and removing happen in a thread of its own: no answer waits for them.
+    A separate thread writes and removes: no answer waits for it.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class StoredSessions:
     ) -> Slices[int | None]:
         """Read what was taken into the first rows of a buffer.
 
-        The record is removed if the prompt goes on from it, and otherwise stays.
+        The record is removed if the prompt continues it, and otherwise stays.
 
         Parameters
         ----------
