@@ -399,7 +399,7 @@ def test_a_fork_leaves_the_records_of_its_parent(
     engine = storing(own)
     tell(engine, root_of((0, 1), QUESTIONS[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(stored_sessions.os, "getpid", lambda: -1)
+        patch.setattr("os.getpid", lambda: -1)
         engine._fuser.stored.close()
     assert tell(engine, root_of((0, 1), QUESTIONS[0])).report.num_kept > 50
 
