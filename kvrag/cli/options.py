@@ -264,6 +264,18 @@ SessionBytesOption = Annotated[
         show_default=False,
     ),
 ]
+SessionStoreBytesOption = Annotated[
+    Any,
+    typer.Option(
+        "--session-store-bytes",
+        metavar="BYTES",
+        parser=_memory,
+        help="Room in the index's store for the KV of earlier turns that memory has no room for, "
+        "such as 20GB. Default: 0, nothing of a conversation is written.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
 RerankOption = Annotated[
     str | None,
     typer.Option(
