@@ -103,6 +103,9 @@ def test_an_answer_is_that_of_a_conversation_in_memory(
 ) -> None:
     """Conversations go on, branch, are edited and asked again, in any order."""
     memory = data.draw(st.sampled_from([0, 1, 1 << 20]))
+    store = conversations.index.store
+    # An engine of another test may not have been collected yet.
+    others = set(store.keys()) - chunk_keys(conversations.index)
     engine = conversations.engine = storing(conversations.index, session_bytes=memory)
     orders = st.lists(st.integers(0, len(TEXTS) - 1), max_size=3, unique=True)
     questions = st.sampled_from(QUESTIONS)
@@ -125,7 +128,7 @@ def test_an_answer_is_that_of_a_conversation_in_memory(
         assert not asked.report.misses
         chains.append(chain)
     engine._fuser.stored.close()
-    assert set(conversations.index.store.keys()) == chunk_keys(conversations.index)
+    assert set(store.keys()) - others == chunk_keys(conversations.index)
 
 
 def test_turns_are_as_if_fused_anew_with_the_same_picks(index: Index) -> None:
