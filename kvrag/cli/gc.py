@@ -20,6 +20,16 @@ def gc(
             "does not need, including the records of other indexes.",
         ),
     ] = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="HOURS",
+            help="A shared index (--index URL) keeps what its newest version does not need for so "
+            "long: other machines may lag that much.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 24.0,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -27,7 +37,7 @@ def gc(
     from kvrag.cli.opening import open_catalog
 
     with open_catalog(index, store) as opened:
-        report = opened.upkeep.gc(delete_shared=shared)
+        report = opened.upkeep.gc(delete_shared=shared, grace_seconds=3600 * grace)
     if as_json:
         console.print_json(report)
     else:

@@ -15,7 +15,7 @@ from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import IndexNotFoundError, ParameterError
-from kvrag.ingest.settings import IndexOptions, IndexSettings
+from kvrag.ingest.settings import IndexOptions
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
@@ -41,7 +41,7 @@ EmbeddingOption = Annotated[
     typer.Option(
         help="Embedding for retrieval: minilm, hashing, the folder or hub name of a "
         "sentence-transformers model, or MODULE:NAME for an object of Python. Default for a "
-        f"new index: {IndexSettings.embedding}.",
+        "new index: minilm with 'kvrag\\[embed]', otherwise hashing.",
         rich_help_panel=o.TUNING,
         show_default=False,
     ),
@@ -70,7 +70,7 @@ class Settings:
 
 
 def index_into(
-    path: Path,
+    path: Path | str,
     documents: Iterable[Any],
     settings: Settings,
     *,
@@ -173,8 +173,20 @@ def _print_report(report: IngestReport) -> None:
         console.note(report.note)
 
 
+def _tell_default_embedding() -> None:
+    """Say so if the new index gets the plainer embedding."""
+    from kvrag.ingest.embedding import MINILM, default_embedding
+
+    default = default_embedding()
+    if default != MINILM:
+        console.note(
+            f"no sentence-transformers here: the new index compares words (embedding {default}); "
+            "pip install 'kvrag[embed]' before, and it compares meanings"
+        )
+
+
 def _open_or_create(
-    path: Path,
+    path: Path | str,
     model: str | None,
     device: str | None,
     store: str | None,
@@ -197,6 +209,8 @@ def _open_or_create(
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the new index uses the included {_DEFAULT_MODEL}")
+        if settings.embedding is None and objects.embedding is None:
+            _tell_default_embedding()
         named = {name: value for name, value in asdict(settings).items() if value is not None}
         if objects.embedding is not None:
             named["embedding"] = objects.embedding

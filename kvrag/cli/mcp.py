@@ -69,6 +69,7 @@ def mcp(
         engine = make_engine(opened, settings, max_batch=8)
         server = make_server(engine, top_k)
         warm_up(opened)
+        opened.follow()
         if not http:
             server.run("stdio")
             return

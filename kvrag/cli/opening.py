@@ -35,7 +35,7 @@ def quiet_libraries() -> None:
 
 
 def open_index(
-    path: Path,
+    path: Path | str,
     model: str | None = None,
     device: str | None = None,
     store: str | None = None,
@@ -125,12 +125,12 @@ def load_reranker(name: str | None) -> Reranker | None:
     return Reranker(name)
 
 
-def open_catalog(path: Path, store: str | None = None) -> Index:
+def open_catalog(path: Path | str, store: str | None = None) -> Index:
     """Open an index for work that needs no model; no model library is imported."""
     return _open(path, store=store)
 
 
-def _open(path: Path, **given: Any) -> Index:
+def _open(path: Path | str, **given: Any) -> Index:
     from kvrag.ingest.index import Index
 
     return Index.open(path, **given)

@@ -21,11 +21,11 @@ TUNING = "Tuning"
 RESEARCH = "Research"
 
 
-def _folder(text: str | Path) -> Path:
+def _folder(text: str | Path) -> Path | str:
     if not str(text).strip():
         # An empty path would mean the working directory.
         raise typer.BadParameter("expected a folder, found an empty path")
-    return Path(text)
+    return str(text) if "://" in str(text) else Path(text)
 
 
 def _policy(text: str) -> str:
@@ -73,11 +73,17 @@ FilterOption = Annotated[
 ]
 DEFAULT_INDEX = Path("kvrag-index")
 IndexOption = Annotated[
-    Path,
-    typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of the index."),
+    Any,  # Path | str
+    typer.Option(
+        "--index",
+        "-i",
+        metavar="DIR|URL",
+        parser=_folder,
+        help="Folder of the index, or the URL of a shared one, such as s3://BUCKET/INDEX.",
+    ),
 ]
 OtherIndexOption = Annotated[
-    Path | None,
+    Any,  # Path | str | None
     typer.Option(
         "--index",
         "-i",
@@ -130,8 +136,8 @@ ComputeOption = Annotated[
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-        "stream:BITS, where BITS is any number of bits per element."
+        help="How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, "
+        "transform:BITS or stream:BITS, where BITS is any number of bits per element."
     ),
 ]
 ProfileOption = Annotated[
@@ -254,6 +260,18 @@ SessionBytesOption = Annotated[
         metavar="BYTES",
         parser=_memory,
         help="Memory for the KV of earlier turns, such as 4GB; 0 keeps none. Default: 1 GiB.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
+SessionStoreBytesOption = Annotated[
+    Any,
+    typer.Option(
+        "--session-store-bytes",
+        metavar="BYTES",
+        parser=_memory,
+        help="Room in the index's store for the KV of earlier turns that memory has no room for, "
+        "such as 20GB. Default: 0, nothing of a conversation is written.",
         rich_help_panel=TUNING,
         show_default=False,
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,8 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from kvrag.cli.answering import Settings
     from kvrag.server.app import ServerOptions
 
@@ -28,15 +32,17 @@ _ONLY = {
             "device",
             "compute",
             "top_k",
+            "rerank",
             "eviction",
             "links",
             "ttft",
             "session_bytes",
+            "session_store_bytes",
             "max_tokens",
             "keys",
             "anyone",
         ),
-        *("allow_origin", "no_history", "allow_upload", "streams", "waiting", "grace"),
+        *("allow_origin", "no_history", "allow_upload", "streams", "waiting", "grace", "trace"),
     ),
     _VLLM: ("artefacts", "only_asked", "any_version", "show"),
 }
@@ -64,6 +70,7 @@ def serve(
             rich_help_panel=o.TUNING,
         ),
     ] = o.DEFAULT_TOP_K,
+    rerank: o.RerankOption = None,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
@@ -71,6 +78,7 @@ def serve(
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
     session_bytes: o.SessionBytesOption = None,
+    session_store_bytes: o.SessionStoreBytesOption = None,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -147,6 +155,25 @@ def serve(
             rich_help_panel=o.TUNING,
         ),
     ] = 30,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="OpenTelemetry collector that gets a span of each request, search and answer, "
+            "without texts (OTLP over HTTP).",
+            rich_help_panel=o.TUNING,
+            show_default=False,
+        ),
+    ] = None,
+    refresh: Annotated[
+        float,
+        typer.Option(
+            parser=o.above_zero,
+            metavar="SECONDS",
+            help="How often to look for changes of a shared index (--index URL).",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 5.0,
     artefacts: Annotated[
         str | None,
         typer.Option(
@@ -210,6 +237,7 @@ def serve(
         )
         return
     from kvrag.cli.answering import Settings
+    from kvrag.cli.opening import load_reranker
     from kvrag.store.extras import require
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
@@ -230,6 +258,7 @@ def serve(
         links=links,
         ttft=ttft,
         session_bytes=session_bytes,
+        session_store_bytes=session_store_bytes,
         max_tokens=max_tokens,
     )
     options = ServerOptions(
@@ -240,6 +269,7 @@ def serve(
         max_streams=streams,
         max_waiting=waiting,
         can_upload=allow_upload,
+        reranker=load_reranker(rerank),
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
@@ -248,11 +278,18 @@ def serve(
         settings,
         options,
         {"host": host, "port": port, "grace_seconds": grace},
+        trace,
+        refresh,
     )
 
 
 def _serve_here(
-    opening: dict[str, Any], settings: Settings, options: ServerOptions, address: dict[str, Any]
+    opening: dict[str, Any],
+    settings: Settings,
+    options: ServerOptions,
+    address: dict[str, Any],
+    collector: str | None,
+    refresh: float,
 ) -> None:
     from kvrag.cli.answering import make_engine
     from kvrag.cli.listening import until_told
@@ -261,14 +298,36 @@ def _serve_here(
     from kvrag.server.logs import log_to_stderr
     from kvrag.server.running import Server
 
-    with open_index(**opening) as opened:
+    with _traced(collector) as traced, open_index(**opening) as opened:
         engine = make_engine(opened, settings, max_batch=options.max_streams)
         warm_up(opened)
+        opened.follow(refresh)
         log_to_stderr()
-        server = Server(make_app(engine, options), **address)
+        server = Server(traced(make_app(engine, options)), **address)
         until_told(
             server.serve_forever, server.stop, f"{server.url}/v1\n{server.url}/  (a page to ask in)"
         )
+
+
+@contextmanager
+def _traced(collector: str | None) -> Iterator[Callable[[ASGIApp], ASGIApp]]:
+    """Yield what makes an application tell a collector of its requests."""
+    if collector is None:
+        yield lambda app: app
+        return
+    from kvrag.store.extras import require
+
+    require("opentelemetry.exporter.otlp.proto.http", "otel")
+    from kvrag.engine.tracing import trace
+    from kvrag.server.tracing import Traced, exporting_to
+
+    provider = exporting_to(collector)
+    end = trace(tracer_provider=provider)
+    try:
+        yield lambda app: Traced(app, provider)
+    finally:
+        end()
+        provider.shutdown()  # sends what is left
 
 
 def _serve_vllm(settings: dict[str, Any], command: dict[str, Any], *, show: bool) -> None:

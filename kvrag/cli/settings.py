@@ -293,7 +293,9 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
         else:
             setting = check(command.keys, f"'kvrag {' '.join(table)}'", name, value, origin)
             key = command.keys[name]
-        is_path = name == "index" or (key is not None and key.kind is Path)
+        is_path = (name == "index" and "://" not in str(value)) or (
+            key is not None and key.kind is Path
+        )
         if is_path:
             # A path in the file is relative to the file, not to the working directory.
             whole = path.parent / arguments.path(value, f"{origin}: {name}")
@@ -413,7 +415,10 @@ def _check_harmless(name: str, is_path: bool, setting: Setting, path: Path) -> N
         f"{VARIABLE} to its absolute path"
     )
     if name == "index":
-        problem = _foreign_index(Path(setting.value).resolve(), path.absolute().parent.resolve())
+        folder = path.absolute().parent.resolve()
+        problem = f"expected a folder in {folder}"
+        if is_path:
+            problem = _foreign_index(Path(setting.value).resolve(), folder)
         if problem:
             raise ParameterError(
                 f"{setting.origin}: index = {arguments.shown(setting.value)}: {problem}; {remedy}"

@@ -68,6 +68,13 @@ class EncodedChunk(Protocol):
         """
         ...
 
+    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[H', T, D]`` of some of a layer's heads, as `read_layer` does.
+
+        A codec that stores heads apart reads only these; others decode the whole layer.
+        """
+        ...
+
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer's keys, rotated to their positions, and its values to each of `into`.
 

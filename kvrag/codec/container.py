@@ -278,6 +278,34 @@ class RecordReader:
         if not self._take_fetched(block, buffer):
             self._source.read_into(block.offset, buffer)
             self.bytes_read += buffer.nbytes
+        self._check(block_index, buffer)
+
+    def read_blocks(self, blocks: range, buffer: memoryview) -> None:
+        """Read consecutive blocks at once, and check each one's checksum; see `read_block`.
+
+        Parameters
+        ----------
+        blocks
+            Their numbers, at least one.
+        buffer
+            Writable, of exactly their `Block.padded_bytes` together.
+        """
+        parts, end = [], 0
+        for block_index in blocks:
+            begin, end = end, end + self.header.blocks[block_index].padded_bytes
+            parts.append(buffer[begin:end])
+        first = self.header.blocks[blocks[0]]
+        if not all(
+            self._take_fetched(self.header.blocks[block_index], part)
+            for block_index, part in zip(blocks, parts, strict=True)
+        ):
+            self._source.read_into(first.offset, buffer)
+            self.bytes_read += buffer.nbytes
+        for block_index, part in zip(blocks, parts, strict=True):
+            self._check(block_index, part)
+
+    def _check(self, block_index: int, buffer: memoryview) -> None:
+        block = self.header.blocks[block_index]
         found = xxhash.xxh3_64_intdigest(buffer)
         if found != block.checksum:
             self.refuse(

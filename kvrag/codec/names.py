@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from kvrag.codec.base import Codec
 
 RAW = "raw"
-PLAIN: Table[type[Codec]] = Table("kvrag.codecs", {RAW: "kvrag.codec.raw:RawCodec"})
+RAW_HEADS = "raw-heads"
+PLAIN: Table[type[Codec]] = Table(
+    "kvrag.codecs",
+    {RAW: "kvrag.codec.raw:RawCodec", RAW_HEADS: "kvrag.codec.rawheads:RawHeadsCodec"},
+)
 """Codecs without a profile, by their names in records."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
+import torch
+
 from kvrag.codec.container import RecordReader
 
 
-class OpenedRecord:
+class OpenedRecord(ABC):
     """Tokens and bytes of one record, from its header and its reader."""
 
     def __init__(self, reader: RecordReader) -> None:
@@ -27,6 +31,15 @@ class OpenedRecord:
         """Bytes fetched from the source so far, header included."""
         return self._reader.bytes_read
 
+    @abstractmethod
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[H, T, D]`` of one layer; see `EncodedChunk.read_layer`."""
+
+    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of some heads, of a layer that is read whole."""
+        keys, values = self.read_layer(layer_index)
+        return keys[heads], values[heads]
+
     @property
     def plane_bytes(self) -> tuple[int, ...]:
         """Bytes of each plane, from coarse to fine; without planes, of all blocks together."""
@@ -42,7 +55,7 @@ class OpenedRecord:
             self._reader.fetch(range(self._num_fetched * num_blocks, num_planes * num_blocks))
             self._num_fetched = num_planes
 
-    def use(self, num_planes: int) -> None:
+    def use(self, num_planes: int) -> None:  # noqa: B027  # there is one plane
         """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
 
     def cancel(self) -> None:

@@ -138,7 +138,7 @@ class RawCodec:
         """
         spec = check_kv(kv)
         blocks = [
-            (_bytes_of(kv.keys[layer_index]), _bytes_of(kv.values[layer_index]))
+            (bytes_of(kv.keys[layer_index]), bytes_of(kv.values[layer_index]))
             for layer_index in range(spec.num_layers)
         ]
         return write_record(
@@ -166,6 +166,7 @@ class RawCodec:
         return RawChunk(reader)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's numbers as bytes, row-major."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     return flat.numpy().data

@@ -54,6 +54,29 @@ class Part:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer, and how likely it was.
+
+    Attributes
+    ----------
+    token_id
+        The token.
+    logprob
+        The natural logarithm of the model's own probability: before temperature, penalties and
+        constraints change it.
+    start
+        The first character of the answer's text to which the token adds.
+    top
+        The most likely tokens of that place, each with its logarithm, best first.
+    """
+
+    token_id: int
+    logprob: float
+    start: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Usage:
     """Token counts of one answer.
 
@@ -87,6 +110,8 @@ class Answer:
     parts
         What happened to each part of the prompt, if the request asks (`Request.explain`). Empty
         also with link tokens or compressed chunks, whose rows are not the prompt's tokens.
+    logprobs
+        How likely each token of `text` was, if the request asks (`Request.logprobs`).
     """
 
     text: str
@@ -97,6 +122,7 @@ class Answer:
     ttft_seconds: float
     total_seconds: float
     parts: tuple[Part, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain JSON values."""
@@ -109,7 +135,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """A piece of a streamed answer; only the last piece carries the whole `answer`."""
+    """A piece of a streamed answer; only the last piece carries the whole `answer`.
+
+    `logprobs` has the tokens of `text`, if the request asks for them. A token that adds to two
+    pieces is in the first.
+    """
 
     text: str
     answer: Answer | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -9,10 +9,18 @@ from functools import cached_property
 
 import torch
 
-from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Part, Source, Usage
+from kvrag.engine.answer import (
+    Answer,
+    AnswerDelta,
+    FinishReason,
+    Part,
+    Source,
+    TokenLogprob,
+    Usage,
+)
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.request import Request
-from kvrag.engine.sampling import Sampler
+from kvrag.engine.sampling import Sampler, log_probabilities
 from kvrag.engine.text_stream import TextStream, end_ids
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.fusion.decoding import Decoder, make_decoder
@@ -96,6 +104,9 @@ class OpenAnswer:
         self._token_ids[: len(plain_ids)] = torch.tensor(plain_ids, device=device)
         self._num_plain = len(plain_ids)
         self._num_generated = 0
+        self._num_logprobs = request.logprobs
+        self._logprobs: list[TokenLogprob] = []
+        self._num_told = 0
         self._ttft_seconds = 0.0
         self.logits: torch.Tensor | None = fused.logits
         self.token = 0
@@ -122,14 +133,26 @@ class OpenAnswer:
         self.token = token
         if token in self._ends:
             return [self._finish("stop")]
+        if self._num_logprobs is not None:
+            logprob, top = log_probabilities(logits, token, self._num_logprobs)
+            self._logprobs.append(TokenLogprob(token, logprob, self._text.num_whole, top))
         deltas = []
         if piece := self._text.push(token):
-            deltas.append(AnswerDelta(piece))
+            deltas.append(AnswerDelta(piece, logprobs=self._tell_logprobs()))
         if self._text.stopped or self._sampler.is_complete:
             deltas.append(self._finish("stop"))
         elif self._num_generated == self._limit:
             deltas.append(self._finish("length"))
         return deltas
+
+    def _tell_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Return the tokens that begin in the text shown so far, each once."""
+        begun = self._num_told
+        while self._num_told < len(self._logprobs) and (
+            self._logprobs[self._num_told].start < self._text.num_shown
+        ):
+            self._num_told += 1
+        return tuple(self._logprobs[begun : self._num_told])
 
     def end_if_late(self) -> AnswerDelta | None:
         """Finish the answer, and return its last piece, if its time is over."""
@@ -141,6 +164,7 @@ class OpenAnswer:
     def _finish(self, finish: FinishReason) -> AnswerDelta:
         self.is_done = True
         tail = "" if self._text.stopped else self._text.finish()
+        last = self._tell_logprobs()
         report = self._fused.report
         eviction = self.decoder.report() if "decoder" in self.__dict__ else None
         self._answer = Answer(
@@ -152,8 +176,10 @@ class OpenAnswer:
             ttft_seconds=self._ttft_seconds,
             total_seconds=time.perf_counter() - self._started,
             parts=self._parts,
+            # Without the tokens of a stop string, and others that add no text at the end.
+            logprobs=tuple(self._logprobs[: self._num_told]),
         )
-        return AnswerDelta(tail, self._answer)
+        return AnswerDelta(tail, self._answer, last)
 
     def close(self, error: Exception | None = None) -> None:
         """Free the prompt's KV; further calls do nothing.

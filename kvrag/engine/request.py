@@ -9,7 +9,7 @@ from typing import Any, Self, TypedDict
 
 from kvrag import arguments
 from kvrag.engine.constraint import Constraint
-from kvrag.engine.sampling import Sampling
+from kvrag.engine.sampling import MAX_LOGPROBS, Sampling
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.registry import make_eviction
@@ -120,6 +120,7 @@ class RequestOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     session: str | None
     explain: bool
+    logprobs: int | None
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,9 @@ class Request:
         one user; None takes it from answers without a name.
     explain
         Whether the answer says what happened to each part of the prompt (`Answer.parts`).
+    logprobs
+        If the answer says how likely each token was (`Answer.logprobs`): how many of the most
+        likely tokens it names for each place, 0 to 20. None says nothing.
 
     Raises
     ------
@@ -190,6 +194,7 @@ class Request:
     tools: Sequence[Mapping[str, Any]] = ()
     session: str | None = None
     explain: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -227,6 +232,8 @@ class Request:
         for name in ("timeout_seconds", "ttft"):
             if getattr(self, name) is not None:
                 checked[name] = arguments.number(getattr(self, name), name, above=0.0)
+        if self.logprobs is not None:
+            checked["logprobs"] = arguments.whole(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
         if self.session is not None:
             checked["session"] = arguments.text(self.session, "session")
         for name, value in checked.items():

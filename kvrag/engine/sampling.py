@@ -17,6 +17,9 @@ from kvrag import arguments
 from kvrag.engine.constraint import Allowed
 from kvrag.errors import ParameterError
 
+MAX_LOGPROBS = 20
+"""Most alternatives that an answer names for each of its tokens."""
+
 # Below this temperature, the divided logits overflow float32.
 _COLDEST = 1e-4
 # Logits are divided by the penalty, or multiplied by it; far from 1 they overflow float32 as well.
@@ -132,3 +135,22 @@ class Sampler:
         if self._allowed is not None:
             self._allowed.follow(token)
         return token
+
+
+def log_probabilities(
+    logits: torch.Tensor, token: int, most: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return a token's natural log probability, and the most likely tokens with theirs.
+
+    Parameters
+    ----------
+    logits
+        ``[vocabulary]``, as the model has computed them.
+    token
+        The token that was drawn.
+    most
+        How many of the most likely tokens to return, best first.
+    """
+    logs = logits.float().log_softmax(-1)
+    values, ids = logs.topk(min(most, len(logs)))
+    return float(logs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvrag import arguments
 from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
+from kvrag.ingest.shared.place import is_shared_url
 
 # index.json identifies an opened index. It is written once, so a folder that was deleted and made
 # again is another index.
@@ -28,7 +29,7 @@ def shared_index(
     Parameters
     ----------
     index
-        An opened index, or the folder of one.
+        An opened index, the folder of one, or the URL of a shared one, which is then followed.
     model
         The model to use instead of the one that the index names; an opened index is then opened
         again from its folder.
@@ -43,7 +44,9 @@ def shared_index(
     if isinstance(index, Index):
         if model is None and device is None:
             return index
-        return shared_index(index.path, model=model, device=device)
+        return shared_index(index.url or index.path, model=model, device=device)
+    if isinstance(index, str) and is_shared_url(index):
+        return _of_url(index, model, device)
     path = arguments.resolved_path(index, "index")
     key = (str(path), model, device)
     with _opening:
@@ -54,6 +57,16 @@ def shared_index(
         opened = Index.open(path, model=model, device=device)
         _opened[key] = (identity, opened)
         return opened
+
+
+def _of_url(url: str, model: str | None, device: str | None) -> Index:
+    key = (url, model, device)
+    with _opening:
+        if key not in _opened:
+            opened = Index.open(url, model=model, device=device)
+            opened.follow()
+            _opened[key] = (None, opened)
+        return _opened[key][1]
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

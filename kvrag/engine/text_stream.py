@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvrag.models.tools import CALL_MARKERS
 
+_INCOMPLETE = "\ufffd"
+
 
 class TextStream:
     """The text of one answer as its tokens arrive.
@@ -40,6 +42,16 @@ class TextStream:
         self.text = ""
         self.stopped = False
 
+    @property
+    def num_shown(self) -> int:
+        """Number of characters that `push` and `finish` have returned."""
+        return self._shown
+
+    @property
+    def num_whole(self) -> int:
+        """Number of characters before incomplete bytes at the end, to which the next token adds."""
+        return len(self.text.rstrip(_INCOMPLETE))
+
     def push(self, token_id: int) -> str:
         """Add a token; return the text that has become final."""
         self._token_ids.append(token_id)
@@ -49,7 +61,7 @@ class TextStream:
             self.text, self.stopped = self.text[:cut], True
             return self._show(cut)
         settled = len(self.text)
-        while settled > self._shown and self.text[settled - 1] == "\ufffd":
+        while settled > self._shown and self.text[settled - 1] == _INCOMPLETE:
             settled -= 1
         return self._show(settled - self._undecided(self.text[:settled]))
 

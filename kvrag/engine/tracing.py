@@ -50,6 +50,7 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
         If the library is missing, or tracing is on already.
     """
     try:
+        from opentelemetry import context
         from opentelemetry import trace as api
     except ImportError as error:
         raise ParameterError("tracing needs OpenTelemetry: pip install 'kvrag[otel]'") from error
@@ -61,12 +62,12 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
 
     @functools.wraps(start_now)
     def traced_start(self: KVEngine, prompt: Any, options: RequestOptions) -> Start:
-        began = time.time_ns()
+        began, parent = time.time_ns(), context.get_current()
         request = Request.of(prompt, options)
         model = PurePath(self.index.config.model).name
 
         def begin() -> Any:
-            span = tracer.start_span(f"chat {model}", start_time=began)
+            span = tracer.start_span(f"chat {model}", parent, start_time=began)
             span.set_attributes(_asked(request.over(self.defaults), model, content))
             return span
 
@@ -79,7 +80,7 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
 
     @functools.wraps(search)
     def traced_search(self: Index, query: str, k: int = 4, **options: Any) -> list[SearchHit]:
-        with tracer.start_as_current_span(f"retrieval {self.path.name}") as span:
+        with tracer.start_as_current_span(f"retrieval {self.name}") as span:
             hits = search(self, query, k, **options)
             span.set_attributes(_found(query, hits, self, content))
             return hits
@@ -162,7 +163,10 @@ def _answered(answer: Answer, content: bool) -> dict[str, Any]:
         "llm.token_count.total": usage.prompt_tokens + usage.completion_tokens,
         "llm.token_count.prompt_details.cache_read": usage.cached_tokens,
         "kvrag.recomputed_tokens": answer.report.num_recomputed,
+        "kvrag.reused_tokens": answer.report.num_reused + answer.report.num_exact,
+        "kvrag.fresh_tokens": answer.report.num_fresh,
         "kvrag.kept_tokens": answer.report.num_kept,
+        **{f"kvrag.seconds.{stage}": spent for stage, spent in answer.report.seconds.items()},
         **({"output.value": answer.text, "output.mime_type": "text/plain"} if content else {}),
     }
 
@@ -171,7 +175,7 @@ def _found(query: str, hits: Sequence[SearchHit], index: Index, content: bool) -
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "retrieval",
         "gen_ai.provider.name": "kvrag",
-        "gen_ai.data_source.id": index.path.name,
+        "gen_ai.data_source.id": index.name,
         "openinference.span.kind": "RETRIEVER",
     }
     if content:

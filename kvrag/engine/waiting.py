@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
 from kvrag.engine.scheduler import Job, Scheduler, Start
 
 
@@ -60,13 +60,15 @@ def pieces(scheduler: Scheduler, start: Start, *, once: bool) -> Iterator[Answer
                     continue
             event = events.popleft()
             text = ""
+            logprobs: tuple[TokenLogprob, ...] = ()
             while once and events and not isinstance(event, Exception):
                 # Other streams have made several steps.
                 text += event.text
+                logprobs += event.logprobs
                 event = events.popleft()
             if isinstance(event, Exception):
                 raise event
-            yield replace(event, text=text + event.text)
+            yield replace(event, text=text + event.text, logprobs=logprobs + event.logprobs)
             if event.answer is not None:
                 return
     finally:

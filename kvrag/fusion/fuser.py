@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvrag.errors import ParameterError
+from kvrag.fusion.agreed_loader import AgreedLoader
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import LinkedRows
@@ -56,7 +57,8 @@ class FusedPrompt:
     kv
         KV of all N prompt tokens, including link tokens, with room for the answer.
     logits
-        ``[vocabulary]`` in the model's dtype: the distribution of the first answer token.
+        ``[vocabulary]`` in the model's dtype: the distribution of the first answer token; of no
+        meaning if the model's `KVModel.layer_stop` leaves out layers.
     report
         The account of the fusion.
     fresh
@@ -188,7 +190,7 @@ def fuse_in_slices(
     plan = plan_fusion(model, layout, choice, loading)
     clock.lap("select")
     linked = LinkedRows(model, plan.layout, links)
-    loader = _loader_of(plan, open_kv, linked, loading)
+    loader = _loader_of(model, plan, open_kv, linked, loading)
     try:
         while True:
             try:
@@ -219,7 +221,11 @@ def computing_seconds(seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(stage, 0.0) for stage in ("ask", "select", "compute"))
 
 
-def _loader_of(plan: FusePlan, open_kv: OpenKV, linked: LinkedRows, loading: Loading) -> SpanLoader:
+def _loader_of(
+    model: KVModel, plan: FusePlan, open_kv: OpenKV, linked: LinkedRows, loading: Loading
+) -> SpanLoader:
+    if model.ranks.size > 1:
+        return AgreedLoader(model.ranks, open_kv, loading.num_threads)
     if loading.streaming is None:
         return SpanLoader(open_kv, linked.write_kv, loading.num_threads)
     return StreamedLoader(
@@ -272,7 +278,8 @@ def execute(
     fresh = linked.without_stored(plan.fresh.to(model.device))
     try:
         # Loading starts before the model is free: another prompt may be using it.
-        yield from _begin(loader, plan, fused, tables)
+        num_layers = max(model.layer_stop, plan.question_layers.stop)
+        yield from _begin(loader, plan, fused, tables[:num_layers])
     finally:
         clock.lap("load")
     reused = [*plan.inexact, *plan.compressed]
@@ -300,8 +307,8 @@ def execute(
             shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)
         hidden = linked.embed(selection.rows)
     clock.lap("select")
-    last_layer = model.spec.num_layers - 1
-    for layer_index, table in enumerate(tables):
+    last_layer = model.layer_stop - 1
+    for layer_index, table in enumerate(tables[: model.layer_stop]):
         if layer_index >= asked.stop:
             yield from until(partial(loader.has_layer, layer_index))
             with torch.no_grad():

@@ -48,6 +48,10 @@ class MadeChunk:
         """Return position-free keys and values ``[H, T, D]`` of one layer."""
         return self.kv.keys[layer_index], self.kv.values[layer_index]
 
+    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return position-free keys and values of some heads of one layer."""
+        return self.kv.keys[layer_index, heads], self.kv.values[layer_index, heads]
+
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
         keys, values = self.read_layer(layer_index)

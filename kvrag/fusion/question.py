@@ -79,7 +79,7 @@ def ask(
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
     Afterwards `fused` holds the stored KV of those layers; the fresh tokens' rows have to be
-    computed again.
+    computed again. The relevance is that of all ranks' heads.
 
     Parameters
     ----------
@@ -106,3 +106,4 @@ def ask(
         clock.lap("ask")
         yield False
         clock.resume()
+    attention.relevance = model.ranks.sum(attention.relevance)

@@ -95,7 +95,9 @@ class Selection:
             if self._deviation is None:
                 self._deviation = self._compare(layer_index, model, hidden, fused, table)
                 self._compared_layer = layer_index
-            chosen = self._choose(count, self._deviation)
+            # Each rank knows its own heads' part of a distance; not kept, as it may serve twice.
+            whole = {on: model.ranks.sum(far.clone()) for on, far in self._deviation.items()}
+            chosen = self._choose(count, whole)
             self.rows, self._optional, hidden = (
                 self.rows[chosen],
                 self._optional[chosen],

@@ -45,12 +45,32 @@ class Clock:
         self.seconds[other] += seconds
 
 
-def whole(work: Slices[T]) -> T:
-    """Do all of the work, and return its result."""
+class StoppedError(Exception):
+    """The result of some work is not needed any more."""
+
+
+def whole(work: Slices[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
+    """Do all of the work, and return its result.
+
+    Parameters
+    ----------
+    work
+        The work.
+    is_wanted
+        Asked before the work and after each slice that computed something.
+
+    Raises
+    ------
+    StoppedError
+        If the result is no longer wanted; the work has freed what it held.
+    """
+    has_computed, answer = True, None
     try:
-        next(work)
         while True:
-            work.send(True)
+            if has_computed and not is_wanted():
+                work.close()
+                raise StoppedError
+            has_computed, answer = not work.send(answer), True
     except StopIteration as done:
         result: T = done.value
         return result

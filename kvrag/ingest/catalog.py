@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.ingest.catalogfile import checked
+from kvrag.ingest.changelog import ChangeLog
 from kvrag.ingest.mending import CatalogMending
 from kvrag.ingest.rows import (
     Change,
@@ -64,7 +65,14 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         When the file is missing, damaged, or of another schema.
     StoreError
         When the file cannot be opened.
+
+    Attributes
+    ----------
+    log
+        Where changes go if this is the view of a shared index; None writes them to this file.
     """
+
+    log: ChangeLog | None = None
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -269,7 +277,6 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
 
     # -- writing -----------------------------------------------------------------------------
 
-    @checked
     def apply(self, change: Change) -> None:
         """Write a whole change, or nothing.
 
@@ -278,6 +285,14 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         StoreError
             When the disk refuses the write; the catalog is then unchanged.
         """
+        if self.log is not None:
+            self.log.commit(change)
+        else:
+            self.apply_here(change)
+
+    @checked
+    def apply_here(self, change: Change) -> None:
+        """Write a change to this file, also if it is the view of a shared index."""
         with self._transaction():
             for path in change.forget_files:
                 self._drop_file(path)
@@ -288,7 +303,6 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
             for state in change.put_files:
                 self._put_file(state)
 
-    @checked
     def remove_chunks(
         self,
         chunk_ids: Iterable[str],
@@ -312,6 +326,18 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         IndexFormatError
             When a chunk to remove differs from what was written.
         """
+        if self.log is not None:
+            return self.log.drop(list(self.find_chunks(chunk_ids)))
+        return self.remove_chunks_here(chunk_ids, encoded_behind, key_of)
+
+    @checked
+    def remove_chunks_here(
+        self,
+        chunk_ids: Iterable[str],
+        encoded_behind: Callable[[int, Iterator[Chunk]], Iterator[Chunk]],
+        key_of: KeyOf,
+    ) -> int:
+        """Remove chunks from this file, as `remove_chunks` does."""
         num_removed = 0
         with self._transaction():
             for chunk_id in chunk_ids:

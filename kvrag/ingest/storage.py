@@ -22,6 +22,7 @@ from kvrag.fusion.compression.spec import Compression, key_options, parse_compre
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.changelog import ChangeLog
 from kvrag.ingest.checks import check_unencrypted
 from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.connection import next_path
@@ -58,6 +59,8 @@ class Storage:
         The counters of this process's use of the index.
     lost
         Why an empty catalog replaces the index's own; "" if it does not.
+    log
+        The log of a shared index, whose view the folder is; None for other indexes.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Storage:
         self.compression = parse_compression(config.compression)
         self.counters = IndexCounters(path, lambda: self.store.counts())
         self.lost = lost
+        self.log: ChangeLog | None = None
         self._catalog = catalog
         self._is_closed = False
         self._is_damage_told = False
@@ -82,6 +86,8 @@ class Storage:
         self.counters.keep()
         self._catalog.close()
         self.store.close()
+        if self.log is not None:
+            self.log.close()
 
     def require_open(self) -> None:
         """Raise IndexClosedError if the index is closed."""
@@ -106,6 +112,13 @@ class Storage:
         self.catalog.refresh_words()
         self.refresh_vectors()
         forget_removed(self.catalog)
+        if self.log is not None:
+            self.log.compact(is_forced=False)
+
+    def refresh(self) -> int:
+        """Bring the view of a shared index up to date; return the catalog's generation."""
+        self.require_open()
+        return self.catalog.generation() if self.log is None else self.log.refresh()
 
     def refresh_vectors(self) -> None:
         """Bring a graph of the vectors up to date, or make it if there are many of them now.
@@ -126,6 +139,10 @@ class Storage:
         from kvrag.ingest.vectorfile import CurrentVectors
 
         return CurrentVectors(self.path, self.catalog, self.config.embedding_dim)
+
+    def forget_vectors(self) -> None:
+        """Read the vectors again when they are next needed: the catalog's file was replaced."""
+        self.__dict__.pop("vectors", None)
 
     @cached_property
     def profiles(self) -> ProfileFolder:
@@ -248,9 +265,16 @@ class Storage:
             self.profiles.add(profile)
         name = parse_codec(codec).label
         config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
-        config.save(self.path)
-        self.config = config
+        self.save_config(config)
         self.coding = self._make_coding()
+
+    def save_config(self, config: IndexConfig) -> None:
+        """Record other settings."""
+        if self.log is not None:
+            self.log.save_config(config)
+        else:
+            config.save(self.path)
+        self.config = config
 
     def reload_codec(self) -> None:
         """Adopt a change of the index's codec, or its filler, by another process or object."""
@@ -264,8 +288,7 @@ class Storage:
     def use_key_of(self, store: Store, config: IndexConfig) -> None:
         """Write the catalog under a store's key, or none, and record the configuration."""
         if config.key_check == self.config.key_check:
-            config.save(self.path)
-            self.config = config
+            self.save_config(config)
             return
         check_unencrypted(config)
         key = catalog_key(store) if config.key_check else None

@@ -29,6 +29,9 @@ from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store, without_password
 
+GRACE_SECONDS = 86_400.0
+"""How long a shared index keeps what its newest version does not need."""
+
 if TYPE_CHECKING:
     from kvrag.codec.base import Codec
     from kvrag.codec.profile import Profile
@@ -111,6 +114,8 @@ class Upkeep:
             storage.reload_codec()
             profile = fitter.fit(codec, fitter.needed(), on_progress, num_tokens)
             storage.profiles.add(profile)
+            if storage.log is not None:
+                storage.save_config(storage.config)
             return profile
 
     def recode(
@@ -209,6 +214,11 @@ class Upkeep:
             When another process is writing to the index.
         """
         storage = self._storage
+        if storage.log is not None:
+            raise ParameterError(
+                f"the index at {storage.log.url.partition('?')[0]} is shared: its machines read "
+                "its KV where it was created; ingest the documents into an index at another URL"
+            )
         with lock.writer_lock(storage.path):
             storage.reload_codec()
             target = open_store(store)
@@ -237,7 +247,7 @@ class Upkeep:
             source.close()
             return replace(report, store=without_password(report.store), num_removed=num_removed)
 
-    def gc(self, *, delete_shared: bool = False) -> GcReport:
+    def gc(self, *, delete_shared: bool = False, grace_seconds: float = GRACE_SECONDS) -> GcReport:
         """Remove records that no chunk needs, codec profiles that no record needs, and files of
         killed processes; make a missing graph of the vectors, or one with many removed vectors.
 
@@ -246,11 +256,23 @@ class Upkeep:
         delete_shared
             Also remove every record that this index does not need from a store outside the index
             folder. By default such records stay: other indexes may need them.
+        grace_seconds
+            A shared index's records, segments and versions stay for so long after a `gc` first
+            found that the newest version does not need them: machines may lag by that time.
         """
         arguments.flag(delete_shared, "delete_shared")
+        grace_seconds = arguments.number(grace_seconds, "grace_seconds", least=0)
         storage = self._storage
         with lock.writer_lock(storage.path):
+            storage.refresh()
             storage.reload_codec()
+            if storage.log is not None:
+                storage.log.compact(is_forced=True)
+                return storage.log.collect_garbage(
+                    self._needed_keys,
+                    grace_seconds,
+                    all_records=delete_shared or storage.log.owns(storage.config.store),
+                )
             report = collect_garbage(
                 storage.path,
                 storage.store,
@@ -278,10 +300,13 @@ class Upkeep:
 
     def _verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
         storage = self._storage
+        storage.refresh()
         storage.reload_codec()
         audit = audit_catalog(storage)
         found = audit.problems
         of_store = store_damage(storage.store, mend=repair)  # before any record is written
+        if storage.log is not None:
+            of_store = [*of_store, *storage.log.damage()]
         not_healed: tuple[str, ...] = ()
         if repair:
             storage.encrypt_catalog()
@@ -295,6 +320,8 @@ class Upkeep:
                     *(f"{one.source}: {one.reason}" for one in failed),
                 )
                 audit = audit_catalog(storage)
+            if storage.log is not None and of_store and not audit.problems:
+                storage.log.mend()
         report = verify_records(
             storage.catalog,
             storage.store,
@@ -306,6 +333,8 @@ class Upkeep:
             on_progress=on_progress,
         )
         is_mended = repair and not store_damage(storage.store, mend=False)
+        if storage.log is not None and is_mended:
+            is_mended = not storage.log.damage()
         report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
         if not report.catalog_problems and (words := storage.catalog.check_words(repair=repair)):
             report = replace(report, catalog_problems=(words,), is_healed=repair)

@@ -48,6 +48,14 @@ class WatchedChunk:
             self._note_damage()
             raise
 
+    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some heads of one layer; see `EncodedChunk.read_heads`."""
+        try:
+            return self._inner.read_heads(layer_index, heads)
+        except RecordError:
+            self._note_damage()
+            raise
+
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
         try:

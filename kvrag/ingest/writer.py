@@ -91,6 +91,7 @@ class Writer:
         sources = arguments.texts(sources, "sources")
         chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
         with lock.writer_lock(storage.path):
+            storage.refresh()
             catalog, config = storage.catalog, storage.config
             known = {
                 source: catalog.chunk_ids_of(source)
@@ -128,6 +129,7 @@ class Writer:
         started = time.perf_counter()
         storage = self._storage
         catalog = storage.catalog
+        storage.refresh()
         storage.reload_codec()
         self._cutter.neutralised.clear()
         is_sound = self._is_swept or catalog.has_sound_tables()
@@ -228,7 +230,7 @@ class Writer:
         found = choose_passages(sources, parser, config.context_tokens)
         config = replace(config, corpus_filler=found)
         if found and not dry_run:
-            config.save(storage.path)
+            storage.save_config(config)
         storage.config = config
 
     def _compute_lost(self) -> int:

@@ -91,6 +91,16 @@ _WHY_NOT = {
     "gptj": "interleaved rotary channels",
     "gemma3": "image inputs; load its text model (gemma3_text) instead",
     "mixtral": "mixture-of-experts layers",
+    **dict.fromkeys(
+        ("jamba", "mamba", "mamba2", "bamba", "falcon_h1", "zamba2", "nemotron_h", "lfm2"),
+        "state-space or convolution layers, whose state is that of a whole prompt and cannot be "
+        "put together from chunks",
+    ),
+    **dict.fromkeys(
+        ("qwen3_next", "minimax", "granitemoehybrid"),
+        "linear attention or state-space layers, whose state is that of a whole prompt and cannot "
+        "be put together from chunks",
+    ),
 }
 
 

@@ -46,6 +46,7 @@ from kvrag.models.loading import (
     tokenizer_fingerprint,
 )
 from kvrag.models.precision import check_compute
+from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowRunner
 from kvrag.models.schemes import find_positions
@@ -88,6 +89,12 @@ class KVModel(RowMethods):
         The context window in tokens.
     lock
         Held during every forward pass here: one thread at a time uses the loaded model.
+    ranks
+        The processes that compute the model together. With several, `spec` is that of this
+        process's heads, and only prompts can be computed, not chunks.
+    layer_stop
+        Number of first layers whose KV a prompt needs here: all, or in a pipeline's process those
+        up to its last layer.
 
     Raises
     ------
@@ -123,6 +130,8 @@ class KVModel(RowMethods):
         )
         self.max_positions = context_window(config)
         self.lock = lock_of(hf)
+        self.ranks: Ranks = ALONE
+        self.layer_stop = self.spec.num_layers
         self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
         self.compute = resolved_compute(hf, compute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# How some tokenizers write the token of a byte.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 Span = tuple[int, int]
 """First character, and the character after the last."""
@@ -56,6 +60,29 @@ def encode(
         Tokens(tuple(ids), places)
         for ids, places in zip(encoded["input_ids"], offsets, strict=True)
     ]
+
+
+def _byte_characters() -> dict[int, str]:
+    """Return how tokenizers of GPT-2's kind write each byte."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return dict(bytes_to_unicode())  # type: ignore[no-untyped-call]
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+    """Return what a token adds to a text, in UTF-8; it may be a part of a character."""
+    # None for rows that pad the vocabulary.
+    piece = str(tokenizer.convert_ids_to_tokens(token_id) or "")
+    if _BYTE.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    if "\ufffd" in text:
+        byte_of = {character: number for number, character in _byte_characters().items()}
+        if all(character in byte_of for character in piece):
+            return bytes(byte_of[character] for character in piece)
+    # Decoders drop the space before a text's first word.
+    is_later = piece.startswith("\u2581") and not text.startswith(" ")
+    return (" " * is_later + text).encode()
 
 
 def overlaps(spans: Sequence[Span], span: Span) -> bool:

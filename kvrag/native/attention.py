@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag import _native
 from kvrag.errors import ParameterError
 from kvrag.native.arrays import ArrayLike, check_threads, view
+from kvrag.native.kernels import kernels
 
 ATTENTION_TYPES = (torch.float32, torch.bfloat16)
 
@@ -110,7 +110,7 @@ def attend(
         taken = view(mass.out, "mass", np.float32, shape, contiguous=True, writable=True)
         first_counted = mass.first_row
     out = query.new_empty(num_rows, num_heads, values.shape[2])
-    _native.attend(
+    kernels.attend(
         asked,
         keys,
         values,
@@ -201,7 +201,7 @@ def attend_each(
             f"places: expected rows of buffers with {capacities} rows, found {places}"
         )
     out = query.new_empty(num_rows, num_heads, head_dim)
-    _native.attend_each(
+    kernels.attend_each(
         asked,
         keys,
         values,

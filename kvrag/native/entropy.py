@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag import _native
 from kvrag.errors import ParameterError, RecordError
 from kvrag.native.arrays import ArrayLike, byte_view, check_threads, view
+from kvrag.native.kernels import kernels
 
 FREQUENCY_SUM = 4096
 MAX_SYMBOLS = 256
@@ -72,7 +72,7 @@ class RansModel:
             )
         self.frequencies: NDArray[np.uint16] = given.copy()
         self.frequencies.flags.writeable = False
-        self._tables = _native.Model(self.frequencies)
+        self._tables = kernels.Model(self.frequencies)
 
     @property
     def num_classes(self) -> int:
@@ -156,11 +156,11 @@ def encode_rows(
             f"num_streams: expected 1 to {max(num_rows, 1)} for {num_rows} rows, "
             f"found {num_streams}"
         )
-    payload = _native.encode(
+    payload = kernels.encode(
         model._tables, matrix, row_classes, contexts, num_streams, check_threads(threads)
     )
     if payload is None:
-        row, token = _native.first_uncodable(model._tables, matrix, row_classes, contexts)
+        row, token = kernels.first_uncodable(model._tables, matrix, row_classes, contexts)
         used = int(row_classes[row]) + (0 if contexts is None else int(contexts[row, token]))
         raise ParameterError(
             f"symbols: row {row}, token {token}: expected a symbol of nonzero frequency in class "
@@ -221,7 +221,7 @@ def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
         payload = byte_view(job.payload, "payload")
         classes, contexts = job.model._check_classes(job.classes, job.context, out.shape)
         prepared.append((job.model._tables, payload, classes, out, contexts))
-    reports = _native.decode(prepared, check_threads(threads))
+    reports = kernels.decode(prepared, check_threads(threads))
     for index, (damage, stream, expected, found) in enumerate(reports):
         if damage:
             where = f"payload {index}: " if len(jobs) > 1 else ""
@@ -262,4 +262,4 @@ def ideal_bits(
     """
     matrix = view(symbols, "symbols", np.uint8, (None, None))
     row_classes, contexts = model._check_classes(classes, context, matrix.shape)
-    return _native.ideal_bits(model._tables, matrix, row_classes, contexts)
+    return kernels.ideal_bits(model._tables, matrix, row_classes, contexts)

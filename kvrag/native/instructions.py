@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 
-from kvrag import _native
 from kvrag.errors import ParameterError
-
-_VARIABLE = "KVRAG_ISA"
+from kvrag.native.kernels import VARIABLE, kernels
 
 
 def instruction_set() -> str:
     """Return the name of the instruction set in use, as in ``KVRAG_ISA`` (`kvrag.native`)."""
-    return _native.instruction_set()
+    return kernels.instruction_set()
 
 
 def instruction_sets() -> tuple[str, ...]:
     """Return the names of the instruction sets that this processor can run, slowest first."""
-    return tuple(_native.instruction_sets())
+    return tuple(kernels.instruction_sets())
 
 
 def use_instruction_set(name: str) -> None:
@@ -28,19 +26,19 @@ def use_instruction_set(name: str) -> None:
     ParameterError
         If this processor, or this build, does not have it.
     """
-    if not _native.use_instruction_set(name):
+    if not kernels.use_instruction_set(name):
         known = ", ".join(instruction_sets())
         raise ParameterError(f"instruction set: expected one of {known}, found {name!r}")
 
 
 def _apply_environment() -> None:
-    name = os.environ.get(_VARIABLE)
+    name = os.environ.get(VARIABLE)
     if not name:
         return
     try:
         use_instruction_set(name)
     except ParameterError as error:
-        raise ParameterError(f"{_VARIABLE}: {error}; unset it for the fastest one") from None
+        raise ParameterError(f"{VARIABLE}: {error}; unset it for the fastest one") from None
 
 
 _apply_environment()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from kvrag import _native
 from kvrag.errors import ParameterError
 from kvrag.native.arrays import check_shape, check_threads
 from kvrag.native.attention import ATTENTION_TYPES
+from kvrag.native.kernels import kernels
 
-INT8_PANEL: int = _native.INT8_PANEL
+INT8_PANEL: int = kernels.INT8_PANEL
 """Outputs whose weights in 8 bits lie together."""
 
 MAX_ROWS = 16
@@ -74,7 +74,7 @@ class FewRowsLinear:
         _check(rows, "rows", weight.dtype)
         out = rows.new_empty(*shape, self._num_outputs)
         if num_rows:
-            _native.linear(
+            kernels.linear(
                 rows.data_ptr(),
                 weight.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
@@ -163,7 +163,7 @@ class Int8Linear:
         rows = rows.detach().contiguous()
         _check(rows, "rows", rows.dtype)
         out = rows.new_empty(*shape, self._num_outputs)
-        _native.int8_linear(
+        kernels.int8_linear(
             rows.data_ptr(),
             self._weight.data_ptr(),
             self._scale.data_ptr(),

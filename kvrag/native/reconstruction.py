@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag import _native
 from kvrag.errors import ParameterError, RecordError
 from kvrag.native.arrays import ArrayLike, check_threads, view
+from kvrag.native.kernels import kernels
 
 ZERO_SYMBOL = 128
 
@@ -122,7 +122,7 @@ def reconstruct(
     if mean is None:
         mean = np.zeros((num_heads, head_dim), np.float32)
     shape = (num_heads, matrix.shape[0], head_dim)
-    _native.transform(
+    kernels.transform(
         matrix,
         _factor(points.shrink, "shrink", matrix.shape[0]),
         check_patches(points.patches, *matrix.shape),
@@ -181,7 +181,7 @@ def place_channels(
         )
     first_token = first_of_tokens(tokens, num_tokens, placed.shape[1])
     shape = (num_rows, num_tokens)
-    _native.channels(
+    kernels.channels(
         matrix,
         _factor(points.shrink, "shrink", num_rows),
         check_patches(points.patches, *matrix.shape),
@@ -213,7 +213,7 @@ def contexts(values: ArrayLike, out: ArrayLike) -> None:
     """
     known = view(values, "values", np.int16, (None, None), contiguous=True)
     written = view(out, "out", np.uint8, known.shape, contiguous=True, writable=True)
-    _native.contexts(known, written)
+    kernels.contexts(known, written)
 
 
 def refine(values: ArrayLike, symbols: ArrayLike) -> None:
@@ -235,7 +235,7 @@ def refine(values: ArrayLike, symbols: ArrayLike) -> None:
         If an argument has the wrong shape or type.
     """
     known = view(values, "values", np.int16, (None, None), contiguous=True, writable=True)
-    _native.refine(known, view(symbols, "symbols", np.uint8, known.shape, contiguous=True))
+    kernels.refine(known, view(symbols, "symbols", np.uint8, known.shape, contiguous=True))
 
 
 def _numbers(numbers: ArrayLike) -> NDArray[Any]:

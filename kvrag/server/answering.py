@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,6 +82,7 @@ def engine_requests(
             constraint=form.constraint,
             session=tenant,
             explain=options.explain,
+            logprobs=asked.num_logprobs,
         )
         for number in range(asked.n or 1):
             seed = None if asked.seed is None else asked.seed + number
@@ -126,8 +128,9 @@ class Generation:
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, AnswerDelta | Exception]] = asyncio.Queue()
+        context = copy_context()  # the worker's thread has another one
         self._jobs = [
-            Job(tenant, partial(engine.steps, request), partial(self._tell, number))
+            Job(tenant, partial(context.run, engine.steps, request), partial(self._tell, number))
             for number, request in enumerate(requests)
         ]
         worker.submit(self._jobs)

@@ -19,6 +19,7 @@ import kvrag
 from kvrag.arguments import shown
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import KVRagError
+from kvrag.ingest.ranking import Reranker
 from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
 from kvrag.server.documents import Documents, add_documents
@@ -28,7 +29,12 @@ from kvrag.server.history_routes import add_history
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.page_routes import add_page
 from kvrag.server.problems import RequestError, as_problem, validation_problem
-from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from kvrag.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+)
 from kvrag.server.service import Service
 from kvrag.server.worker import MAX_STREAMS, MAX_WAITING, Worker
 
@@ -73,6 +79,9 @@ class ServerOptions:
         Whether to keep the page's conversations, beside the index.
     can_upload
         Whether requests may add and delete documents.
+    reranker
+        What orders retrieved chunks, and the documents of ``/v1/rerank``; None: the index's search,
+        and its embedding.
     """
 
     keys: Sequence[ApiKey] = ()
@@ -83,6 +92,7 @@ class ServerOptions:
     max_waiting: int = MAX_WAITING
     keeps_history: bool = False
     can_upload: bool = False
+    reranker: Reranker | None = None
 
 
 def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGIApp:
@@ -96,7 +106,7 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         How to serve.
     """
     worker = Worker(options.max_streams, options.max_waiting)
-    service = Service(engine, worker, options.top_k)
+    service = Service(engine, worker, options.top_k, options.reranker)
     metrics = ServerMetrics(engine.index, worker)
     history = History.of(engine.index) if options.keeps_history else None
 
@@ -171,6 +181,11 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
     async def embeddings(asked: EmbeddingRequest, http: Request) -> Response:
         """Return the vectors of texts."""
         return await service.embed(asked, http)
+
+    @app.post("/v1/rerank", responses=_answers(r.Ranking))
+    async def rerank(asked: RerankRequest, http: Request) -> Response:
+        """Order texts by how well they fit a question."""
+        return await service.rerank(asked, http)
 
     @app.get("/v1/models", responses=_answers(r.ModelList))
     async def models() -> Response:

@@ -25,7 +25,7 @@ BODY_SECONDS = 30.0
 """Time for a request's whole body."""
 
 MAX_BODY_BYTES = 16 << 20
-"""The longest body of a request for vectors, which may have many texts."""
+"""The longest body of a request for vectors or a ranking, which may have many texts."""
 
 MAX_PROMPT_BYTES = 4 << 20
 """The longest body of any other request."""
@@ -44,10 +44,11 @@ DOCUMENTS = "/v1/kvrag/documents"
 
 # Also without a key.
 _OPEN = ("/", "/healthz", "/readyz")
+_OF_TEXTS = ("/v1/embeddings", "/v1/rerank")
 _READING = ("GET", "HEAD", "OPTIONS")
 _ROUTES = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/models", *_OF_TEXTS),
         *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
     }
 )
@@ -235,7 +236,7 @@ def _limits(scope: Scope) -> tuple[int, float]:
     """Return the longest body of a request, in bytes, and the time for it."""
     if scope["path"].startswith(f"{DOCUMENTS}/"):
         return ParseLimits.max_file_bytes, UPLOAD_SECONDS
-    is_batch = scope["path"] == "/v1/embeddings"
+    is_batch = scope["path"] in _OF_TEXTS
     return MAX_BODY_BYTES if is_batch else MAX_PROMPT_BYTES, BODY_SECONDS
 
 

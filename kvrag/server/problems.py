@@ -24,10 +24,12 @@ INVALID = "invalid_request_error"
 # Parameters of OpenAI's API that ask for nothing with a neutral value; no other is supported.
 _NEUTRAL = frozenset(
     {
-        *("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "modalities"),
+        *("best_of", "echo", "frequency_penalty", "logit_bias", "modalities"),
         *("presence_penalty", "store", "suffix"),
     }
 )
+# Where a request takes a text or an object: what pydantic calls the two.
+_BRANCHES = frozenset({"str", "NamedTool", "RankedText"})
 CLIENT_GONE = 499  # nginx's; nobody receives it, but logs and metrics show it
 
 
@@ -143,7 +145,8 @@ def validation_problem(errors: list[Any]) -> RequestError:
         union = first["loc"][: branches[0]]
         same = (one for one in errors if one["loc"][: len(union)] == union)
         first = max(same, key=lambda one: len(one["loc"]))
-    place = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
+    # The first part is where the value was: body, query or path.
+    place = [str(part) for part in first["loc"][1:] if not _is_branch(part)]
     param = cut(".".join(place)) or None
     if first["type"] == "extra_forbidden":
         return RequestError(
@@ -169,4 +172,4 @@ def validation_problem(errors: list[Any]) -> RequestError:
 
 def _is_branch(part: Any) -> bool:
     """Return whether a part of a place is pydantic's name for a branch of a union."""
-    return isinstance(part, str) and (part == "str" or part.startswith("list["))
+    return isinstance(part, str) and (part in _BRANCHES or part.startswith(("list[", "literal[")))

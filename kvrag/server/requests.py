@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
 )
 
 from kvrag import arguments
+from kvrag.engine.sampling import MAX_LOGPROBS
 from kvrag.llms.shape import Shape, shape
 
 if TYPE_CHECKING:
@@ -175,7 +177,7 @@ class Message(Strict):
         return turn
 
 
-class Generating(Strict):
+class Generating(Strict, ABC):
     """The fields that chat completions and completions share."""
 
     model: str = Field(max_length=500)
@@ -215,6 +217,11 @@ class Generating(Strict):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams; set stream to true, or leave it out")
         return self
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens to name for each token; None: no logprobs."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -286,7 +293,8 @@ class ChatRequest(Generating):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
-    logprobs: _False = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -301,6 +309,21 @@ class ChatRequest(Generating):
                 raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
             self.max_tokens = self.max_completion_tokens
         return self
+
+    @model_validator(mode="after")
+    def _logprobs_are_of_text(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
+        if self.logprobs and self.calls_tools:
+            raise ValueError(
+                "logprobs: answers that may call tools have none; leave out logprobs, or the tools"
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens to name for each token; None: no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def calls_tools(self) -> bool:
@@ -323,13 +346,42 @@ class CompletionRequest(Generating):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     best_of: _One = None
     echo: _False = None
-    logprobs: None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     suffix: Literal[""] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens to name for each token; None: no logprobs."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str]:
         """The prompts, one or more."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+class RankedText(Strict):
+    """A document to rank, as an object."""
+
+    text: str
+
+
+class RerankRequest(Strict):
+    """The body of ``POST /v1/rerank``, as Jina's and Cohere's APIs have it."""
+
+    model: str = Field(max_length=500)
+    query: str
+    documents: Annotated[
+        list[str | RankedText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+    ]
+    top_n: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    return_documents: bool | None = None
+    user: str | None = Field(default=None, max_length=200)
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
 class EmbeddingRequest(Strict):

@@ -108,6 +108,42 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
+class LikelyToken(BaseModel):
+    """A token, and the natural logarithm of its probability.
+
+    `token` is its text; a part of a character is written as ``bytes:`` and its bytes.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(LikelyToken):
+    """A token of the answer, and the most likely ones of its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(BaseModel):
+    """How likely the tokens of an answer, or of its piece, were."""
+
+    content: list[ChosenToken]
+    refusal: None = None
+
+
+class TextLogprobs(BaseModel):
+    """How likely the tokens of a completion, or of its piece, were: a list for each field.
+
+    `text_offset` counts characters of the completion.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class ChatMessage(BaseModel):
     """The answer, or a piece of it."""
 
@@ -122,7 +158,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -131,7 +167,7 @@ class ChatDelta(BaseModel):
 
     index: int
     delta: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -140,7 +176,7 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -200,7 +236,7 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
+class TextUsage(BaseModel):
     """Token counts, by the tokenizer of the index's language model."""
 
     prompt_tokens: int
@@ -213,7 +249,34 @@ class EmbeddingList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
-    usage: EmbeddingUsage
+    usage: TextUsage
+
+
+class RankedText(BaseModel):
+    """A document of a ranking."""
+
+    text: str
+
+
+class Ranked(BaseModel):
+    """A document's place in the request, and how well it fits.
+
+    `relevance_score` is the cross-encoder's, mostly 0 to 1, or a cosine, -1 to 1.
+    """
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(BaseModel):
+    """The documents of a request, best first."""
+
+    id: str
+    object: Literal["list"] = "list"
+    model: str
+    results: list[Ranked]
+    usage: TextUsage
 
 
 class About(BaseModel):
@@ -272,12 +335,13 @@ class Passages(BaseModel):
 
 
 class Document(BaseModel):
-    """A document of the index."""
+    """A document of the index; `is_file` says whether it was read from a file."""
 
     source: str
     title: str
     num_chunks: int
     num_tokens: int
+    is_file: bool
 
 
 class Documents(BaseModel):

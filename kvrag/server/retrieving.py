@@ -11,6 +11,7 @@ from kvrag.engine.answer import Answer
 from kvrag.engine.prompts import chat_messages, reading_order
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
+from kvrag.ingest.ranking import Reranker
 from kvrag.ingest.rows import DocumentRow
 from kvrag.models.plain import few_shot_prompt
 from kvrag.server.answering import Question
@@ -26,6 +27,7 @@ def question_over(
     turns: Sequence[dict[str, str]],
     k: int,
     wanted: Mapping[str, Any] | None = None,
+    reranker: Reranker | None = None,
 ) -> Question:
     """Return the prompt for a conversation's last question, over the chunks found for it.
 
@@ -39,6 +41,8 @@ def question_over(
         Number of chunks.
     wanted
         Which chunks may be found (`Index.search`); None means all.
+    reranker
+        What orders the best of them; None: the search itself.
 
     Raises
     ------
@@ -52,7 +56,8 @@ def question_over(
             "asks last; end with a message of the user"
         )
     question = turns[-1]["content"]
-    chunks = reading_order([hit.chunk for hit in index.search(question, k, filter=wanted)])
+    hits = index.search(question, k, filter=wanted, reranker=reranker)
+    chunks = reading_order([hit.chunk for hit in hits])
     texts = [chunk.text for chunk in chunks]
     hints = tuple(chunk.chunk_id for chunk in chunks)
     if getattr(index.tokenizer, "chat_template", None):

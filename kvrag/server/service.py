@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextvars import copy_context
+from dataclasses import astuple, dataclass
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
+from kvrag.ingest.ranking import CosineRanker, Reranker
 from kvrag.llms.shape import Shape as Form
 from kvrag.llms.shape import Tools
 from kvrag.llms.turns import merge_turns
@@ -29,7 +32,13 @@ from kvrag.server import responses as r
 from kvrag.server.answering import Generation, Question, engine_requests
 from kvrag.server.gate import Record
 from kvrag.server.problems import RequestError, as_problem
-from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest, Generating
+from kvrag.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Generating,
+    RerankRequest,
+)
 from kvrag.server.retrieving import PREFIX, question_over
 from kvrag.server.shapes import ChatShape, Shape, TextShape, to_json
 from kvrag.server.worker import Worker
@@ -53,21 +62,22 @@ class Names:
 
     Attributes
     ----------
-    model, rag, embedding
-        The language model, the same over the index, and the embedding.
+    model, rag, embedding, ranker
+        The language model, the same over the index, the embedding, and what ranks.
     """
 
     model: str
     rag: str
     embedding: str
+    ranker: str
 
     @classmethod
-    def of(cls, engine: KVEngine) -> Names:
+    def of(cls, engine: KVEngine, ranker: Reranker | CosineRanker) -> Names:
         """Return the names for an engine's index."""
         config = engine.index.config
         model = PurePath(config.model).name or "model"
         embedding = PurePath(config.embedding).name
-        return cls(model, PREFIX + engine.index.path.name, embedding)
+        return cls(model, PREFIX + engine.index.name, embedding, ranker.name)
 
 
 class Service:
@@ -79,10 +89,17 @@ class Service:
         What generates.
     top_k
         How many chunks to retrieve for the model ``rag:NAME``.
+    reranker
+        What orders them, and the documents of others; None: the index's own search, and the
+        embedding.
     """
 
-    def __init__(self, engine: KVEngine, worker: Worker, top_k: int) -> None:
-        self.names = Names.of(engine)
+    def __init__(
+        self, engine: KVEngine, worker: Worker, top_k: int, reranker: Reranker | None = None
+    ) -> None:
+        self._reranker = reranker
+        self._ranker = reranker or CosineRanker(engine.index.embedding)
+        self.names = Names.of(engine, self._ranker)
         self._engine = engine
         self._worker = worker
         self._top_k = top_k
@@ -111,7 +128,7 @@ class Service:
         defaults = self._engine.defaults
         return r.About(
             version=kvrag.__version__,
-            index=self.index.path.name,
+            index=self.index.name,
             model=self.names.model,
             rag=self.names.rag,
             is_chat=bool(getattr(self.index.tokenizer, "chat_template", None)),
@@ -128,7 +145,7 @@ class Service:
 
     def models(self) -> r.ModelList:
         """Return the models that requests may name."""
-        names = (self.names.model, self.names.rag, self.names.embedding)
+        names = dict.fromkeys(astuple(self.names))
         return r.ModelList(data=[r.Model(id=name, created=self._created) for name in names])
 
     async def chat(self, asked: ChatRequest, http: HttpRequest) -> Response:
@@ -141,7 +158,7 @@ class Service:
             k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
             started = time.perf_counter()
             question = await self.in_thread(
-                lambda: question_over(self._engine.index, turns, k, wanted)
+                lambda: question_over(self.index, turns, k, wanted, self._reranker)
             )
             search_seconds = time.perf_counter() - started
         else:
@@ -149,7 +166,7 @@ class Service:
             question = Question(turns)
         calls = tool_format(self._engine.index.tokenizer) if asked.calls_tools else None
         cites = asked.model == self.names.rag
-        shape = ChatShape(asked, self._fingerprint, cites=cites, calls=calls)
+        shape = ChatShape(asked, self.index.tokenizer, self._fingerprint, cites=cites, calls=calls)
         shape.search_seconds = search_seconds
         return await self._answer([question], asked, http, shape, form)
 
@@ -158,7 +175,8 @@ class Service:
         self._require(asked.model, self.names.model)
         _refuse_retrieving(asked)
         questions = [Question(prompt) for prompt in asked.prompts]
-        return await self._answer(questions, asked, http, TextShape(asked, self._fingerprint))
+        shape = TextShape(asked, self.index.tokenizer, self._fingerprint)
+        return await self._answer(questions, asked, http, shape)
 
     async def embed(self, asked: EmbeddingRequest, http: HttpRequest) -> Response:
         """Return vectors of texts."""
@@ -171,17 +189,9 @@ class Service:
                 f"dimensions {asked.dimensions}: this embedding has {dim}; leave the field out",
                 param="dimensions",
             )
-        for text in asked.texts:
-            arguments.text(text, "input")
-        if not all(text.strip() for text in asked.texts):
-            raise RequestError(400, "input: a text is empty; leave it out", param="input")
-        account = _record(http).account
         texts = asked.texts
-        num_tokens = await self.in_thread(
-            lambda: sum(map(len, index.tokenizer(texts, add_special_tokens=False)["input_ids"]))
-        )
-        account.check_prompt(num_tokens)
-        account.charge(num_tokens)
+        _check_texts(texts, "input")
+        num_tokens = await self._charge(texts, asked.user, http)
         vectors = await self.in_thread(lambda: index.embedding.embed(texts))
         is_base64 = asked.encoding_format == "base64"
         data = [
@@ -193,9 +203,47 @@ class Service:
             )
             for number, vector in enumerate(vectors)
         ]
-        usage = r.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         body = r.EmbeddingList(data=data, model=asked.model, usage=usage)
         return JSONResponse(body.model_dump(mode="json"))
+
+    async def rerank(self, asked: RerankRequest, http: HttpRequest) -> Response:
+        """Order texts by how well they fit a question."""
+        self._require(asked.model, self.names.ranker)
+        texts = asked.texts
+        _check_texts([asked.query], "query")
+        _check_texts(texts, "documents")
+        num_tokens = await self._charge([asked.query, *texts], asked.user, http)
+        windows = self.index.embedding.windows
+        scores = await self.in_thread(
+            lambda: self._ranker.scores(asked.query, [windows(text) for text in texts])
+        )
+        best = sorted(range(len(texts)), key=lambda number: -scores[number])[: asked.top_n]
+        results = [
+            r.Ranked(
+                index=number,
+                relevance_score=scores[number],
+                document=r.RankedText(text=texts[number]) if asked.return_documents else None,
+            )
+            for number in best
+        ]
+        usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        body = r.Ranking(
+            id=f"rerank-{secrets.token_hex(12)}", model=asked.model, results=results, usage=usage
+        )
+        return JSONResponse(body.model_dump(mode="json", exclude_none=True))
+
+    async def _charge(self, texts: Sequence[str], user: str | None, http: HttpRequest) -> int:
+        """Count the tokens of texts against the key's limits; return their number."""
+        record = _record(http)
+        record.user = user
+        tokenizer = self.index.tokenizer
+        num_tokens = await self.in_thread(
+            lambda: sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
+        )
+        record.account.check_prompt(num_tokens)
+        record.account.charge(num_tokens)
+        return num_tokens
 
     def _require(self, name: str, *known: str) -> None:
         if name not in known:
@@ -208,7 +256,8 @@ class Service:
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Call what may wait for a disk or a lock, while the event loop runs on."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, call)
 
     async def _answer(
         self,
@@ -289,6 +338,13 @@ def private(body: Any) -> JSONResponse:
 def _record(http: HttpRequest) -> Record:
     record: Record = http.state.record
     return record
+
+
+def _check_texts(texts: Sequence[str], param: str) -> None:
+    for text in texts:
+        arguments.text(text, param)
+        if not text.strip():
+            raise RequestError(400, f"{param}: a text is empty; leave it out", param=param)
 
 
 def _refuse_retrieving(asked: Generating) -> None:

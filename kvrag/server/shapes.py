@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvrag.engine.answer import Answer, AnswerDelta
+from transformers import PreTrainedTokenizerBase
+
+from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
 from kvrag.llms.results import answer_details
 from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
 from kvrag.models.tools import ToolFormat
+from kvrag.server import logprobs
 from kvrag.server import responses as r
 from kvrag.server.requests import Generating
 from kvrag.server.retrieving import citations
@@ -26,6 +29,8 @@ class Shape(ABC):
     ----------
     asked
         The request.
+    tokenizer
+        The model's.
     fingerprint
         Names the model's weights; equal seeds give equal answers only with equal fingerprints.
 
@@ -37,8 +42,11 @@ class Shape(ABC):
 
     prefix: str
 
-    def __init__(self, asked: Generating, fingerprint: str) -> None:
+    def __init__(
+        self, asked: Generating, tokenizer: PreTrainedTokenizerBase, fingerprint: str
+    ) -> None:
         self._asked = asked
+        self._tokenizer = tokenizer
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -104,7 +112,7 @@ class ChatShape(Shape):
 
     Parameters
     ----------
-    asked, fingerprint
+    asked, tokenizer, fingerprint
         See `Shape`.
     cites
         Whether answers have citations.
@@ -115,9 +123,15 @@ class ChatShape(Shape):
     prefix = "chatcmpl"
 
     def __init__(
-        self, asked: Generating, fingerprint: str, *, cites: bool, calls: ToolFormat | None = None
+        self,
+        asked: Generating,
+        tokenizer: PreTrainedTokenizerBase,
+        fingerprint: str,
+        *,
+        cites: bool,
+        calls: ToolFormat | None = None,
     ) -> None:
-        super().__init__(asked, fingerprint)
+        super().__init__(asked, tokenizer, fingerprint)
         self._cites = cites
         self._calls = calls
         self._parsers: dict[int, ToolCallParser] = {}
@@ -137,7 +151,12 @@ class ChatShape(Shape):
             annotations=self._citations(answer),
         )
         finish: r.FinishReason = "tool_calls" if said.calls else _finish(answer)
-        return r.ChatChoice(index=number, message=message, finish_reason=finish)
+        return r.ChatChoice(
+            index=number,
+            message=message,
+            logprobs=self._likely(answer.logprobs),
+            finish_reason=finish,
+        )
 
     def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
         """Yield the role once, then text and calls, then the reason for the end."""
@@ -145,8 +164,9 @@ class ChatShape(Shape):
             self._begun.add(number)
             yield self._piece(number, r.ChatMessage(role="assistant", content=""))
         said = self._parsed(number, delta)
-        if said.text:
-            yield self._piece(number, r.ChatMessage(content=said.text))
+        if said.text or delta.logprobs:
+            message = r.ChatMessage(content=said.text)
+            yield self._piece(number, message, likely=self._likely(delta.logprobs))
         for one in said.calls:
             call = _call(one, self._num_calls[number])
             self._num_calls[number] += 1
@@ -164,12 +184,21 @@ class ChatShape(Shape):
         return said if delta.answer is None else said + parser.finish()
 
     def _piece(
-        self, number: int, delta: r.ChatMessage, finish: r.FinishReason | None = None
+        self,
+        number: int,
+        delta: r.ChatMessage,
+        finish: r.FinishReason | None = None,
+        likely: r.ChatLogprobs | None = None,
     ) -> r.Head:
-        return self._event([r.ChatDelta(index=number, delta=delta, finish_reason=finish)])
+        choice = r.ChatDelta(index=number, delta=delta, logprobs=likely, finish_reason=finish)
+        return self._event([choice])
 
     def _event(self, choices: list[Any], **fields: Any) -> r.Head:
         return r.ChatChunk(choices=choices, **self._head, **fields)
+
+    def _likely(self, tokens: Sequence[TokenLogprob]) -> r.ChatLogprobs | None:
+        is_asked = self._asked.num_logprobs is not None
+        return logprobs.of_chat(self._tokenizer, tokens) if is_asked else None
 
     def _citations(self, answer: Answer) -> list[r.Annotation] | None:
         return citations(answer) if self._cites else None
@@ -183,7 +212,7 @@ class TextShape(Shape):
     def whole(self, answers: Sequence[Answer]) -> r.Head:
         """Return the response with all completions."""
         choices = [
-            r.TextChoice(index=number, text=answer.text, finish_reason=_finish(answer))
+            self._choice(number, answer.text, answer.logprobs, _finish(answer))
             for number, answer in enumerate(answers)
         ]
         return r.Completion(choices=choices, **self._ending(answers))
@@ -191,7 +220,18 @@ class TextShape(Shape):
     def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
         """Yield the text, the last time with the reason for the end."""
         finish = None if delta.answer is None else _finish(delta.answer)
-        yield self._event([r.TextChoice(index=number, text=delta.text, finish_reason=finish)])
+        yield self._event([self._choice(number, delta.text, delta.logprobs, finish)])
+
+    def _choice(
+        self,
+        number: int,
+        text: str,
+        tokens: Sequence[TokenLogprob],
+        finish: r.FinishReason | None,
+    ) -> r.TextChoice:
+        is_asked = self._asked.num_logprobs is not None
+        likely = logprobs.of_text(self._tokenizer, tokens) if is_asked else None
+        return r.TextChoice(index=number, text=text, logprobs=likely, finish_reason=finish)
 
     def _event(self, choices: list[Any], **fields: Any) -> r.Head:
         return r.Completion(choices=choices, **self._head, **fields)

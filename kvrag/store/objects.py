@@ -10,34 +10,17 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
-from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
-from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.store.extras import require
+from kvrag.errors import RecordError, StoreError, StoreUnreachableError
+from kvrag.store.bucket import DEFAULT_TIMEOUT_SECONDS, AbsentError, Bucket
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
 from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
-
-SCHEMES = ("s3", "gs", "az")
-DEFAULT_TIMEOUT_SECONDS = 5.0
 
 # The answer that opens a record brings this much: most records' header, or all of a small record.
 _HEAD_BYTES = 16 << 10
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{38})\.kv")
-_MAX_RETRIES = 2
-# The library reports a missing permission only in words, whatever the operation.
-_REFUSALS = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "redential")
-_MOST_TEXT = 300
-# Names of the options for region, endpoint and permission to do without TLS, by kind of bucket.
-_CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_SERVICE_ACCOUNT",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
 
 
 class ObjectRecord(HeadedRecord):
@@ -104,54 +87,15 @@ class ObjectStore(RemoteStore):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         must_answer: bool = True,
     ) -> None:
-        self._obstore = require("obstore", "objects")
-        stores = require("obstore.store", "objects")
-        self._errors_of = require("obstore.exceptions", "objects")
-        scheme, _, place = url.partition("://")
-        if scheme not in SCHEMES or not place.strip("/"):
-            known = ", ".join(f"{name}://BUCKET/PREFIX" for name in SCHEMES)
-            raise ParameterError(f"a bucket is {known}; found {shown(url)}")
-        self.url = url.rstrip("/")
-        self._scheme = scheme
-        config: dict[str, Any] = {}
-        if endpoint is not None:
-            _check_endpoint(endpoint)
-            name = "base_url" if scheme == "gs" else "endpoint"
-            config[f"{_CONFIG[scheme]}{name}"] = endpoint
-        if region is not None:
-            config["aws_region"] = region
-        timeout = timedelta(seconds=timeout_seconds)
+        bucket = Bucket(url, endpoint=endpoint, region=region, timeout_seconds=timeout_seconds)
+        self.url = bucket.url
+        self._bucket = bucket.client
+        self._obstore = bucket.obstore
+        self._errors_of = bucket.errors_of
+        self._errors = bucket.errors
+        self.metrics = StoreMetrics(url.partition(":")[0])
         try:
-            self._bucket = stores.from_url(
-                self.url,
-                config=config or None,
-                client_options={
-                    "allow_http": endpoint is not None and endpoint.startswith("http:"),
-                    "connect_timeout": timeout,
-                    # Limits silence, not a whole request: a large range on a slow line is fine.
-                    "read_timeout": timeout,
-                    "timeout": timedelta(seconds=60 * timeout_seconds),
-                },
-                retry_config={
-                    "max_retries": _MAX_RETRIES,
-                    "retry_timeout": 2 * timeout,
-                    "backoff": {
-                        "base": 2,
-                        "init_backoff": timedelta(milliseconds=50),
-                        "max_backoff": timeout,
-                    },
-                },
-            )
-        except (self._errors_of.BaseError, ValueError) as error:
-            raise ParameterError(
-                f"not a bucket of {scheme}: {_text_of(error)}; expected {scheme}://BUCKET/PREFIX, "
-                f"and {_CREDENTIALS[scheme]} set"
-            ) from error
-        self.metrics = StoreMetrics(scheme)
-        try:
-            with self._errors("open"):
-                for _ in self._obstore.list(self._bucket, chunk_size=1):
-                    break
+            bucket.check()
         except StoreUnreachableError:
             if must_answer:
                 raise
@@ -181,7 +125,7 @@ class ObjectStore(RemoteStore):
                     if not _is_range_refused(error):
                         raise
                     head, meta = b"", self._obstore.head(self._bucket, _name_of(key))
-        except _AbsentError:
+        except AbsentError:
             self.metrics.miss(MISS_ABSENT)
             return None
         except StoreError:
@@ -195,7 +139,7 @@ class ObjectStore(RemoteStore):
         try:
             with self._errors("read"):
                 self._obstore.head(self._bucket, _name_of(key))
-        except _AbsentError:
+        except AbsentError:
             return False
         return True
 
@@ -203,7 +147,7 @@ class ObjectStore(RemoteStore):
         """Remove a record and return whether there was one. Further reads of it are refused."""
         if not self.contains(key):
             return False
-        with contextlib.suppress(_AbsentError), self._errors("delete from"):
+        with contextlib.suppress(AbsentError), self._errors("delete from"):
             self._obstore.delete(self._bucket, _name_of(key))
         return True
 
@@ -232,7 +176,7 @@ class ObjectStore(RemoteStore):
         try:
             with self._errors("read"):
                 return self._get(key, options)[0]
-        except _AbsentError as error:
+        except AbsentError as error:
             raise StoreError(
                 f"cannot read record {key} in {self.url}: it was deleted or replaced since it was "
                 "opened; open it again"
@@ -243,62 +187,6 @@ class ObjectStore(RemoteStore):
     def _get(self, key: ChunkKey, options: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
         answer = self._obstore.get(self._bucket, _name_of(key), options=options)
         return answer.bytes().to_bytes(), answer.meta
-
-    @contextlib.contextmanager
-    def _errors(self, action: str) -> Iterator[None]:
-        errors = self._errors_of
-        try:
-            yield
-        except (errors.BaseError, FileNotFoundError) as error:
-            text = _text_of(error)
-            where = f"cannot {action} {self.url}"
-            if "NoSuchBucket" in text or "ContainerNotFound" in text:
-                raise StoreError(
-                    f"{where}: there is no such bucket; make it, or check the name"
-                ) from error
-            if "TimeTooSkewed" in text:
-                raise StoreError(
-                    f"{where}: the clock of this machine differs too much from the server's; set it"
-                ) from error
-            if isinstance(
-                error, FileNotFoundError | errors.NotFoundError | errors.PreconditionError
-            ):
-                raise _AbsentError(f"{where}: {text}") from error
-            is_refused = isinstance(
-                error, errors.PermissionDeniedError | errors.UnauthenticatedError
-            ) or any(part in text for part in _REFUSALS)
-            text = text[:_MOST_TEXT]
-            if is_refused:
-                raise StoreError(
-                    f"{where}: access is refused ({text}); set {_CREDENTIALS[self._scheme]}, or "
-                    "have the rights extended"
-                ) from error
-            raise StoreUnreachableError(
-                f"{where}: {text}; check the endpoint and the network, then try again"
-            ) from error
-
-
-class _AbsentError(StoreError):
-    """The object does not exist, or is not the one that was opened."""
-
-
-def _check_endpoint(endpoint: str) -> None:
-    """Raise ParameterError for an endpoint that is no server's URL; the library would panic."""
-    try:
-        parts = urlsplit(endpoint)
-        is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port  # Out of range, or no number: ValueError.
-    except ValueError:
-        is_server = False
-    if not is_server or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
-        raise ParameterError(
-            f"endpoint is http://HOST:PORT or https://HOST:PORT; found {shown(endpoint)}"
-        )
-
-
-def _text_of(error: Exception) -> str:
-    """Return a library error's message as one line, without its internals."""
-    return " ".join(str(error).split("\n\nDebug source")[0].split())
 
 
 def _is_range_refused(error: Exception) -> bool:

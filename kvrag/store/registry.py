@@ -32,13 +32,15 @@ REMOTE: Table[type[RemoteStore]] = Table(
         "az": "kvrag.store.objects:ObjectStore",
         "http": "kvrag.store.http:HttpStore",
         "https": "kvrag.store.http:HttpStore",
+        "mooncake": "kvrag.store.mooncake:MooncakeStore",
     },
 )
 """Store classes for URLs with ``//``, by scheme."""
 
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
-    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT or tiered:URL|URL"
+    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT, mooncake://HOST:PORT or "
+    "tiered:URL|URL"
 )
 # An option that names a key, in a place where it would be part of a folder's or a prefix's name.
 _STRAY_KEY = re.compile(r"([&;,#\s][\w.-]*key[\w.-]*|key[\s_.-]*file)\s*=", re.IGNORECASE)
@@ -54,7 +56,8 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         in this process; ``redis://``, ``rediss://`` and ``unix://`` for Redis, with options
         ``?prefix=NAME&timeout=SECONDS``; ``s3://``, ``gs://`` and ``az://`` for a bucket, with
         ``?endpoint=URL&region=NAME&timeout=SECONDS``; ``http://`` and ``https://`` for a server
-        of ``kvrag serve-kv``, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``.
+        of ``kvrag serve-kv``, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``; ``mooncake://``
+        for a Mooncake master, with ``?segment=BYTES&host=NAME&protocol=rdma&metrics_port=PORT``.
 
         Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which the least recently used
         records are removed, and ``key_file=PATH``, a file with the key that encrypts records.

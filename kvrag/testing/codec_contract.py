@@ -278,7 +278,7 @@ class CodecContract:
         chunk = codec.open(KEY, BytesSource(bytes(record)), spec)
         chunk.read_layer(0)
         chunk.read_layer(1)
-        with pytest.raises(RecordError, match="block 2: checksum"):
+        with pytest.raises(RecordError, match=r"block \d+: checksum"):
             chunk.read_layer(2)
 
     @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from kvrag.cli import checkup
 from kvrag.cli.checkup import MINIMUM_VERSIONS, Finding
 from kvrag.codec.names import PLAIN
 from kvrag.fusion.policies.registry import POLICIES
-from kvrag.native import instruction_set, use_instruction_set
+from kvrag.native import REFERENCE, instruction_set, use_instruction_set
 from kvrag.store.registry import REMOTE
 from tests.cli.conftest import Run
 from tests.support.distributions import installed
@@ -47,6 +47,16 @@ def test_the_kernels_in_use_are_named(run: Run) -> None:
     finally:
         use_instruction_set(found)
     assert detail.startswith("scalar, for the codec and for attention (this processor runs: scalar")
+
+
+def test_it_says_what_is_lost_without_compiled_kernels(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.native.instruction_set", lambda: REFERENCE)
+    found = findings(run)["kernels"]
+    assert found.status == "warning"
+    assert found.detail.startswith("reference: numpy and torch compute")
+    assert "C++ compiler" in found.remedy
 
 
 def test_index_and_model(run: Run, index_folder: Path) -> None:

@@ -243,7 +243,7 @@ class TestNothingIsPassedOver:
             ("seed=x", "--set seed=x: seed: expected a whole number from 0, found 'x'"),
             ("k=0", "--set k=0: k: expected a whole number from 1, found 0"),
             ("json=yes", "--set json=yes: json: expected true or false, found 'yes'"),
-            ("index= ", "--set index= : index: expected a path, found ' '"),
+            ("index= ", "--set index= : index: expected a folder, found an empty path"),
             ("policy=none", "--set policy=none: policy was set before: --set policy=deviation"),
         ],
     )

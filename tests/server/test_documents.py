@@ -92,6 +92,56 @@ def test_what_is_refused(writable: Served, name: str, body: bytes, why: str) -> 
     assert not folder.exists() or list(folder.iterdir()) == []
 
 
+def read_again(served: Served, source: str) -> httpx.Response:
+    where = f"{served.url}/kvrag/documents"
+    return httpx.post(where, params={"source": source}, timeout=60)
+
+
+def test_a_file_is_read_again(writable: Served, tmp_path: Path) -> None:
+    index, path = writable.engine.index, tmp_path / "geese.md"
+    path.write_bytes(TEXT)
+    table = tmp_path / "table.csv"
+    table.write_text("name,place\nInes,Varn\nTomas,the tall clock\n")
+    index.add([path, table])
+    rows = [one for one in sources(writable) if one.startswith(str(table))]
+    assert len(rows) == 2
+    assert steps(read_again(writable, str(path)))[-1] == {"stage": "done", "num_chunks": 0}
+    path.write_bytes(TEXT.replace(b"three grey", b"seven white"))
+    assert steps(read_again(writable, str(path)))[-1] == {"stage": "done", "num_chunks": 1}
+    assert "seven white" in index.search("geese", 1)[0].chunk.text
+    table.write_text("name,place\nInes,Varn\nTomas,the low bridge\n")
+    assert steps(read_again(writable, rows[0]))[-1]["num_chunks"] == 1
+    listed = httpx.get(f"{writable.url}/kvrag/documents").json()["documents"]
+    assert {one["source"]: one["is_file"] for one in listed} == {
+        "ledger": False,
+        str(path): True,
+        **dict.fromkeys(rows, True),
+    }
+    path.unlink()
+    gone = steps(read_again(writable, str(path)))[-1]["error"]
+    assert "geese.md" in gone["message"]
+    assert str(tmp_path) not in gone["message"]
+    assert str(path) in sources(writable)  # the index keeps what it has read
+    for source in (str(path), *rows):
+        delete(writable, source)
+
+
+def test_what_cannot_be_read_again(writable: Served, served: Served, tmp_path: Path) -> None:
+    answer = read_again(writable, "ledger")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_a_file")
+    (tmp_path / "secret.md").write_text("No index has read this.")
+    for source in ("absent", "", str(tmp_path / "secret.md"), "/etc/passwd", "../x", "a#b"):
+        assert read_again(writable, source).status_code == 404
+    assert read_again(served, "ledger").status_code == 403
+    assert sources(writable) == ["ledger"]
+    evil = httpx.post(
+        f"{writable.url}/kvrag/documents",
+        params={"source": "ledger"},
+        headers={"Origin": "https://evil.example"},
+    )
+    assert evil.json()["error"]["code"] == "wrong_origin"
+
+
 def test_a_path_is_no_name(writable: Served) -> None:
     for name in ("..%2Fmodel%2Fx.md", "%2e%2e%2fx.md", "a/b.md"):
         assert put(writable, name, TEXT).status_code in (400, 404, 405)

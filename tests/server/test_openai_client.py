@@ -199,7 +199,6 @@ def test_the_models_are_listed(client: OpenAI) -> None:
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty", "does not support"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "does not support"),
-        ({"logprobs": True, "top_logprobs": 2}, "logprobs", "does not support"),
         ({"web_search_options": {}}, "web_search_options", "unknown parameter"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"n": 17}, "n", "less than or equal to 16"),
@@ -210,6 +209,11 @@ def test_the_models_are_listed(client: OpenAI) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role", "Input should be"),
         ({"stop": ["a", 3]}, "stop.1", "valid string"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": 3}}},
+            "tool_choice.function.name",
+            "valid string",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

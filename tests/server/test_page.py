@@ -19,6 +19,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
+from kvrag.server.documents import uploads_path
 from kvrag.server.history import history_path
 from tests.support.api_server import Served, serving
 from tests.support.browser import PHONE, NewPage, ask, browsing, serious_findings
@@ -385,6 +386,13 @@ def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Pat
         page.get_by_text("geese.md was added.").wait_for()
         page.get_by_text("1 passage, ").wait_for()
         assert serious_findings(page) == []
+        again = page.get_by_role("button", name="Read geese.md again")
+        again.click()
+        page.get_by_text("geese.md is as it was before.").wait_for()
+        (uploads_path(index.path) / "geese.md").write_text("She feeds seven white swans at dusk.")
+        again.click()
+        page.get_by_text("geese.md has changed, and was read again.").wait_for()
+        assert "seven white swans" in index.search("swans", 1)[0].chunk.text
         page.keyboard.press("Escape")
         page.get_by_text("1 document, 1 passage").wait_for()
         page.get_by_role("heading", name="Ask index").wait_for()
@@ -393,6 +401,11 @@ def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Pat
         page.get_by_role("button", name="Delete", exact=True).click()
         page.get_by_text("There are no documents yet.").wait_for()
         assert index.documents() == []
+        index.add([Document(source="note", text="A note that no file holds.")])
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_role("button", name="Delete note").wait_for()
+        assert page.get_by_role("button", name="Read note again").count() == 0
 
 
 @pytest.mark.slow

@@ -397,6 +397,7 @@ def test_a_request_that_is_given_up_while_it_is_fused(
 def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
     from kvrag.llms.vllm.plan import LoadPlan, Planner
     from kvrag.llms.vllm.scheduler_side import _misses_more
+    from kvrag.llms.vllm.transfer import Load
     from kvrag.llms.vllm.worker_side import WorkerSide
 
     model = KVModel.load(make_model(), tokenizer=make_tokenizer())
@@ -409,8 +410,9 @@ def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
         artefacts.close()
         assert isinstance(plan, LoadPlan)
         reports = []
-        for _ in range(2):
-            brought = worker._bring(plan)
+        load = Load("one", plan, (), 0, plan.num_tokens)
+        for salt in ("first", "second"):  # each is fused
+            brought = worker._bring(replace(load, plan=replace(plan, salt=salt)))
             assert brought.report is not None
             reports.append(brought.report)
             worker._index.on_demand.flush()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, Phi3Config
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
@@ -20,6 +21,7 @@ from kvrag.errors import (
     KVRagError,
     ParameterError,
     RecordError,
+    UnsupportedModelError,
 )
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm import versions
@@ -309,7 +311,9 @@ def _engine(**changes: Any) -> tuple[Any, Any]:
     """Return an engine's configuration as far as it is looked at."""
     values = {
         "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "hf_text_config": LlamaConfig(num_key_value_heads=2, num_attention_heads=4),
         "dtype": torch.float32,
         "cache_dtype": "auto",
         "groups": 1,
@@ -327,14 +331,15 @@ def test_a_set_up_that_stored_kv_does_not_fit_is_refused(served: Index) -> None:
     settings = ConnectorSettings(str(served.path))
     assert check_engine(*_engine(), settings).dtype == "float32"
     for changes, why in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size=4: the model has 2 key heads"),
+        ({"hf_text_config": Phi3Config(), "tensor_parallel_size": 2}, "models of type phi3"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"dtype": torch.bfloat16}, "dtype='float32'"),
         ({"cache_dtype": "fp8"}, "'fp8'"),
         ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
         ({"kv_load_failure_policy": "fail"}, "recompute"),
     ):
-        with pytest.raises(EngineError, match=why):
+        with pytest.raises((EngineError, UnsupportedModelError), match=why):
             check_engine(*_engine(**changes), settings)
 
 

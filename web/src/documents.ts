@@ -10,12 +10,14 @@ interface DocumentRow {
   title: string;
   num_chunks: number;
   num_tokens: number;
+  is_file: boolean;
 }
 
 interface Step {
   stage?: string;
   num_tokens_done?: number;
   num_tokens?: number;
+  num_chunks?: number;
   error?: { message: string };
 }
 
@@ -87,6 +89,9 @@ export class Documents {
         h("p", { class: "faint" }, `${count(one.num_chunks, "passage")}, ${count(one.num_tokens, "token")}`),
       ),
       this.about.can_upload &&
+        one.is_file &&
+        iconButton(`Read ${one.title} again`, ICONS.again, () => void this.readAgain(one)),
+      this.about.can_upload &&
         iconButton(`Delete ${one.title}`, ICONS.trash, () => void this.delete(one)),
     );
   }
@@ -105,22 +110,40 @@ export class Documents {
     this.changed();
   }
 
+  private async readAgain(one: DocumentRow): Promise<void> {
+    const where = `${ROOT}?source=${encodeURIComponent(one.source)}`;
+    await this.adding(one.title, async (tell) => {
+      const { num_chunks = 0 } = await send("POST", where, null, tell);
+      return num_chunks
+        ? `${one.title} has changed, and was read again.`
+        : `${one.title} is as it was before.`;
+    });
+  }
+
   private async upload(file: File): Promise<void> {
+    await this.adding(file.name, async (tell) => {
+      await send("PUT", `${ROOT}/${encodeURIComponent(file.name)}`, file, tell);
+      return `${file.name} was added.`;
+    });
+  }
+
+  /** Show the progress of a change that the server makes, and then what `change` says of it. */
+  private async adding(name: string, change: (tell: Tell) => Promise<string>): Promise<void> {
     if (this.isAdding) {
       clear(this.state, failure(new Problem("Another document is being added. Wait for it.", 400)));
       return;
     }
     this.isAdding = true;
-    const bar = h("progress", { max: 1, "aria-label": `Adding ${file.name}` });
+    const bar = h("progress", { max: 1, "aria-label": `Adding ${name}` });
     const words = h("p", { class: "faint" });
-    clear(this.state, h("p", {}, file.name), bar, words);
+    clear(this.state, h("p", {}, name), bar, words);
     try {
-      await send(file, (done, what) => {
+      const said = await change((done, what) => {
         if (done === null) bar.removeAttribute("value");
         else bar.value = done;
         words.textContent = what;
       });
-      clear(this.state, h("p", {}, `${file.name} was added.`));
+      clear(this.state, h("p", {}, said));
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
       clear(this.state, failure(error));
@@ -132,21 +155,28 @@ export class Documents {
   }
 }
 
-/** Send a file; `tell` gets the share that is done, null while that is unknown, and words. */
-async function send(file: File, tell: (done: number | null, what: string) => void): Promise<void> {
-  while ((await sendOnce(file, tell)) === 401) {
+/** Takes the share that is done, null while that is unknown, and words. */
+type Tell = (done: number | null, what: string) => void;
+
+/** Ask for a change; return its last step. */
+async function send(method: string, path: string, file: File | null, tell: Tell): Promise<Step> {
+  for (;;) {
+    const step = await sendOnce(method, path, file, tell);
+    if (step) return step;
     if (!(await newKey())) throw new Problem("The server asks for a key", 401);
   }
 }
 
-/** `fetch` says nothing about what is sent so far, so this is the older way. */
+/** The last step, or null if a key is missing. `fetch` says nothing about what is sent so far. */
 function sendOnce(
-  file: File,
-  tell: (done: number | null, what: string) => void,
-): Promise<number> {
+  method: string,
+  path: string,
+  file: File | null,
+  tell: Tell,
+): Promise<Step | null> {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
-    request.open("PUT", `${ROOT}/${encodeURIComponent(file.name)}`);
+    request.open(method, path);
     for (const [name, value] of Object.entries(authorization())) request.setRequestHeader(name, value);
     request.setRequestHeader("Content-Type", "application/octet-stream");
     request.upload.onprogress = ({ loaded, total }) =>
@@ -158,7 +188,8 @@ function sendOnce(
     request.onload = () => {
       const { status } = request;
       const step = lastStep(request.responseText);
-      if (status === 401 || (status === 200 && step.stage === "done")) resolve(status);
+      if (status === 401) resolve(null);
+      else if (status === 200 && step.stage === "done") resolve(step);
       else reject(new Problem(step.error?.message ?? "The document was not added.", status));
     };
     request.send(file);

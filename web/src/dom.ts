@@ -50,6 +50,7 @@ export const ICONS = {
   send: "M8 13V3.5M4 7l4-4 4 4",
   stop: "M5 5h6v6H5z",
   plus: "M8 3v10M3 8h10",
+  again: "M13 8a5 5 0 1 1-1.5-3.6M13 2v3h-3",
   trash: "M3 4.5h10M6.5 4V2.5h3V4M4.5 4.5l.5 9h6l.5-9",
   pencil: "M3 13l.7-2.8 7-7 2.1 2.1-7 7z",
   dots: "M3.5 8h.01M8 8h.01M12.5 8h.01",

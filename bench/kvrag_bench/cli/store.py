@@ -13,7 +13,7 @@ from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
-_PARTS = ("reads", "readers", "million", "crash", "soak", "drip")
+_PARTS = ("reads", "readers", "million", "crash", "soak", "drip", "shared")
 
 
 def bench_store(
@@ -23,14 +23,15 @@ def bench_store(
             help="What to run, with commas: reads (warm reads over a plain copy of a mapping), "
             "readers (many threads at once), million (a catalog and store of small chunks), crash "
             "(processes killed at random moments), soak (many queries), drip (clients of serve-kv "
-            "among others that only hold connections)."
+            "among others that only hold connections), shared (a shared index of small chunks)."
         ),
     ] = ",".join(_PARTS),
     store: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Store of reads and readers; it keeps the bench's records. Default: a folder.",
+            help="Store of reads and readers, which keeps the bench's records, or URL of a shared "
+            "index, where there must be none yet. Default: a folder.",
             show_default=False,
         ),
     ] = None,
@@ -53,7 +54,7 @@ def bench_store(
         int, typer.Option(min=1, help="Threads of readers.", rich_help_panel=o.TUNING)
     ] = 64,
     chunks: Annotated[
-        int, typer.Option(min=2, help="Chunks of million.", rich_help_panel=o.TUNING)
+        int, typer.Option(min=2, help="Chunks of million and shared.", rich_help_panel=o.TUNING)
     ] = 1_000_000,
     kills: Annotated[
         int, typer.Option(min=3, help="Processes that crash kills.", rich_help_panel=o.TUNING)
@@ -107,6 +108,11 @@ def bench_store(
                 from kvrag_bench.store.reads import measure_readers
 
                 found[part] = measure_readers(url, records, layer_bytes, threads, 20 * threads)
+            elif part == "shared":
+                from kvrag_bench.store.shared import measure_shared
+
+                there = store or f"file://{place / part}/bucket"
+                found[part] = measure_shared(place / part, there, chunks, say)
             elif part == "drip":
                 from kvrag_bench.store.drip import measure_drip
 

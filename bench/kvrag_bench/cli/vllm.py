@@ -44,6 +44,14 @@ def bench_vllm(
             min=1, help="Tokens of each document of shuffled and steady.", rich_help_panel=o.TUNING
         ),
     ] = 250,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that share the model's heads (tensor parallelism).",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 1,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time fused prompts in vLLM, against its own prefill and prefix caching (random weights)."""
@@ -65,6 +73,7 @@ def bench_vllm(
         shuffled_queries=shuffled_queries,
         steady_queries=steady_queries,
         document_tokens=document_tokens,
+        workers=workers,
     )
     found: dict[str, Any] = {}
     with console.progress("measuring") as say, serving(options, say) as served:
@@ -113,7 +122,7 @@ def _print(part: str, rows: Sequence[Any]) -> None:
                 seconds(row.seconds),
                 seconds(row.fuse_seconds),
                 f"{row.speedup:.1f}x",
-                f"{row.cpu_speedup:.1f}x",
+                "" if row.cpu_speedup is None else f"{row.cpu_speedup:.1f}x",
             )
             for row in rows
         ]

@@ -44,6 +44,8 @@ class ServingOptions:
         tokens of each.
     steady_queries
         Queries of the long run.
+    workers
+        Processes that share the model's heads; several keep each head of a record apart.
     """
 
     shape: str = "100m"
@@ -55,6 +57,7 @@ class ServingOptions:
     documents_each: int = 4
     document_tokens: int = 250
     steady_queries: int = 1000
+    workers: int = 1
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.repeats, self.documents_each, self.document_tokens)
@@ -150,11 +153,15 @@ def serving(options: ServingOptions, say: Callable[[str], None]) -> Iterator[Ser
             dtype="float32",
             embedding="hashing",
             chunk_tokens=longest,
+            codec="raw" if options.workers == 1 else "raw-heads",
         ) as index:
             del model
             say("starting vLLM")
             settings = ConnectorSettings(str(folder / "index"))
-            transport = start_engine(
-                settings, {"enforce_eager": True, "max_num_seqs": 8, "disable_log_stats": True}
-            )
+            arguments = {"enforce_eager": True, "max_num_seqs": 8, "disable_log_stats": True}
+            if options.workers > 1:
+                # By itself, vLLM's CPU build gives each worker a separate memory node.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                arguments["tensor_parallel_size"] = options.workers
+            transport = start_engine(settings, arguments)
             yield Served(index, transport)

@@ -60,7 +60,7 @@ def measure_million(
     with closing(Catalog.create(path)) as catalog:
         for first in range(0, num_chunks, _CHUNKS_PER_DOCUMENT):
             last = min(first + _CHUNKS_PER_DOCUMENT, num_chunks)
-            source = _source(first)
+            source = source_of(first)
             rows = [_row(number) for number in range(first, last)]
             catalog.apply(Change(put=[(source, None, "0" * 40, {}, rows)]))
             if first % 100_000 == 0:
@@ -95,7 +95,7 @@ def measure_million(
 
 
 def _look_up(catalog: Catalog, store: FileStore, number: int) -> None:
-    found = catalog.chunk_and_keys(_chunk(number).chunk_id)
+    found = catalog.chunk_and_keys(chunk_number(number).chunk_id)
     assert found is not None
     chunk, (digest,) = found
     key = key_number(number)
@@ -113,12 +113,14 @@ def _content(number: int) -> bytes:
     return hashlib.shake_128(b"%d" % number).digest(_RECORD_BYTES)
 
 
-def _source(number: int) -> str:
+def source_of(number: int) -> str:
+    """Return the document of a chunk, by the chunk's number."""
     return f"document-{number - number % _CHUNKS_PER_DOCUMENT}"
 
 
-def _chunk(number: int) -> Chunk:
-    source, ordinal = _source(number), number % _CHUNKS_PER_DOCUMENT
+def chunk_number(number: int) -> Chunk:
+    """Return the chunk with a number: 32 tokens, and a sentence of text."""
+    source, ordinal = source_of(number), number % _CHUNKS_PER_DOCUMENT
     text = f"Chunk {number} of a large body of documents, a sentence long."
     return Chunk(
         chunk_id=chunk_id_of(source, ordinal, text),
@@ -131,4 +133,4 @@ def _chunk(number: int) -> Chunk:
 
 
 def _row(number: int) -> ChunkRow:
-    return ChunkRow(_chunk(number), [key_number(number)], np.zeros(8, dtype=np.float32))
+    return ChunkRow(chunk_number(number), [key_number(number)], np.zeros(8, dtype=np.float32))

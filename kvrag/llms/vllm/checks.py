@@ -10,6 +10,7 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES
 from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.models.shards import check_shards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,19 +25,22 @@ def check_engine(
     Raises
     ------
     EngineError
-        If the engine splits the model, caches another type of KV, runs the model in another dtype
+        If the engine splits prompts, caches another type of KV, runs the model in another dtype
         than the index, or is otherwise set up so that stored KV does not fit.
+    UnsupportedModelError
+        If the model's heads cannot be shared by the engine's workers.
     IndexNotFoundError, IndexFormatError
         If there is no index, or its configuration is damaged.
     """
     config = IndexConfig.load(arguments.resolved_path(settings.index, "index"))
     parallel = vllm_config.parallel_config
-    for what, size in (
-        ("tensor_parallel_size", parallel.tensor_parallel_size),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-    ):
-        if size != 1:
-            raise EngineError(f"{what}={size}: kvrag writes only whole models' KV; set it to 1")
+    check_shards(vllm_config.model_config.hf_text_config, parallel.tensor_parallel_size)
+    for what in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(parallel, what)) != 1:
+            raise EngineError(
+                f"{what}={size}: each worker would have a part of the tokens, but kvrag writes "
+                "all of a prompt's to each; set it to 1"
+            )
     found = vllm_config.model_config.dtype
     if found != DTYPES[config.dtype]:
         raise EngineError(
@@ -45,7 +49,11 @@ def check_engine(
         )
     cache_type = vllm_config.cache_config.cache_dtype
     if cache_type not in ("auto", config.dtype):
-        raise EngineError(f"kv_cache_dtype={cache_type!r}: stored KV fits only 'auto'")
+        raise EngineError(
+            f"kv_cache_dtype={cache_type!r}: the engine would round fused KV to {cache_type} with "
+            "scales that fit other prompts, and answers would no longer be those that kvrag "
+            "measures; set it to 'auto'"
+        )
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise EngineError(
             "the engine has separate caches for several kinds of layers, which kvrag does not "

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -27,13 +28,13 @@ from kvrag.errors import EngineError
 from kvrag.llms.vllm.checks import check_engine
 from kvrag.llms.vllm.scheduler_side import SchedulerSide
 from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.sharing import connected_part
 from kvrag.llms.vllm.transfer import StepMetadata, StepOutcome
 from kvrag.llms.vllm.versions import require_tested
 from kvrag.llms.vllm.weights import fusing_model
 from kvrag.llms.vllm.worker_side import Pages, WorkerSide
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -69,8 +70,9 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(settings)
         else:
-            model = fusing_model(vllm_config, index_config)
-            self._worker_side = WorkerSide(settings, model)
+            part = connected_part(torch.device(vllm_config.device_config.device))
+            model = fusing_model(vllm_config, index_config, part.heads)
+            self._worker_side = WorkerSide(settings, model, part)
 
     def shutdown(self) -> None:
         for side in (self._scheduler_side, self._worker_side):

@@ -14,6 +14,7 @@ from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions, checked_batch
+from kvrag.engine.routing import route_key
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.report import FusionReport
@@ -149,6 +150,7 @@ class VLLMEngine:
             min(asked.max_tokens, left),
             asked.sampling,
             tuple(asked.stop),
+            route=route_key(layout.chunk_ids),
             # Only a stream can be stopped at the timeout.
             is_streamed=is_streamed or timeout_seconds is not None,
         )
@@ -211,6 +213,11 @@ def _check_servable(asked: Request) -> None:
         raise ParameterError(
             "a constraint (response_format, or a forced call) is applied where tokens are drawn: "
             "leave it out, or answer with KVEngine"
+        )
+    if asked.logprobs is not None:
+        raise ParameterError(
+            f"logprobs {asked.logprobs}: kvrag does not read them from vLLM; leave it out, or "
+            "answer with KVEngine"
         )
     if asked.explain:
         raise ParameterError(

@@ -11,6 +11,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from kvrag.arguments import shown
+from kvrag.engine.routing import ROUTE_HEADER
 from kvrag.errors import EngineError, ParameterError
 from kvrag.llms.vllm.settings import PARAMS
 from kvrag.llms.vllm.transports import EngineRequest, Piece
@@ -61,11 +62,11 @@ class HTTPServer:
         """Yield an answer piece by piece; see `Transport`."""
         body = self._body(request)
         if not request.is_streamed:
-            yield self._whole(body)
+            yield self._whole(body, request.route)
             return
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         finish_reason = None
-        with self._open("/completions", body) as response:
+        with self._open("/completions", body, request.route) as response:
             for values in self._events(response):
                 if "error" in values:
                     raise EngineError(f"{self._base_url}: {str(values['error'])[:_MAX_REASON]}")
@@ -78,8 +79,8 @@ class HTTPServer:
                         "", usage["completion_tokens"], finish_reason, None, _num_cached(usage)
                     )
 
-    def _whole(self, body: Mapping[str, Any]) -> Piece:
-        with self._open("/completions", body) as response:
+    def _whole(self, body: Mapping[str, Any], route: str) -> Piece:
+        with self._open("/completions", body, route) as response:
             values = self._json(response.read())
         (choice,) = values["choices"]
         return Piece(
@@ -112,8 +113,10 @@ class HTTPServer:
             ) from error
         raise EngineError(f"{self._base_url} ended its answer too early; ask again")
 
-    def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
+    def _open(self, path: str, body: Mapping[str, Any] | None, route: str = "") -> HTTPResponse:
         headers = {"Content-Type": "application/json"}
+        if route:
+            headers[ROUTE_HEADER] = route
         if key := os.environ.get(API_KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()

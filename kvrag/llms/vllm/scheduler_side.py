@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,15 @@ class _Known:
     request: Request
     plan: LoadPlan | None
     reason: str = ""
-    report: FusionReport | None = None
+    reports: dict[int, FusionReport | None] = field(default_factory=dict)
     num_loaded: int = 0
+    has_own_salt: bool = False
+
+    def take_own_salt(self) -> None:
+        """Let no other request find the rows: they are not those of the plan's salt."""
+        if not self.has_own_salt:
+            self.has_own_salt = True
+            _add_salt(self.request, self.request.request_id)
 
 
 class SchedulerSide:
@@ -96,32 +104,32 @@ class SchedulerSide:
 
     def note(self, outcome: StepOutcome) -> None:
         """Take the worker's results of the loads that have ended."""
-        for request_id, report in outcome.reports.items():
+        for request_id, reports in outcome.reports.items():
             if (known := self._known.get(request_id)) is not None:
-                known.report = report
-                if report is not None and _misses_more(report, known.plan):
-                    # A lost chunk was computed instead, so these are not the salt's rows.
-                    _add_salt(known.request, request_id)
+                known.reports.update(reports)
+                if any(report and _misses_more(report, known.plan) for report in reports.values()):
+                    # A lost chunk was computed instead.
+                    known.take_own_salt()
         for request_id, reason in outcome.failures.items():
             if (known := self._known.get(request_id)) is not None:
-                # Offered again, the rows would fail again. So the engine computes the prompt, and
-                # its rows are not the salt's.
+                # Offered again, the rows would fail again. So the engine computes the prompt.
                 known.plan, known.reason, known.num_loaded = None, reason, 0
-                _add_salt(known.request, request_id)
+                known.take_own_salt()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return kvrag's part of the response, or None."""
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
-        report = known.report
-        return {
-            PARAMS: {
-                "num_loaded": known.num_loaded,
-                "report": None if report is None else _whole(report, request).to_dict(),
-                "computed_because": known.reason,
-            }
+        reports = [one for _, one in sorted(known.reports.items()) if one is not None]
+        said: dict[str, Any] = {
+            "num_loaded": known.num_loaded,
+            "report": _whole(reports, request).to_dict() if reports else None,
+            "computed_because": known.reason,
         }
+        if len(reports) > 1:
+            said["bytes_by_worker"] = [report.bytes_loaded for report in reports]
+        return {PARAMS: said}
 
 
 def _misses_more(report: FusionReport, plan: LoadPlan | None) -> bool:
@@ -130,14 +138,19 @@ def _misses_more(report: FusionReport, plan: LoadPlan | None) -> bool:
     return sum(report.misses.values()) > sum(planned.values())
 
 
-def _whole(report: FusionReport, request: Request) -> FusionReport:
-    """Return the report for a whole prompt, including the tokens that the engine computed."""
+def _whole(reports: Sequence[FusionReport], request: Request) -> FusionReport:
+    """Return the report for a whole prompt, including the tokens that the engine computed.
+
+    It is the last pipeline stage's, with the bytes of all workers.
+    """
+    report = max(reports, key=lambda one: len(one.rows_by_layer))
     num_more = request.num_prompt_tokens - report.num_tokens
     return replace(
         report,
         num_tokens=request.num_prompt_tokens,
         num_fresh=report.num_fresh + num_more,
         rows_by_layer=tuple(rows + num_more for rows in report.rows_by_layer),
+        bytes_loaded=sum(one.bytes_loaded for one in reports),
     )
 
 

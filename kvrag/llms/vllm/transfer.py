@@ -51,15 +51,20 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes
     ----------
     reports
-        For each loaded request, the fusion's report; None for KV that was fused before.
+        For each loaded request, the fusion's report of each worker, by the worker's number; None
+        for KV that was fused before.
     failures
         For each failed request, the reason; the engine computes its prompt.
     """
 
-    reports: dict[str, FusionReport | None] = field(default_factory=dict)
+    reports: dict[str, dict[int, FusionReport | None]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return both outcomes combined."""
         assert isinstance(other, StepOutcome)
-        return StepOutcome({**self.reports, **other.reports}, {**self.failures, **other.failures})
+        reports = {
+            request_id: {**self.reports.get(request_id, {}), **other.reports.get(request_id, {})}
+            for request_id in {**self.reports, **other.reports}
+        }
+        return StepOutcome(reports, {**self.failures, **other.failures})

@@ -23,6 +23,8 @@ class EngineRequest:
         See `kvrag.engine.request.Request`.
     ignore_end
         Whether the answer continues after an end-of-text token.
+    route
+        The prompt's key for a proxy before several servers (`kvrag.engine.routing`).
     is_streamed
         Whether to send pieces as they are generated; a server sends kvrag's report only with a
         whole answer.
@@ -34,6 +36,7 @@ class EngineRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     ignore_end: bool = False
+    route: str = ""
     is_streamed: bool = True
 
     def sampling_values(self) -> dict[str, Any]:

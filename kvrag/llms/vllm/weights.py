@@ -21,6 +21,8 @@ from kvrag.kvcache import DTYPES
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, load_weights
 from kvrag.models.packed import pack_linears
+from kvrag.models.ranks import Ranks
+from kvrag.models.shards import load_shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,20 +41,30 @@ def lend_model(vllm_config: VllmConfig, model: nn.Module) -> None:
     _lent[vllm_config.instance_id] = model
 
 
-def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig) -> KVModel:
+def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig, heads: Ranks) -> KVModel:
     """Return the model that fuses for an engine.
 
     It shares the engine's weights if `lend_model` was called for the engine and the weights' hash
-    is that of the index. Otherwise it is loaded a second time, and a log message says so.
+    is that of the index. Otherwise it is loaded a second time, and a log message says so. Workers
+    that share heads each load theirs: of parts, no hash could be compared.
+
+    Parameters
+    ----------
+    vllm_config, index_config
+        The configurations of engine and index.
+    heads
+        The workers that share the model's heads.
 
     Raises
     ------
     ModelLoadError, UnsupportedModelError
-        If it cannot be loaded.
+        If it cannot be loaded, or split.
     """
     path: str = vllm_config.model_config.model
     device = torch.device(vllm_config.device_config.device)
     model = _lent.pop(vllm_config.instance_id, None)
+    if heads.size > 1:
+        return load_shard(path, DTYPES[index_config.dtype], device, heads)
     try:
         if model is None:
             raise NotShareableError(

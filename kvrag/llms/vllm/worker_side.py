@@ -9,25 +9,29 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvrag.codec.base import EncodedChunk
+from kvrag.codec.heads import HeadRange
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import EngineError
+from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.report import FusionReport
+from kvrag.fusion.slices import StoppedError
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.cores import PROCESS_CORES
-from kvrag.llms.vllm.plan import LoadPlan
 from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.sharing import Part
 from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
 from kvrag.models.kv_model import KVModel
 
@@ -39,24 +43,44 @@ _WRITE_SECONDS = 0.005
 """How long rows are written after a step while a batch runs; at least one layer."""
 
 
-@dataclass(frozen=True)
 class Brought:
-    """The first rows of a prompt, to be written into the engine's cache.
+    """The first rows of a prompt, to be written into the engine's cache, perhaps several times.
 
-    Attributes
+    Parameters
     ----------
     keys, values
-        For each layer ``[H, n, D]``; keys are placed.
+        For each layer of the model ``[H, n, D]``, of this worker's heads; keys are placed. Only
+        the worker's own layers are used.
     report
         The fusion's report; None for KV that was fused before.
-    release
-        Releases the memory after the rows are written.
+    free
+        Frees the memory.
     """
 
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-    report: FusionReport | None
-    release: Callable[[], None]
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        report: FusionReport | None,
+        free: Callable[[], None],
+    ) -> None:
+        self.keys, self.values, self.report = keys, values, report
+        self._free = free
+        self._lock = threading.Lock()
+        self._num_holders = 1
+
+    def hold(self) -> None:
+        """Add a holder, besides those that have not released it yet."""
+        with self._lock:
+            self._num_holders += 1
+
+    def release(self) -> None:
+        """Remove a holder; the last one frees the memory."""
+        with self._lock:
+            self._num_holders -= 1
+            is_last = self._num_holders == 0
+        if is_last:
+            self._free()
 
 
 class Pages:
@@ -75,19 +99,28 @@ class Pages:
     ----------
     block_size
         Number of tokens in a block.
+    layers
+        Numbers of the layers that this worker has, counted through the whole model.
+
+    Raises
+    ------
+    EngineError
+        If a layer's name has no number, or the numbers are not consecutive.
     """
 
     def __init__(
         self, layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor], block_size: int
     ) -> None:
         self._layers = layers
-        self._caches = {name: caches[name] for name in sorted(caches, key=_layer_index)}
+        self._caches = {_layer_index(name): name for name in caches}
+        self._tensors = caches
         self.block_size = block_size
-
-    @property
-    def num_layers(self) -> int:
-        """L, the number of layers."""
-        return len(self._caches)
+        self.layers = range(min(self._caches), max(self._caches) + 1)
+        if len(caches) != len(self.layers):
+            raise EngineError(
+                f"the engine has {len(caches)} caches for the layers {self.layers.start} to "
+                f"{self.layers.stop - 1}: kvrag needs one for each layer"
+            )
 
     def write(self, load: Load, brought: Brought) -> Iterator[None]:
         """Write a request's rows, and yield between layers.
@@ -97,10 +130,10 @@ class Pages:
         rows = torch.arange(load.start, load.end)
         blocks = torch.tensor(load.block_ids)
         slots = blocks[rows // self.block_size] * self.block_size + rows % self.block_size
-        for index, (name, cache) in enumerate(self._caches.items()):
-            if index:
+        for index in self.layers:
+            if index > self.layers.start:
                 yield
-            layer = self._layers[name]
+            cache, layer = self._tensors[self._caches[index]], self._layers[self._caches[index]]
             # [H, n, D] -> [n, H, D], the shape of the engine's own projections.
             keys, values = (
                 one[index][:, load.start : load.end].transpose(0, 1).contiguous().to(cache.device)
@@ -126,7 +159,9 @@ class WorkerSide:
     settings
         The operator's settings.
     model
-        The model that fuses.
+        The model that fuses: of several workers that share its heads, this one's part.
+    part
+        What this worker has of the engine's model.
 
     Raises
     ------
@@ -134,37 +169,49 @@ class WorkerSide:
         If it is not the model that the index was made with.
     """
 
-    def __init__(self, settings: ConnectorSettings, model: KVModel) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, model: KVModel, part: Part | None = None
+    ) -> None:
+        self._part = part or Part()
+        self._model = model
         self._index = Index.open(Path(settings.index), model=model, store=settings.store)
         self._engine = KVEngine(self._index, links="off", load_threads=2)
         self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
         self._running: dict[str, tuple[Load, Future[Brought]]] = {}
-        self._writing: dict[str, Iterator[None]] = {}
+        self._abandoned: set[str] = set()
+        # What was fused last, by its salt: the other answers to one request (n > 1) want it next.
+        self._last: tuple[str, Brought] | None = None
+        self._writing: dict[str, Generator[None, None, None]] = {}
         self._is_idle = False
         self._outcome = StepOutcome()
 
     def use_pages(self, pages: Pages) -> None:
         """Use the engine's cache. Raise EngineError if it is not for the index's model."""
         expected = self._index.config.num_layers
-        if pages.num_layers != expected:
+        first, end = self._part.workers.most([-pages.layers.start, pages.layers.stop])
+        if (-first, end) != (0, expected):
             raise EngineError(
-                f"the engine caches KV of {pages.num_layers} layers, but the index's model has "
-                f"{expected}: serve the index's model"
+                f"the engine caches KV of the layers {-first} to {end - 1}, but the index's model "
+                f"has {expected} layers: serve the index's model"
             )
+        # A pipeline's stage computes the layers before its own too, for what these begin with.
+        self._model.layer_stop = pages.layers.stop
         self._pages = pages
 
     def close(self) -> None:
         """Finish running loads, and close the index and the artefact store."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._last is not None:
+            self._last[1].release()
         self._artefacts.close()
         self._index.close()
 
     def start(self, step: StepMetadata) -> None:
         """Begin the loads of a step; if the engine is idle, wait for them a little."""
         for load in step.loads:
-            self._running[load.request_id] = (load, self._submit(load.plan))
+            self._running[load.request_id] = (load, self._submit(load))
         self._is_idle = step.is_idle
         # A partly written request can be finished without waiting.
         if step.is_idle and self._running and not self._writing:
@@ -180,19 +227,24 @@ class WorkerSide:
         Parameters
         ----------
         abandoned
-            Requests that the engine has given up.
+            Requests that the engine has given up: their fusing ends after the present layer.
         """
+        ended, failed = set(), set()
         for request_id in abandoned:
             if request_id in self._running:
-                self._running[request_id][1].cancel()
+                self._abandoned.add(request_id)
+            elif request_id in self._writing:
+                self._writing.pop(request_id).close()
+                ended.add(request_id)
         for request_id in [name for name, (_, future) in self._running.items() if future.done()]:
             self._writing[request_id] = self._write(*self._running.pop(request_id))
         until = math.inf if self._is_idle else time.perf_counter() + _WRITE_SECONDS
-        ended, failed = set(), set()
         for request_id, writing in list(self._writing.items()):
             try:
                 if not all(time.perf_counter() < until for _ in writing):
                     break
+            except StoppedError:
+                pass  # the engine has given it up
             except Exception as error:
                 # No error may stop the engine: it can compute the prompt itself.
                 logger.warning("request %s is computed: %s", request_id, error)
@@ -207,33 +259,73 @@ class WorkerSide:
         outcome, self._outcome = self._outcome, StepOutcome()
         return outcome if outcome.reports or outcome.failures else None
 
-    def _submit(self, plan: LoadPlan) -> Future[Brought]:
+    def _submit(self, load: Load) -> Future[Brought]:
         try:
-            return self._threads.submit(self._bring, plan)
+            return self._threads.submit(self._bring, load)
         except RuntimeError as error:  # no thread is available: the load fails
             failed: Future[Brought] = Future()
             failed.set_exception(error)
             return failed
 
-    def _write(self, load: Load, future: Future[Brought]) -> Iterator[None]:
-        if future.cancelled():
-            return
+    def _write(self, load: Load, future: Future[Brought]) -> Generator[None, None, None]:
+        self._abandoned.discard(load.request_id)
         brought = future.result()
         try:
             assert self._pages is not None
             yield from self._pages.write(load, brought)
-            self._outcome.reports[load.request_id] = brought.report
+            self._outcome.reports[load.request_id] = {self._part.workers.rank: brought.report}
         finally:
             brought.release()
 
-    def _bring(self, plan: LoadPlan) -> Brought:
+    def _bring(self, load: Load) -> Brought:
+        """Return a request's rows. All workers have them, or each raises an error."""
+        last, self._last = self._last, None
+        if last is not None and last[0] == load.plan.salt:
+            # All workers fuse in the same order, so they agree on this.
+            last[1].hold()
+            self._last = last
+            return last[1]
+        if last is not None:
+            last[1].release()
+        brought: Brought | None = None
+        failure: Exception | None = None
+        try:
+            brought = self._bring_part(load)
+        except Exception as error:
+            failure = error
+        report = None if brought is None else brought.report
+        misses = 0 if report is None else sum(report.misses.values())
+        failed, most, least = self._part.workers.most([failure is not None, misses, -misses])
+        if failure is not None:
+            raise failure
+        assert brought is not None
+        if failed or most != -least:
+            brought.release()
+            raise EngineError("the engine's workers do not all have the prompt's KV")
+        planned = load.plan.layout.misses if load.plan.layout is not None else {}
+        if misses <= sum(planned.values()):  # otherwise these are not the salt's rows
+            brought.hold()
+            self._last = load.plan.salt, brought
+        return brought
+
+    def _bring_part(self, load: Load) -> Brought:
+        plan, heads = load.plan, self._part.head_range(self._index.config.num_kv_heads)
+
+        def is_wanted() -> bool:
+            (is_abandoned,) = self._part.heads.most([load.request_id in self._abandoned])
+            return not is_abandoned
+
         if plan.artefact is not None:
             kv = self._artefacts.load(plan.artefact, plan.num_tokens)
-            return Brought(list(kv.keys), list(kv.values), None, lambda: None)
+            keys, values = kv.keys[:, heads], kv.values[:, heads]
+            return Brought(list(keys), list(values), None, lambda: None)
         assert plan.layout is not None
-        open_kv = self._index.on_demand.opener(self._index.open_kv, plan.layout)
+        is_whole = self._part.heads.size == 1
+        open_kv = self._index.on_demand.opener(self._index.open_kv, plan.layout, makes=is_whole)
+        if not is_whole:
+            open_kv = _of_heads(open_kv, heads)
         prompt = PlacedPrompt(plan.layout, open_kv)
-        fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1)
+        fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1, is_wanted=is_wanted)
         if fused.kv.storage.is_cuda:
             # The engine writes from another thread, and perhaps on another stream.
             torch.cuda.current_stream(fused.kv.storage.device).synchronize()
@@ -243,6 +335,16 @@ class WorkerSide:
             fused.report,
             lambda: self._engine.give_back(fused),
         )
+
+
+def _of_heads(open_kv: OpenKV, heads: slice) -> OpenKV:
+    """Return what opens only some heads of the records that `open_kv` opens."""
+
+    def open_part(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
+        record = open_kv(chunk_id, context_ids)
+        return None if record is None else HeadRange(record, heads)
+
+    return open_part
 
 
 def _use_all_cores() -> None:

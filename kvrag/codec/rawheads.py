@@ -1,0 +1,126 @@
+"""The codec that stores KV as `raw` does, each key head in separate blocks.
+
+A process that has some of a model's heads then reads only theirs: in each layer one stretch of
+bytes, with the checksums of its blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import Destination, check_kv, check_layer_index
+from kvrag.codec.container import ByteSource, RecordReader, write_record
+from kvrag.codec.header import padded_size
+from kvrag.codec.names import RAW_HEADS
+from kvrag.codec.opened import OpenedRecord
+from kvrag.codec.raw import bytes_of
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+
+# Models with more layers and heads than that get blocks of several heads, so that a header stays
+# below 25 KB.
+_MAX_BLOCKS = 1024
+
+
+class RawHeadsChunk(OpenedRecord):
+    """An opened record of the codec (an `EncodedChunk`)."""
+
+    def __init__(self, reader: RecordReader) -> None:
+        super().__init__(reader)
+        self._spec = reader.header.spec
+        self._num_groups = len(reader.header.blocks) // self._spec.num_layers
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
+
+        Raises
+        ------
+        RecordError
+            If the layer's bytes are not those that were written.
+        StoreError
+            If the store cannot deliver them.
+        ParameterError
+            If the layer does not exist.
+        """
+        return self.read_heads(layer_index, slice(0, self._spec.num_kv_heads))
+
+    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[H', T, D]`` of some heads, reading only the blocks they are in.
+
+        Raises as `read_layer` does.
+        """
+        spec = self._spec
+        check_layer_index(layer_index, spec.num_layers)
+        each = spec.num_kv_heads // self._num_groups
+        groups = range(heads.start // each, -(-heads.stop // each))
+        first = layer_index * self._num_groups
+        blocks = range(first + groups.start, first + groups.stop)
+        size = 2 * each * self.num_tokens * spec.head_dim
+        padded = padded_size(size * spec.dtype.itemsize)
+        content = self._reader.room(len(groups) * padded)
+        self._reader.read_blocks(blocks, memoryview(content))
+        # Not inference tensors, even if the caller is in inference mode: others may use them.
+        with torch.inference_mode(False), torch.no_grad():
+            rows = torch.frombuffer(content, dtype=torch.uint8).view(len(groups), padded)
+            both = rows[:, : size * spec.dtype.itemsize].contiguous().view(spec.dtype)
+            shape = (len(groups), 2, each, self.num_tokens, spec.head_dim)
+            keys, values = both.view(shape).transpose(0, 1).flatten(1, 2)
+        wanted = slice(heads.start - groups.start * each, heads.stop - groups.start * each)
+        return keys[wanted], values[wanted]
+
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
+        """Read one layer into the fused buffer. Raises as `read_layer` does."""
+        keys, values = self.read_layer(layer_index)
+        for one in into:
+            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
+            one.values.copy_(values[:, one.tokens])
+
+
+class RawHeadsCodec:
+    """Stores KV uncompressed, head by head: what is read equals the model's output."""
+
+    name = label = RAW_HEADS
+
+    def __init__(self) -> None:
+        if sys.byteorder != "little":
+            raise ParameterError(f"codec {self.name!r} needs a little-endian machine; this is none")
+
+    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+        """Return the record of `kv`; parameters and errors as in `RawCodec.encode`."""
+        spec = check_kv(kv)
+        num_groups = _num_groups(spec)
+        blocks = [
+            tuple(
+                bytes_of(group)
+                for layer in (kv.keys[layer_index], kv.values[layer_index])
+                for group in [layer.chunk(num_groups)[number]]
+            )
+            for layer_index in range(spec.num_layers)
+            for number in range(num_groups)
+        ]
+        return write_record(
+            key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
+        )
+
+    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> RawHeadsChunk:
+        """Read and check the header of a record. Raises as `RawCodec.open` does."""
+        return self.open_record(RecordReader(source, key), spec)
+
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> RawHeadsChunk:
+        """Open a record whose header has been read. Raises as `open` does."""
+        reader.require(self.name, spec)
+        num_groups = _num_groups(spec)
+        reader.require_blocks(spec.num_layers * num_groups)
+        layer_bytes = spec.layer_bytes_per_token * reader.header.num_tokens
+        reader.require_block_size(layer_bytes // num_groups)
+        return RawHeadsChunk(reader)
+
+
+def _num_groups(spec: KVSpec) -> int:
+    """Return into how many blocks of equally many heads a layer is split."""
+    most = max(1, _MAX_BLOCKS // spec.num_layers)
+    heads = spec.num_kv_heads
+    return max(one for one in range(1, min(heads, most) + 1) if heads % one == 0)

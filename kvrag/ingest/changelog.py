@@ -1,0 +1,57 @@
+"""What a shared index does in place of a folder: its log takes the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.report import GcReport
+from kvrag.ingest.rows import Change
+
+
+class ChangeLog(Protocol):
+    """The log of a shared index (`kvrag.ingest.shared.log`), as the rest of the index sees it.
+
+    Attributes
+    ----------
+    url
+        The index's URL, with its options.
+    """
+
+    url: str
+
+    def owns(self, store: str) -> bool:
+        """Return whether the store of records with a URL is this index's alone."""
+
+    def commit(self, change: Change) -> None:
+        """Write a change to the log, and carry it out here."""
+
+    def drop(self, chunk_ids: Sequence[str]) -> int:
+        """Remove single chunks; return how many."""
+
+    def save_config(self, config: IndexConfig) -> None:
+        """Record other settings."""
+
+    def refresh(self) -> int:
+        """Bring this machine's view up to date; return its version."""
+
+    def rebuild(self) -> None:
+        """Replace this machine's view by what the log says."""
+
+    def compact(self, *, is_forced: bool) -> None:
+        """Publish a whole catalog, if that is due or forced."""
+
+    def damage(self) -> list[str]:
+        """Return what is wrong with the segments that the newest version names."""
+
+    def mend(self) -> None:
+        """Publish all that the newest version names again, from this machine's view."""
+
+    def collect_garbage(
+        self, needed: Callable[[], Collection[str]], grace_seconds: float, *, all_records: bool
+    ) -> GcReport:
+        """Remove records and segments that no version has needed for `grace_seconds`."""
+
+    def close(self) -> None:
+        """Close the stores of the log."""

@@ -1,0 +1,355 @@
+"""The log of a shared index, and this machine's view of it: an index folder in the cache.
+
+A writer stores what it changes as a segment and then creates the manifest of the next version.
+The first one to create it has the version; the others carry it out in their views and try the next.
+A view is always what the log says up to some version, since a change reaches it from the log alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvrag.errors import IndexFormatError, IndexMismatchError, IndexNotFoundError
+from kvrag.ingest import words
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
+from kvrag.ingest.connection import next_path
+from kvrag.ingest.contexts import encoded_behind
+from kvrag.ingest.report import GcReport
+from kvrag.ingest.rows import Change
+from kvrag.ingest.shared.changes import Drop, pack, unpack
+from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
+from kvrag.ingest.shared.manifest import Base, Delta, File, Log, Manifest
+from kvrag.ingest.shared.parts import damage_of, get_bytes, put_bytes, put_file
+from kvrag.ingest.shared.place import Place, held, lock_path
+from kvrag.ingest.shared.view import build
+from kvrag.ingest.storage import Storage
+from kvrag.store.base import Store
+
+logger = logging.getLogger("kvrag")
+
+MOST_DELTAS = 64
+"""Changes since the base: with more, a writer publishes a new one."""
+_LIST_SECONDS = VERSIONS_SECONDS / 2
+_MOST_PAUSE_SECONDS = 0.05
+
+
+class SharedLog:
+    """The log of one opened index (`kvrag.ingest.changelog.ChangeLog`).
+
+    Safe to use from several threads; processes that share a view take turns.
+
+    Parameters
+    ----------
+    place
+        The index's URL.
+    log, segments
+        Its manifests, and the store of its segments.
+    storage
+        The opened view.
+    """
+
+    def __init__(self, place: Place, log: Log, segments: Store, storage: Storage) -> None:
+        self.url = f"{place}?{place.query}" if place.query else str(place)
+        self._place = place
+        self._log = log
+        self._segments = segments
+        self._storage = storage
+        self._lock = threading.RLock()
+        self._head: Manifest | None = None
+        self._listed = -_LIST_SECONDS
+        self._is_held = False
+        self.on_close = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Close the store of segments, and let the view go."""
+        self._segments.close()
+        self.on_close.close()
+
+    def owns(self, store: str) -> bool:
+        """Return whether the store of records with a URL is this index's alone."""
+        return store == self._place.store_url("kv")
+
+    # -- following ---------------------------------------------------------------------------
+
+    def refresh(self) -> int:
+        """Bring the view up to the newest version; return it.
+
+        Raises
+        ------
+        StoreError
+            When the bucket cannot be read; the view stays as it was.
+        IndexFormatError
+            When a manifest or a segment is damaged; the view stays at the version before.
+        IndexMismatchError, IndexNotFoundError
+            When the index at the URL is another one by now, or gone.
+        """
+        with self._holding():
+            return self._refresh().version
+
+    def rebuild(self) -> None:
+        """Replace the view by what the log says: its catalog is damaged."""
+        with self._holding():
+            self._build(self._newest(-1))
+            self._refresh()
+
+    def _refresh(self, *, is_listed: bool = False) -> Manifest:
+        """Bring the view up to date; list all versions if the next one alone would not do."""
+        catalog = self._storage.catalog
+        version = catalog.generation()
+        head = self._newest(version, is_listed=is_listed)
+        if self._head is None or head.config != self._head.config:
+            self._adopt(head)
+        deltas = [one for one in head.deltas if version < one.version]
+        if [one.version for one in deltas] != list(range(version + 1, head.version + 1)):
+            self._build(head)
+            version = catalog.generation()
+            deltas = [one for one in head.behind_base if version < one.version]
+        for delta in deltas:
+            if not self._carry_out(delta):
+                self._build(head)  # the view was damaged
+                for again in head.behind_base:
+                    self._carry_out(again)
+                break
+        self._head = head
+        return head
+
+    def _newest(self, version: int, *, is_listed: bool = False) -> Manifest:
+        """Return the newest manifest; `version` is the view's."""
+        known = self._head
+        is_old = is_listed or time.monotonic() - self._listed >= _LIST_SECONDS
+        is_known = known is not None and known.version == version and not is_old
+        # Almost always there is nothing new: one request says so.
+        if known is not None and is_known and self._log.read(version + 1) is None:
+            return known
+        found = self._log.versions(max(version - 1, -1))
+        if not found and version > 0:
+            found = self._log.versions()  # the view is ahead of a log that was put back
+        self._listed = time.monotonic()
+        head = self._log.read(found[-1]) if found else None
+        if head is None:
+            raise IndexNotFoundError(f"there is no index at {self._place} any more")
+        if head.index_id != self._storage.config.index_id:
+            raise IndexMismatchError(
+                f"another index has taken the place of the one at {self._place}: open it again"
+            )
+        return head
+
+    def _carry_out(self, delta: Delta) -> bool:
+        """Do to the view what made a version; return whether the view is at it."""
+        storage, catalog = self._storage, self._storage.catalog
+        change: Change | Drop = Change()
+        if delta.content is not None:
+            where = f"the segment of version {delta.version} in {self._segments.url}"
+            change = unpack(get_bytes(self._segments, delta.content), where)
+        try:
+            if isinstance(change, Drop):
+                context = storage.config.chunk_context
+                catalog.remove_chunks_here(
+                    change.chunk_ids,
+                    lambda ordinal, later: encoded_behind(ordinal, later, context),
+                    storage.key_of,
+                )
+            else:
+                catalog.apply_here(change)
+        except IndexFormatError:
+            return False
+        return catalog.generation() == delta.version
+
+    def _adopt(self, head: Manifest) -> None:
+        """Take over the settings and profiles of a version."""
+        storage = self._storage
+        folder = storage.profiles.folder
+        for file in head.profiles:
+            if file.name not in storage.profiles.hashes():
+                folder.mkdir(exist_ok=True)
+                content = get_bytes(self._segments, file)
+                write_atomically(folder / f"{file.name}.safetensors", content)
+        with contextlib.suppress(IndexFormatError):  # damaged: the view's own are the same
+            read_config(self._place, self._segments, head).save(storage.path)
+        storage.reload_codec()
+
+    def _build(self, head: Manifest) -> None:
+        """Replace the view's catalog by the newest whole one, with its caches."""
+        storage, catalog = self._storage, self._storage.catalog
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
+            made = Path(scratch)
+            build(made, storage.config, head, self._segments, storage.store)
+            (made / catalog.path.name).replace(next_path(catalog.path))
+            catalog.replace_file()
+            for cache in made.iterdir():
+                cache.replace(storage.path / cache.name)
+        storage.forget_vectors()
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def commit(self, change: Change) -> None:
+        """Write a change to the log, and carry it out here.
+
+        Raises
+        ------
+        StoreError
+            When the bucket refuses. If it does not answer, the change may be there or not; the
+            next ingestion completes it.
+        """
+        self._commit(put_bytes(self._segments, "change", pack(change)))
+
+    def drop(self, chunk_ids: Sequence[str]) -> int:
+        """Remove single chunks; return how many."""
+        if chunk_ids:
+            self._commit(put_bytes(self._segments, "change", pack(Drop(chunk_ids))))
+        return len(chunk_ids)
+
+    def save_config(self, config: IndexConfig) -> None:
+        """Record other settings, and the profiles of this view that the log does not have."""
+        with self._holding():
+            head = self._refresh()
+            file, profiles = self._put_config(config, head.profiles)
+            self._commit(None, lambda one: replace(one, config=file, profiles=profiles))
+
+    def compact(self, *, is_forced: bool) -> None:
+        """Publish a whole catalog with its caches, if that is due or forced.
+
+        The caller holds the writer's lock.
+        """
+        with self._holding():
+            head = self._refresh()
+            behind = [one.content for one in head.behind_base if one.content is not None]
+            sizes = sum(one.size for one in behind)
+            is_due = len(behind) > MOST_DELTAS or (head.base and 8 * sizes > head.base.size)
+            if not behind or not (is_forced or is_due):
+                return
+            former = 0 if head.base is None else head.base.version
+            base = self._put_base(head.version)
+        self._commit(None, lambda one: _with_base(one, base, former))
+
+    def mend(self) -> None:
+        """Publish all that the newest version names again, from this view."""
+        with self._holding():
+            head = self._refresh()
+            file, profiles = self._put_config(self._storage.config, ())
+            base = self._put_base(head.version)
+            self._commit(
+                None,
+                lambda one: replace(
+                    _with_base(one, base, base.version), config=file, profiles=profiles
+                ),
+            )
+
+    def _commit(
+        self, content: File | None, alter: Callable[[Manifest], Manifest] = lambda one: one
+    ) -> None:
+        """Create the next version; another writer may be faster, any number of times."""
+        while True:
+            with self._holding():
+                # Nobody may write to another index that has taken this one's place.
+                ours = alter(self._refresh(is_listed=True).follow(content))
+                is_written = self._log.create(ours)
+                # A request that was repeated is refused, although the first one wrote.
+                if is_written or self._log.read(ours.version) == ours:
+                    self._refresh()
+                    return
+            time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
+
+    def _put_config(
+        self, config: IndexConfig, known: Sequence[File]
+    ) -> tuple[File, tuple[File, ...]]:
+        profiles = self._storage.profiles
+        names = {one.name for one in known}
+        new = (
+            put_file(self._segments, profiles.folder / f"{one}.safetensors")
+            for one in profiles.hashes()
+            if one not in names
+        )
+        renamed = (replace(one, name=one.name.removesuffix(".safetensors")) for one in new)
+        return put_config(self._place, self._segments, config), (*known, *renamed)
+
+    def _put_base(self, version: int) -> Base:
+        """Store the view's catalog and its caches, which are brought up to date first."""
+        storage, catalog = self._storage, self._storage.catalog
+        catalog.search_words("kvrag", 1)  # makes the index of words
+        storage.vectors.get()
+        storage.refresh_vectors()
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
+            copy = Path(scratch)
+            catalog.write_snapshot(copy / catalog.path.name)
+            for name in (VECTORS_NAME, words.FILE_NAME, RUNS_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    os.link(storage.path / name, copy / name)  # it may be replaced meanwhile
+            return Base(
+                version, tuple(put_file(self._segments, one) for one in sorted(copy.iterdir()))
+            )
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def damage(self) -> list[str]:
+        """Return what is wrong with the segments that the newest version names."""
+        head = self._newest(-1)
+        found: list[str] = []
+        damage_of(self._segments, head.files(), found.append)
+        return found
+
+    def collect_garbage(
+        self, needed: Callable[[], Collection[str]], grace_seconds: float, *, all_records: bool
+    ) -> GcReport:
+        """Remove what no version has needed for `grace_seconds` (`kvrag.ingest.shared.garbage`).
+
+        The caller holds the writer's lock.
+
+        Parameters
+        ----------
+        needed
+            Returns the digests of the records that the view needs.
+        all_records
+            Whether records may be removed at all: other indexes may share their store.
+        """
+        with self._holding():
+            head = self._refresh()
+        records = self._storage.store if all_records else None
+        return collect(self._log, head, self._segments, records, needed, grace_seconds)
+
+    # -- private -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Keep the other threads and processes of this machine from changing the view."""
+        with self._lock:
+            if self._is_held:
+                yield
+                return
+            with held(lock_path(self._storage.path)):
+                self._is_held = True
+                try:
+                    yield
+                finally:
+                    self._is_held = False
+
+
+def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
+    """Return a manifest with a base, and the deltas since the former one for those who follow."""
+    if manifest.base is not None and manifest.base.version > base.version:
+        return manifest  # another writer's is newer
+    deltas = tuple(one for one in manifest.deltas if one.version > former)
+    return replace(manifest, base=base, deltas=deltas)
+
+
+def put_config(place: Place, segments: Store, config: IndexConfig) -> File:
+    """Store an index's settings; a store beside the log has no URL in them."""
+    if config.store == place.store_url("kv"):
+        config = replace(config, store="")
+    return put_bytes(segments, "index.json", config.to_bytes())
+
+
+def read_config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
+    """Return an index's settings. Raises IndexFormatError."""
+    path = Path(f"{place}/index.json")
+    config = IndexConfig.from_bytes(get_bytes(segments, head.config), path)
+    return replace(config, store=config.store or place.store_url("kv"))

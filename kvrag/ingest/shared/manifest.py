@@ -1,0 +1,234 @@
+"""The log of a shared index: one manifest for each version, which the first writer creates.
+
+Source of the design: the optimistic logs of Delta Lake (Armbrust and others, "Delta Lake:
+high-performance ACID table storage over cloud object stores", 2020) and Apache Iceberg.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from kvrag.arguments import shown
+from kvrag.checksum import NAME as CHECKSUM
+from kvrag.checksum import checksum
+from kvrag.errors import IndexFormatError
+from kvrag.store.bucket import Bucket
+
+FORMAT = 1
+_KIND = "kvrag shared index"
+_GARBAGE = "garbage.json"
+_NAME = re.compile(r"([0-9]{12})\.json")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored piece of a file: its key in the store of segments, its size and its checksum."""
+
+    key: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A file in parts."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What made a version out of the one before; nothing if it has no content."""
+
+    version: int
+    content: File | None
+
+
+@dataclass(frozen=True)
+class Base:
+    """The whole catalog at a version, with the caches beside it."""
+
+    version: int
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(one.size for one in self.files)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One version of a shared index.
+
+    Attributes
+    ----------
+    version
+        Counted from 0, the empty index. It is the generation of the catalog too.
+    time
+        When it was written, in seconds since 1970, by the writer's clock.
+    index_id
+        The index's own id, which another index at the same URL does not have.
+    key_check
+        Check value of the index's key (`IndexConfig.key_check`).
+    config
+        The settings.
+    profiles
+        Codec profiles; the name of each file is its hash.
+    base
+        The latest whole catalog; None if there is none yet.
+    deltas
+        The changes since the base, and those since the base before, for readers that follow.
+    """
+
+    version: int
+    time: float
+    index_id: str
+    key_check: str
+    config: File
+    profiles: tuple[File, ...] = ()
+    base: Base | None = None
+    deltas: tuple[Delta, ...] = ()
+    format: int = field(default=FORMAT)
+
+    @property
+    def behind_base(self) -> tuple[Delta, ...]:
+        """The deltas that a reader applies to the base."""
+        start = 0 if self.base is None else self.base.version
+        return tuple(one for one in self.deltas if one.version > start)
+
+    def files(self) -> list[File]:
+        """Return every file that this version names."""
+        base = () if self.base is None else self.base.files
+        contents = [one.content for one in self.deltas if one.content is not None]
+        return [self.config, *self.profiles, *base, *contents]
+
+    def follow(self, content: File | None, **changes: Any) -> Manifest:
+        """Return the manifest of the next version, made by some content."""
+        version = self.version + 1
+        deltas = (*self.deltas, Delta(version, content))
+        return replace(self, version=version, time=time.time(), deltas=deltas, **changes)
+
+    def to_bytes(self) -> bytes:
+        values = {"kind": _KIND, **asdict(self)}
+        values = json.loads(json.dumps(values))  # tuples become lists, as a reader finds them
+        return json.dumps({**values, CHECKSUM: checksum(values)}).encode()
+
+
+class Log:
+    """The manifests in a bucket, each under its version's name.
+
+    Parameters
+    ----------
+    bucket
+        Where they are.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    @property
+    def url(self) -> str:
+        return self._bucket.url
+
+    def check(self) -> None:
+        """Raise StoreError unless the bucket answers and lets this process in."""
+        self._bucket.check()
+
+    def versions(self, behind: int = -1) -> list[int]:
+        """Return the versions that there are, ascending; only those after a given one."""
+        names = self._bucket.names(None if behind < 0 else name_of(behind))
+        found = (match for one in names if (match := _NAME.fullmatch(one)))
+        return [version for one in found if (version := int(one[1])) > behind]
+
+    def read(self, version: int) -> Manifest | None:
+        """Return a version's manifest, or None if there is none.
+
+        Raises
+        ------
+        IndexFormatError
+            When it is damaged, or of a newer kvrag.
+        """
+        content = self._bucket.get(name_of(version))
+        return None if content is None else self._parsed(version, content)
+
+    def create(self, manifest: Manifest) -> bool:
+        """Write a version's manifest unless there is one; return whether it was written."""
+        return self._bucket.create(name_of(manifest.version), manifest.to_bytes())
+
+    def delete(self, version: int) -> None:
+        """Remove a version's manifest."""
+        self._bucket.delete(name_of(version))
+
+    def garbage(self) -> dict[str, float]:
+        """Return when garbage was first seen, by name; nothing if the list is damaged."""
+        try:
+            values = json.loads(self._bucket.get(_GARBAGE) or b"{}")
+            return {str(name): float(first) for name, first in values.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return {}  # begins again: garbage stays for longer
+
+    def list_garbage(self, since: Mapping[str, float]) -> None:
+        """Write when garbage was first seen, by name."""
+        self._bucket.put(_GARBAGE, json.dumps(dict(since)).encode())
+
+    def _parsed(self, version: int, content: bytes) -> Manifest:
+        where = f"{self.url}/{name_of(version)}"
+        try:
+            values = json.loads(content)
+            if values["kind"] != _KIND:
+                raise ValueError(f"its kind is {shown(values['kind'])}")
+            if values["format"] != FORMAT:
+                raise IndexFormatError(
+                    f"{where} has format {shown(values['format'])}, this kvrag reads {FORMAT}: "
+                    "use the kvrag that wrote it, or a newer one"
+                )
+            if values[CHECKSUM] != checksum(values):
+                raise ValueError("its checksum differs from its content")
+            found = _manifest(values)
+            if found.version != version:
+                raise ValueError(f"it says that it is version {found.version}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise IndexFormatError(
+                f"{where} is damaged ({error}): put it back from a copy of the bucket, or remove "
+                "it and all later ones to go back to the version before"
+            ) from error
+        return found
+
+
+def name_of(version: int) -> str:
+    """Return the name of a version's manifest."""
+    return f"{version:012d}.json"
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    base = values["base"]
+    return Manifest(
+        version=int(values["version"]),
+        time=float(values["time"]),
+        index_id=str(values["index_id"]),
+        key_check=str(values["key_check"]),
+        config=_file(values["config"]),
+        profiles=tuple(map(_file, values["profiles"])),
+        base=None if base is None else Base(int(base["version"]), tuple(map(_file, base["files"]))),
+        deltas=tuple(
+            Delta(int(one["version"]), None if one["content"] is None else _file(one["content"]))
+            for one in values["deltas"]
+        ),
+    )
+
+
+def _file(values: dict[str, Any]) -> File:
+    parts = (
+        Part(str(one["key"]), int(one["size"]), str(one["checksum"])) for one in values["parts"]
+    )
+    return File(str(values["name"]), tuple(parts))

@@ -1,0 +1,200 @@
+"""Where a shared index is: the parts of its URL, and the folder of this machine's view of it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from kvrag import arguments
+from kvrag.errors import ParameterError, StoreError
+from kvrag.store.bucket import SCHEMES, Bucket
+from kvrag.store.files import store_error
+from kvrag.store.registry import parse_bytes
+from kvrag.store.remote import seconds
+
+DEFAULT_VIEWS_BYTES = 100_000_000_000
+
+_BUCKET_OPTIONS: dict[str, tuple[str, Any]] = {
+    "endpoint": ("endpoint", str),
+    "region": ("region", str),
+    "timeout": ("timeout_seconds", seconds),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The URL of a shared index.
+
+    Attributes
+    ----------
+    url
+        The URL without options and without a slash at its end.
+    query
+        Its options, for the stores beside the log too.
+    """
+
+    url: str
+    query: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def store_url(self, name: str) -> str:
+        """Return the URL of the store `name` within the index."""
+        url = f"{self.url}/{name}"
+        if url.startswith("file:"):
+            url = "file:" + url.removeprefix("file://")
+        return f"{url}?{self.query}" if self.query else url
+
+    def bucket(self, name: str) -> Bucket:
+        """Open the part `name` of the index's bucket."""
+        options = {
+            argument: parse(value)
+            for key, value in parse_qsl(self.query)
+            if key in _BUCKET_OPTIONS
+            for argument, parse in [_BUCKET_OPTIONS[key]]
+        }
+        return Bucket(f"{self.url}/{name}", **options)
+
+    @property
+    def view(self) -> Path:
+        """The folder of this machine's view: its name is the same on every machine."""
+        digest = hashlib.blake2b(self.url.encode(), digest_size=8).hexdigest()
+        name = re.sub(r"[^\w.-]+", "-", self.url.rpartition("/")[2])[:60]
+        return views_folder() / f"{name}-{digest}"
+
+
+def is_shared_url(path: Any) -> bool:
+    """Return whether an index's path is the URL of a shared index."""
+    scheme, colon, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
+    return bool(colon) and scheme in (*SCHEMES, "file")
+
+
+def read_place(url: str) -> Place:
+    """Read the URL of a shared index. Raises ParameterError."""
+    place, mark, query = url.partition("?")
+    scheme, _, rest = place.partition("://")
+    if not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
+        raise ParameterError(
+            f"a shared index is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
+            f"file:///FOLDER; found {arguments.shown(url)}"
+        )
+    known = ("key_file",) if scheme == "file" else (*_BUCKET_OPTIONS, "key_file")
+    try:
+        pairs = (
+            parse_qsl(query or mark, keep_blank_values=True, strict_parsing=True) if mark else []
+        )
+        for name, value in pairs:
+            if name not in known:
+                raise ParameterError(
+                    f"{place} has no option {arguments.shown(name)}; it has {', '.join(known)}"
+                )
+            if name in _BUCKET_OPTIONS:
+                _BUCKET_OPTIONS[name][1](value)
+    except ParameterError:
+        raise
+    except ValueError as error:
+        raise ParameterError(
+            f"{place}: options are NAME=VALUE with & between, from {', '.join(known)}: {error}"
+        ) from error
+    # Here, since each process may run in another folder.
+    pairs = [
+        (name, str(Path(value).expanduser().absolute()) if name == "key_file" else value)
+        for name, value in pairs
+    ]
+    if scheme == "file":
+        place = f"file://{arguments.resolved_path(rest, 'file:')}"
+    return Place(place.rstrip("/"), urlencode(pairs, safe="/:"))
+
+
+def views_folder() -> Path:
+    """Return the folder of all views: `KVRAG_VIEWS`, or one in the user's cache."""
+    if named := os.environ.get("KVRAG_VIEWS"):
+        return arguments.path(named, "KVRAG_VIEWS").absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return arguments.path(base, "XDG_CACHE_HOME").absolute() / "kvrag" / "views"
+
+
+def lock_path(view: Path) -> Path:
+    """Return the file whose lock a process holds while it changes a view."""
+    return view.with_name(f"{view.name}.lock")
+
+
+def in_use_path(view: Path) -> Path:
+    """Return the file whose lock every process shares that has a view open."""
+    return view.with_name(f"{view.name}.in-use")
+
+
+@contextmanager
+def held(path: Path, *, shared: bool = False, waits: bool = True) -> Iterator[None]:
+    """Hold an advisory lock on a file, which is created.
+
+    Raises
+    ------
+    BlockingIOError
+        When another process holds the lock, and this one does not wait.
+    StoreError
+        When the file cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise store_error("write", path, error) from error
+    try:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(descriptor, kind if waits else kind | fcntl.LOCK_NB)
+        os.utime(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_room(keep: Path) -> None:
+    """Remove views that no process uses, the longest unused first, until they fit their limit.
+
+    The limit is `KVRAG_VIEWS_BYTES`. The view `keep` stays.
+    """
+    text = os.environ.get("KVRAG_VIEWS_BYTES", str(DEFAULT_VIEWS_BYTES))
+    try:
+        limit = parse_bytes(text)
+    except ValueError as error:
+        raise ParameterError(f"KVRAG_VIEWS_BYTES: {error}") from error
+    views = [one for one in keep.parent.iterdir() if one.is_dir()] if keep.parent.is_dir() else []
+    sizes = {one: _size_of(one) for one in views}
+    total = sum(sizes.values())
+    for view in sorted(views, key=lambda one: _last_used(one)):
+        if total <= limit:
+            return
+        if view == keep:
+            continue
+        with (
+            contextlib.suppress(BlockingIOError, StoreError),
+            held(in_use_path(view), waits=False),
+        ):
+            shutil.rmtree(view, ignore_errors=True)
+            total -= sizes[view]
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+def _last_used(view: Path) -> float:
+    with contextlib.suppress(OSError):
+        return in_use_path(view).stat().st_mtime
+    return 0.0

@@ -1,0 +1,36 @@
+"""The view of a shared index on a machine: an index folder, from the newest whole catalog."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrag.ingest.catalog import FILE_NAME, Catalog
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.encryption import catalog_key
+from kvrag.ingest.seals import seal_key
+from kvrag.ingest.shared.manifest import Manifest
+from kvrag.ingest.shared.parts import get_file
+from kvrag.store.base import Store
+
+
+def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, store: Store) -> None:
+    """Write a catalog, and caches if there are any, to a folder without them.
+
+    Parameters
+    ----------
+    head
+        The version whose base is wanted; without a base, the catalog is empty.
+    segments, store
+        The segments, and the store of the records, whose key the catalog has.
+    """
+    if head.base is not None:
+        for file in head.base.files:
+            get_file(segments, file, folder / Path(file.name).name)
+        return
+    Catalog.create(
+        folder / FILE_NAME,
+        seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
+        cipher_key=catalog_key(store) if config.key_check else None,
+    ).close()
+    for end in ("-wal", "-shm"):
+        (folder / f"{FILE_NAME}{end}").unlink(missing_ok=True)

@@ -1,0 +1,229 @@
+"""A bucket: its connection, its errors in kvrag's words, and names that only one writer gets.
+
+Amazon S3 and compatible services, Google Cloud, Azure; a folder too, as the bucket of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvrag.arguments import shown
+from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
+from kvrag.store.extras import require
+
+SCHEMES = ("s3", "gs", "az")
+DEFAULT_TIMEOUT_SECONDS = 5.0
+
+_MAX_RETRIES = 2
+# The library reports a missing permission only in words, whatever the operation.
+_REFUSALS = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "redential")
+_MOST_TEXT = 300
+# Names of the options for region, endpoint and permission to do without TLS, by kind of bucket.
+_CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_SERVICE_ACCOUNT",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+class AbsentError(StoreError):
+    """The object does not exist, or is not the one that was opened."""
+
+
+class Bucket:
+    """A bucket, or a part of one. Safe to use from several threads.
+
+    The library finds credentials where the provider's own tools do: in the environment, or in the
+    metadata of one of the provider's machines.
+
+    Parameters
+    ----------
+    url
+        ``s3://BUCKET[/PREFIX]``, ``gs://BUCKET[/PREFIX]`` or ``az://CONTAINER[/PREFIX]``; also
+        ``file:///FOLDER``, which is created.
+    endpoint
+        URL of another server that speaks the same protocol (MinIO, Ceph, an emulator).
+    region
+        Region of an S3 bucket; None takes the environment's.
+    timeout_seconds
+        How long a server may send nothing before it counts as unreachable.
+
+    Attributes
+    ----------
+    client, obstore, errors_of
+        The library's store, the library, and its module of exceptions.
+
+    Raises
+    ------
+    ParameterError
+        When the URL is invalid, or the library ``obstore`` is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint: str | None = None,
+        region: str | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self.obstore = require("obstore", "objects")
+        self.errors_of = require("obstore.exceptions", "objects")
+        stores = require("obstore.store", "objects")
+        scheme, _, place = url.partition("://")
+        if scheme not in (*SCHEMES, "file") or not place.strip("/"):
+            known = ", ".join(f"{name}://BUCKET/PREFIX" for name in SCHEMES)
+            raise ParameterError(f"a bucket is {known}; found {shown(url)}")
+        self.url = url.rstrip("/")
+        self._scheme = scheme
+        try:
+            if scheme == "file":
+                self.client = stores.LocalStore(place, mkdir=True)
+            else:
+                self.client = stores.from_url(
+                    self.url, **_connection(scheme, endpoint, region, timeout_seconds)
+                )
+        except (self.errors_of.BaseError, ValueError, OSError) as error:
+            told = f", and {_CREDENTIALS[scheme]} set" if scheme in _CREDENTIALS else ""
+            raise ParameterError(
+                f"not a bucket of {scheme}: {_text_of(error)}; expected {scheme}://BUCKET/PREFIX"
+                f"{told}"
+            ) from error
+
+    def check(self) -> None:
+        """Raise StoreError unless the bucket answers and lets this process in."""
+        with self.errors("open"):
+            for _ in self.obstore.list(self.client, chunk_size=1):
+                break
+
+    def names(self, behind: str | None = None) -> list[str]:
+        """Return the names of all objects, sorted; only those after one, if it is given."""
+        with self.errors("list"):
+            found = [
+                meta["path"]
+                for page in self.obstore.list(self.client, offset=behind)
+                for meta in page
+            ]
+        return sorted(found)
+
+    def get(self, name: str) -> bytes | None:
+        """Return an object's bytes, or None if there is none. Raises StoreError."""
+        try:
+            with self.errors("read"):
+                return bytes(self.obstore.get(self.client, name).bytes())
+        except AbsentError:
+            return None
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object unless there is one of that name; return whether it was written.
+
+        The server decides: of several writers at once, one succeeds. If an answer is lost on the
+        way, a repeated request is refused although the first one wrote: read what is there.
+        """
+        with self.errors("write to"):
+            try:
+                self.obstore.put(self.client, name, content, mode="create")
+            except self.errors_of.AlreadyExistsError:
+                return False
+        return True
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object in place of any of that name."""
+        with self.errors("write to"):
+            self.obstore.put(self.client, name, content)
+
+    def delete(self, name: str) -> None:
+        """Remove an object, if there is one."""
+        with contextlib.suppress(AbsentError), self.errors("delete from"):
+            self.obstore.delete(self.client, name)
+
+    @contextlib.contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        """Translate the library's errors in a block that does `action`."""
+        errors = self.errors_of
+        try:
+            yield
+        except (errors.BaseError, FileNotFoundError) as error:
+            text = _text_of(error)
+            where = f"cannot {action} {self.url}"
+            if "NoSuchBucket" in text or "ContainerNotFound" in text:
+                raise StoreError(
+                    f"{where}: there is no such bucket; make it, or check the name"
+                ) from error
+            if "TimeTooSkewed" in text:
+                raise StoreError(
+                    f"{where}: the clock of this machine differs too much from the server's; set it"
+                ) from error
+            if isinstance(
+                error, FileNotFoundError | errors.NotFoundError | errors.PreconditionError
+            ):
+                raise AbsentError(f"{where}: {text}") from error
+            is_refused = isinstance(
+                error, errors.PermissionDeniedError | errors.UnauthenticatedError
+            ) or any(part in text for part in _REFUSALS)
+            text = text[:_MOST_TEXT]
+            if is_refused:
+                needed = _CREDENTIALS.get(self._scheme, "the folder's permissions")
+                raise StoreError(
+                    f"{where}: access is refused ({text}); set {needed}, or have the rights "
+                    "extended"
+                ) from error
+            raise StoreUnreachableError(
+                f"{where}: {text}; check the endpoint and the network, then try again"
+            ) from error
+
+
+def _connection(
+    scheme: str, endpoint: str | None, region: str | None, timeout_seconds: float
+) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if endpoint is not None:
+        _check_endpoint(endpoint)
+        name = "base_url" if scheme == "gs" else "endpoint"
+        config[f"{_CONFIG[scheme]}{name}"] = endpoint
+    if region is not None:
+        config["aws_region"] = region
+    timeout = timedelta(seconds=timeout_seconds)
+    return {
+        "config": config or None,
+        "client_options": {
+            "allow_http": endpoint is not None and endpoint.startswith("http:"),
+            "connect_timeout": timeout,
+            # Limits silence, not a whole request: a large range on a slow line is fine.
+            "read_timeout": timeout,
+            "timeout": timedelta(seconds=60 * timeout_seconds),
+        },
+        "retry_config": {
+            "max_retries": _MAX_RETRIES,
+            "retry_timeout": 2 * timeout,
+            "backoff": {
+                "base": 2,
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timeout,
+            },
+        },
+    }
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Raise ParameterError for an endpoint that is no server's URL; the library would panic."""
+    try:
+        parts = urlsplit(endpoint)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # Out of range, or no number: ValueError.
+    except ValueError:
+        is_server = False
+    if not is_server or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
+        raise ParameterError(
+            f"endpoint is http://HOST:PORT or https://HOST:PORT; found {shown(endpoint)}"
+        )
+
+
+def _text_of(error: Exception) -> str:
+    """Return a library error's message as one line, without its internals."""
+    return " ".join(str(error).split("\n\nDebug source")[0].split())

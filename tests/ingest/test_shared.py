@@ -1,0 +1,472 @@
+"""An index at a URL, which several machines share. A machine here is a folder of views."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import (
+    IndexFormatError,
+    IndexMismatchError,
+    IndexNotFoundError,
+    ParameterError,
+    StoreError,
+)
+from kvrag.ingest.index import Index
+from kvrag.ingest.shared import log as logs
+from kvrag.ingest.shared.place import read_place
+from kvrag.models.kv_model import KVModel
+from tests.support.servers import S3Server, free_port
+
+Machine = Callable[..., Index]
+BUCKET = "kvrag-shared"
+
+
+def set_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+def page(number: int) -> Document:
+    text = f"Page {number}. The keeper of the northern light wrote the book. " * 3
+    return Document(f"d{number}", text, {"number": number})
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    if request.param == "folder":
+        yield f"file://{tmp_path}/bucket/index"
+        return
+    server: S3Server = request.getfixturevalue("s3_server")
+    for name, value in (
+        ("ACCESS_KEY_ID", "a"),
+        ("SECRET_ACCESS_KEY", "b"),
+        ("REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket=BUCKET)
+    yield f"s3://{BUCKET}/indexes/one?endpoint={server.endpoint}"
+    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+        client.delete_object(Bucket=BUCKET, Key=found["Key"])
+    client.close()
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/index"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: KVModel) -> Iterator[Machine]:
+    """Open or create an index as one of several machines, by the machine's name."""
+    with ExitStack() as stack:
+
+        def at(name: str, url: str, **settings: Any) -> Index:
+            monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "machines" / name))
+            if settings:
+                chosen = {"model": model, "embedding": "hashing", "chunk_tokens": 64, **settings}
+                return stack.enter_context(Index.create(url, **chosen))
+            return stack.enter_context(Index.open(url, model=model))
+
+        yield at
+
+
+def sources(index: Index) -> set[str]:
+    return {row.source for row in index.documents()}
+
+
+def test_what_one_machine_writes_others_read(machine: Machine, url: str) -> None:
+    one = machine("one", url, context="none")
+    one.add([page(number) for number in range(5)])
+    other = machine("other", url)
+    assert sources(other) == sources(one) == {f"d{number}" for number in range(5)}
+    assert other.catalog.version() == one.catalog.version()
+    assert other.name == one.name == url.partition("?")[0].rpartition("/")[2]
+    (hit,) = other.search("page 3", 1)
+    assert hit.chunk.source == "d3"
+    record = other.open_kv(hit.chunk.chunk_id)
+    assert record is not None
+    other.add([page(7)])
+    assert "d7" not in sources(one)
+    one.refresh()
+    assert "d7" in sources(one)
+    assert one.search("page 7", 1)[0].chunk.source == "d7"
+    assert one.upkeep.verify().ok
+    assert other.upkeep.verify().ok
+
+
+def test_documents_and_chunks_go_everywhere(machine: Machine, url: str) -> None:
+    one = machine("one", url, context="document:32")
+    long = Document("long", " ".join(f"Word {number} of a longer text." for number in range(60)))
+    one.add([page(0), page(1), long])
+    other = machine("other", url)
+    assert one.delete(sources=["d0"]) == len(other.catalog.chunk_ids_of("d0"))
+    ids = other.catalog.chunk_ids_of("long")
+    assert len(ids) > 2
+    assert other.delete(chunk_ids=[ids[0], "none of them"]) == 1
+    one.refresh()
+    assert sources(one) == {"d1", "long"}
+    assert one.catalog.chunk_ids_of("long") == ids[1:]
+    assert one.catalog.version() == other.catalog.version()
+    assert not one.upkeep.verify().catalog_problems
+
+
+def test_writers_at_once_lose_nothing(machine: Machine, url: str) -> None:
+    machine("creator", url, context="none")
+    writers = [machine(f"machine{number}", url) for number in range(3)]
+    failures: list[BaseException] = []
+
+    def write(index: Index, first: int) -> None:
+        try:
+            for number in range(first, first + 6):
+                index.add([page(number)])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=write, args=(index, 10 * number))
+        for number, index in enumerate(writers)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failures
+    expected = {f"d{10 * writer + number}" for writer in range(3) for number in range(6)}
+    versions = {(index.refresh(), index.catalog.version()) for index in writers}
+    assert len(versions) == 1
+    assert versions.pop()[0] == 18
+    for index in writers:
+        assert sources(index) == expected
+        assert index.upkeep.verify().ok
+
+
+def test_a_reader_goes_through_a_compaction_and_a_gc(machine: Machine, url: str) -> None:
+    writer = machine("writer", url, context="none")
+    writer.add([page(number) for number in range(4)])
+    reader = machine("reader", url)
+    (hit,) = reader.search("page 2", 1)
+    writer.delete(sources=["d2"])
+    first = writer.upkeep.gc(grace_seconds=3600)  # compacts, and only lists the garbage
+    assert (first.num_records, first.num_temporary_files) == (0, 0)
+    # The reader's version holds d2; its record is still there.
+    record = reader.open_kv(hit.chunk.chunk_id)
+    assert record is not None
+    reader.refresh()
+    assert sources(reader) == {"d0", "d1", "d3"}
+    writer.add([page(9)])
+    report = writer.upkeep.gc(grace_seconds=0)
+    assert report.num_records == 1
+    assert report.num_temporary_files > 0
+    # One that slept through both, and one that comes now.
+    reader.refresh()
+    newcomer = machine("newcomer", url)
+    for index in (reader, newcomer, writer):
+        assert sources(index) == {"d0", "d1", "d3", "d9"}
+        assert index.catalog.version() == writer.catalog.version()
+        assert index.upkeep.verify().ok
+
+
+def test_garbage_stays_for_the_time_of_grace(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0), page(1)])
+    index.delete(sources=["d1"])
+    for _ in range(3):
+        assert index.upkeep.gc().num_records == 0
+    assert index.upkeep.gc(grace_seconds=0).num_records == 1
+    index.add([page(1)])
+    assert index.upkeep.verify().ok
+
+
+def test_a_new_base_is_published_when_many_changes_lie_behind_it(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MOST_DELTAS", 3)
+    index = machine("one", folder_url, context="none")
+    for number in range(6):
+        index.add([page(number)])
+    bases = [_newest(folder_url)["base"]["version"]]
+    assert bases[0] > 0
+    newcomer = machine("newcomer", folder_url)
+    assert newcomer.catalog.version() == index.catalog.version()
+    assert {"vectors.cache", "words.cache"} <= {path.name for path in newcomer.path.iterdir()}
+
+
+def _log_folder(url: str) -> Path:
+    return Path(url.removeprefix("file://")) / "log"
+
+
+def _newest(url: str) -> dict[str, Any]:
+    newest = sorted(_log_folder(url).glob("0*.json"))[-1]
+    found: dict[str, Any] = json.loads(newest.read_text())
+    return found
+
+
+def test_a_damaged_manifest_is_named(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0)])
+    reader = machine("reader", folder_url)
+    index.add([page(1)])
+    path = _log_folder(folder_url) / f"{index.refresh():012d}.json"
+    whole = path.read_text()
+    for damaged in ("", whole[: len(whole) // 2], whole.replace('"version"', '"versiom"'), "[]"):
+        path.write_text(damaged)
+        with pytest.raises(IndexFormatError, match=rf"{path.name} is damaged.*copy of the bucket"):
+            reader.refresh()
+        with pytest.raises(IndexFormatError, match=path.name):
+            machine("newcomer", folder_url)
+    assert sources(reader) == {"d0"}  # and answers at the version before
+    path.write_text(whole)
+    reader.refresh()
+    assert sources(reader) == {"d0", "d1"}
+
+
+def test_a_damaged_segment_is_named_and_published_again(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0)])
+    kept = Path(folder_url.removeprefix("file://")) / "segments" / "segments"
+    for segment in kept.iterdir():
+        content = bytearray(segment.read_bytes())
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+        segment.write_bytes(content)
+    with pytest.raises(IndexFormatError, match=r"segment [0-9a-f]{40} of .* is damaged"):
+        machine("newcomer", folder_url)
+    report = index.upkeep.verify()
+    assert not report.ok
+    assert any("segment" in line for line in report.store_problems)
+    assert index.upkeep.verify(repair=True).ok
+    assert index.upkeep.verify().ok
+    newcomer = machine("newcomer", folder_url)
+    assert newcomer.catalog.version() == index.catalog.version()
+
+
+def test_a_damaged_view_is_made_again(machine: Machine, url: str) -> None:
+    index = machine("one", url, context="none")
+    index.add([page(number) for number in range(3)])
+    index.close()
+    catalog = index.path / "catalog.sqlite"
+    catalog.write_bytes(b"nothing that SQLite knows" * 500)
+    again = machine("one", url)
+    assert sources(again) == {"d0", "d1", "d2"}
+    assert again.upkeep.verify().ok
+    again.close()
+    catalog.unlink()
+    assert sources(machine("one", url)) == {"d0", "d1", "d2"}
+
+
+def test_a_view_that_was_altered_is_made_again(machine: Machine, folder_url: str) -> None:
+    import sqlite3
+
+    index = machine("one", folder_url, context="none")
+    index.add([page(number) for number in range(3)])
+    with sqlite3.connect(index.path / "catalog.sqlite") as connection:
+        connection.execute("UPDATE chunks SET text = 'another text' WHERE source = 'd1'")
+    connection.close()
+    assert not index.upkeep.verify().ok
+    assert index.upkeep.verify(repair=True).is_healed
+    assert index.upkeep.verify().ok
+    assert sources(index) == {"d0", "d1", "d2"}
+
+
+def test_an_encrypted_index_leaves_no_text_in_the_bucket(
+    machine: Machine, tmp_path: Path, folder_url: str
+) -> None:
+    pytest.importorskip("sqlcipher3")
+    key, wrong = tmp_path / "key", tmp_path / "wrong"
+    for number, path in enumerate((key, wrong)):
+        path.write_text(f"{number:064x}")
+        path.chmod(0o600)
+    url = f"{folder_url}?key_file={key}"
+    index = machine("one", url, context="none")
+    index.add([Document("secret-source", "The treasure lies under the old oak. " * 5)])
+    index.upkeep.gc()
+    bucket = Path(folder_url.removeprefix("file://"))
+    salt = index.config.tenant_salt
+    for path in bucket.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            for word in (b"treasure", b"secret-source", salt.encode(), bytes.fromhex(salt)):
+                assert word not in content, path
+    other = machine("other", url)
+    assert other.search_words("treasure", 1)
+    assert other.upkeep.verify().ok
+    assert b"treasure" not in b"".join(
+        path.read_bytes() for path in other.path.rglob("*") if path.is_file()
+    )
+    with pytest.raises(IndexMismatchError, match="no key was given"):
+        machine("other", folder_url)
+    with pytest.raises(IndexMismatchError, match="wrong key"):
+        machine("third", f"{folder_url}?key_file={wrong}")
+
+
+def test_a_key_for_an_index_without_one(machine: Machine, tmp_path: Path, folder_url: str) -> None:
+    pytest.importorskip("sqlcipher3")
+    machine("one", folder_url, context="none")
+    key = tmp_path / "key"
+    key.write_text("5" * 64)
+    key.chmod(0o600)
+    with pytest.raises(IndexMismatchError, match=r"leave \?key_file= out"):
+        machine("two", f"{folder_url}?key_file={key}")
+
+
+def test_tenants_do_not_meet(machine: Machine, tmp_path: Path) -> None:
+    bucket = f"file://{tmp_path}/bucket"
+    one = machine("one", f"{bucket}/a", context="none", tenant_salt=b"a")
+    two = machine("one", f"{bucket}/b", context="none", tenant_salt=b"b")
+    one.add([page(0)])
+    two.add([page(0), page(1)])
+    assert one.path != two.path
+    assert set(one.store.keys()).isdisjoint(two.store.keys())
+    two.upkeep.gc(grace_seconds=0)
+    assert one.upkeep.verify().ok
+    assert machine("other", f"{bucket}/a").config.tenant_salt == b"a".hex()
+
+
+def test_an_index_made_anew_at_its_url(machine: Machine, tmp_path: Path, folder_url: str) -> None:
+    old = machine("one", folder_url, context="none")
+    old.add([page(0)])
+    shutil.rmtree(tmp_path / "bucket")
+    with pytest.raises((IndexNotFoundError, StoreError)):
+        old.add([page(1)])
+    new = machine("two", folder_url, context="none")
+    new.add([page(5)])
+    with pytest.raises(IndexMismatchError, match="another index has taken the place"):
+        old.delete(sources=["d0"])
+    new.refresh()
+    assert sources(new) == {"d5"}
+    old.close()
+    again = machine("one", folder_url)
+    assert sources(again) == {"d5"}
+
+
+def test_a_settings_change_goes_everywhere(machine: Machine, url: str) -> None:
+    one = machine("one", url, context="none")
+    other = machine("other", url)
+    one.add([page(number) for number in range(8)])
+    one.upkeep.recode("lossless")
+    other.refresh()
+    assert other.config.codec == one.config.codec == "lossless"
+    assert other.upkeep.verify().ok
+    assert machine("third", url).upkeep.verify().ok
+
+
+def test_what_cannot_be_opened(
+    machine: Machine, folder_url: str, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(IndexNotFoundError, match="there is no index at file:///"):
+        machine("one", folder_url)
+    machine("one", folder_url, context="none")
+    with pytest.raises(ParameterError, match="there is an index at"):
+        machine("two", folder_url, context="none")
+    for wrong in ("s3://", "s3:///", "file://relative/path", f"{folder_url}?unknown=1"):
+        with pytest.raises(ParameterError):
+            machine("one", wrong)
+    set_credentials(monkeypatch)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(StoreError, match="check the endpoint"):
+        machine("one", f"s3://bucket/index?endpoint={nobody}&timeout=0.5")
+
+
+def test_a_missing_bucket(
+    machine: Machine, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("ACCESS_KEY_ID", "a"),
+        ("SECRET_ACCESS_KEY", "b"),
+        ("REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with pytest.raises(StoreError, match="there is no such bucket"):
+        machine("one", f"s3://nobody-made-it/index?endpoint={s3_server.endpoint}")
+
+
+def test_a_view_is_no_index_of_its_own(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    with pytest.raises(ParameterError, match="view of a shared index: open that by its URL"):
+        Index.open(index.path)
+    with pytest.raises(ParameterError, match="is shared"):
+        index.upkeep.move("memory:")
+
+
+def test_views_that_nobody_uses_make_room(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = f"file://{tmp_path}/bucket"
+    first = machine("one", f"{bucket}/first", context="none")
+    second = machine("one", f"{bucket}/second", context="none")
+    first.close()
+    monkeypatch.setenv("KVRAG_VIEWS_BYTES", "1kB")
+    third = machine("one", f"{bucket}/second")
+    assert not first.path.exists()
+    assert second.path == third.path
+    assert second.path.exists()  # in use
+    monkeypatch.setenv("KVRAG_VIEWS_BYTES", "much")
+    with pytest.raises(ParameterError, match="KVRAG_VIEWS_BYTES"):
+        machine("one", f"{bucket}/second")
+
+
+def test_an_opened_index_follows(machine: Machine, folder_url: str) -> None:
+    writer = machine("writer", folder_url, context="none")
+    reader = machine("reader", folder_url)
+    reader.follow(0.02)
+    arrived = threading.Event()
+    writer.add([page(0)])
+    for _ in range(500):
+        if sources(reader):
+            arrived.set()
+            break
+        threading.Event().wait(0.02)
+    assert arrived.is_set()
+    reader.close()
+
+
+def test_a_bucket_that_does_not_answer_leaves_the_version(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_credentials(monkeypatch)
+    server = S3Server(tmp_path)
+    try:
+        client = boto3.client("s3", endpoint_url=server.endpoint)
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+        url = f"s3://{BUCKET}/index?endpoint={server.endpoint}&timeout=0.5"
+        index = machine("one", url, context="none")
+        index.add([page(0)])
+    finally:
+        server.kill()
+    with pytest.raises(StoreError, match="check the endpoint"):
+        index.refresh()
+    with pytest.raises(StoreError):
+        index.add([page(1)])
+    assert sources(index) == {"d0"}
+    assert index.search_words("keeper", 1)
+
+
+def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path))
+    place = read_place("s3://bucket/a/b/?endpoint=http://x:9000&timeout=2")
+    assert str(place) == "s3://bucket/a/b"
+    assert place.store_url("kv") == "s3://bucket/a/b/kv?endpoint=http://x:9000&timeout=2"
+    assert place.view == read_place("s3://bucket/a/b").view
+    assert place.view != read_place("s3://bucket/a/c").view
+    assert place.view.name.startswith("b-")

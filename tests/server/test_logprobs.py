@@ -1,0 +1,136 @@
+"""How likely tokens were, as OpenAI's own client reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.models.test_tools import TOOL
+from tests.server.test_openai_client import MESSAGES, PROMPT
+from tests.support.api_server import Served
+
+# Random weights at this temperature write parts of characters, too.
+CHAT: dict[str, Any] = {
+    "model": "model",
+    "messages": MESSAGES,
+    "max_tokens": 24,
+    "temperature": 2,
+    "seed": 4,
+}
+TEXT: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": 10}
+
+
+def as_bytes(token: str) -> bytes:
+    """Return a token's bytes, written as in ``bytes:\\xe2\\x80`` if it is a part of a character."""
+    is_part = token.startswith("bytes:\\x")
+    return bytes.fromhex(token[6:].replace("\\x", "")) if is_part else token.encode()
+
+
+def test_a_chat_answers_tokens(client: OpenAI, served: Served) -> None:
+    answer = client.chat.completions.create(**CHAT, n=2, logprobs=True, top_logprobs=3)
+    options: Any = {"max_tokens": 24, "temperature": 2.0, "logprobs": 3}
+    for choice in answer.choices:
+        expected = served.engine.generate(MESSAGES, seed=4 + choice.index, **options)
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        assert [one.logprob for one in content] == pytest.approx(
+            [one.logprob for one in expected.logprobs], abs=1e-3
+        )
+        data = b"".join(bytes(one.bytes or ()) for one in content)
+        assert data.decode(errors="replace") == choice.message.content == expected.text
+        assert any(one.token.startswith("bytes:\\x") for one in content)
+        for one in content:
+            assert len(one.top_logprobs) == 3
+            values = [likely.logprob for likely in one.top_logprobs]
+            assert values == sorted(values, reverse=True)
+            assert values[0] >= one.logprob
+    named = client.chat.completions.create(**CHAT, logprobs=True).choices[0].logprobs
+    assert named is not None
+    assert all(one.top_logprobs == [] for one in named.content or [])
+    assert client.chat.completions.create(**CHAT).choices[0].logprobs is None
+
+
+def test_a_streamed_chat_has_the_same(client: OpenAI) -> None:
+    whole = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2).choices[0]
+    assert whole.logprobs is not None
+    streamed: list[Any] = []
+    text = ""
+    with client.chat.completions.create(
+        **CHAT, logprobs=True, top_logprobs=2, stream=True
+    ) as stream:
+        for chunk in stream:
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            streamed += (choice.logprobs and choice.logprobs.content) or []
+            # A piece comes with the tokens that begin in it.
+            assert b"".join(bytes(one.bytes or ()) for one in streamed).startswith(
+                text.partition("\ufffd")[0].encode()
+            )
+    assert text == whole.message.content
+    assert [one.token for one in streamed] == [one.token for one in whole.logprobs.content or []]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_completions_tokens(client: OpenAI, is_streamed: bool) -> None:
+    tokens: list[str] = []
+    offsets: list[int] = []
+    tops: list[dict[str, float]] = []
+    numbers: list[float] = []
+    text = ""
+    answer: Any = client.completions.create(**TEXT, logprobs=2, stream=is_streamed)
+    for body in answer if is_streamed else [answer]:
+        choice = body.choices[0]
+        text += choice.text
+        tokens += choice.logprobs.tokens
+        offsets += choice.logprobs.text_offset
+        tops += choice.logprobs.top_logprobs
+        numbers += choice.logprobs.token_logprobs
+    assert b"".join(map(as_bytes, tokens)).decode(errors="replace") == text != ""
+    assert offsets == sorted(offsets)
+    before = ["", *tokens]
+    for number, token in enumerate(tokens):
+        if "bytes:" not in before[number] + token:
+            assert text[offsets[number] :].startswith(token)
+    for token, logprob, top in zip(tokens, numbers, tops, strict=True):
+        assert len(top) == 2
+        assert next(iter(top)) == max(top, key=lambda one: top[one]) == token
+        assert top[token] == logprob < 0
+
+
+def test_none_is_not_zero(client: OpenAI) -> None:
+    chosen = client.completions.create(**TEXT, logprobs=0).choices[0].logprobs
+    assert chosen is not None
+    assert len(chosen.token_logprobs or []) > 0
+    assert set(map(len, chosen.top_logprobs or [])) == {0}
+    assert client.completions.create(**TEXT).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "why"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"top_logprobs": 2}, None, "set logprobs to true"),
+        ({"logprobs": False, "top_logprobs": 2}, None, "set logprobs to true"),
+        ({"logprobs": True, "tools": [TOOL]}, None, "leave out logprobs, or the tools"),
+    ],
+)
+def test_what_a_chat_refuses(
+    client: OpenAI, changed: dict[str, Any], param: str | None, why: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=why) as caught:
+        client.chat.completions.create(**CHAT, **changed)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "why"), [(100, "less than or equal to 20"), (-1, "greater"), (True, "integer")]
+)
+def test_what_a_completion_refuses(client: OpenAI, logprobs: Any, why: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=why) as caught:
+        client.completions.create(**TEXT, logprobs=logprobs)
+    assert caught.value.param == "logprobs"

@@ -1,0 +1,136 @@
+"""`/v1/rerank`: documents of the client's, ordered by the embedding or by a cross-encoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from kvrag.ingest.ranking import Reranker
+from kvrag.server.access import ApiKey
+from kvrag.server.app import ServerOptions
+from tests.support.api_server import Served, serving
+from tests.support.rag import PASSAGES, Rag
+
+TEXTS = list(PASSAGES.values())
+QUERY = "the tall clock of Varn"
+ASKED: dict[str, Any] = {"model": "hashing", "query": QUERY, "documents": TEXTS}
+
+
+class Shortest:
+    """A cross-encoder that prefers short texts, as no search would."""
+
+    def predict(self, pairs: Sequence[tuple[str, str]], **_: Any) -> Any:
+        return np.array([float(-len(text)) for _, text in pairs])
+
+
+def post(served: Served, **changed: Any) -> httpx.Response:
+    body = json.dumps(ASKED | changed)  # httpx itself refuses half of a surrogate pair
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(f"{served.url}/rerank", content=body, headers=headers, timeout=60)
+
+
+def test_without_a_reranker_it_is_the_embeddings_cosine(served: Served) -> None:
+    body = post(served).json()
+    embedding = served.engine.index.embedding
+    cosines = embedding.embed(TEXTS) @ embedding.embed_query(QUERY)
+    order = np.argsort(-cosines, kind="stable")
+    assert [one["index"] for one in body["results"]] == order.tolist()
+    assert order[0] == list(PASSAGES).index("clock")
+    scores = [one["relevance_score"] for one in body["results"]]
+    assert scores == pytest.approx(cosines[order].tolist(), abs=1e-6)
+    assert body["model"] == "hashing"
+    assert body["id"].startswith("rerank-")
+    tokenizer = served.engine.index.tokenizer
+    num_tokens = sum(
+        len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in [QUERY, *TEXTS]
+    )
+    assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert all(one.keys() == {"index", "relevance_score"} for one in body["results"])
+
+
+def test_the_first_ones_with_their_texts(served: Served) -> None:
+    documents = [{"text": TEXTS[0]}, TEXTS[1], TEXTS[2]]
+    body = post(served, documents=documents, top_n=2, return_documents=True).json()
+    assert len(body["results"]) == 2
+    assert all(one["document"] == {"text": TEXTS[one["index"]]} for one in body["results"])
+    assert len(post(served, top_n=100).json()["results"]) == len(TEXTS)
+
+
+def test_a_cross_encoder_ranks_and_orders_what_the_server_finds(rag: Rag) -> None:
+    with serving(rag.index, ServerOptions(reranker=Reranker(Shortest()), top_k=1)) as served:
+        assert post(served).status_code == 404  # the embedding is no longer what ranks
+        body = post(served, model="Shortest").json()
+        shortest = min(range(len(TEXTS)), key=lambda number: len(TEXTS[number]))
+        score = float(-len(TEXTS[shortest]))
+        assert body["results"][0] == {"index": shortest, "relevance_score": score}
+        models = httpx.get(f"{served.url}/models").json()["data"]
+        assert [one["id"] for one in models] == ["model", "rag:index", "hashing", "Shortest"]
+        question = "Who keeps the harbour ledger?"
+        expected = rag.index.search(question, 1, reranker=Reranker(Shortest()))[0].chunk
+        asked = {
+            "model": served.rag,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 1,
+        }
+        answer = httpx.post(f"{served.url}/chat/completions", json=asked, timeout=60).json()
+        (cited,) = answer["choices"][0]["message"]["annotations"]
+        assert cited["url_citation"]["chunk_id"] == expected.chunk_id
+        assert expected.text == TEXTS[shortest]
+        assert rag.index.search(question, 1)[0].chunk.text != TEXTS[shortest]
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "why"),
+    [
+        ({"query": ""}, "query", "empty"),
+        ({"query": 3}, "query", "valid string"),
+        ({"documents": []}, "documents", "at least 1 item"),
+        ({"documents": "text"}, "documents", "valid list"),
+        ({"documents": ["x", " "]}, "documents", "empty"),
+        ({"documents": ["x", 3]}, "documents.1", "valid"),
+        ({"documents": [{"title": "x"}]}, "documents.0.text", "Field required"),
+        ({"documents": ["x"] * 2049}, "documents", "at most 2048"),
+        ({"top_n": 0}, "top_n", "greater than or equal to 1"),
+        ({"top_n": -1}, "top_n", "greater than or equal to 1"),
+        ({"top_n": "2"}, "top_n", "valid integer"),
+        ({"return_documents": 1}, "return_documents", "valid boolean"),
+        ({"max_chunks_per_doc": 3}, "max_chunks_per_doc", "unknown parameter"),
+        ({"query": "\ud800"}, None, "half of a surrogate pair"),
+    ],
+)
+def test_what_is_refused(
+    served: Served, changed: dict[str, Any], param: str | None, why: str
+) -> None:
+    answer = post(served, **changed)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert why in error["message"]
+    if param is not None:
+        assert error["param"].startswith(param)
+
+
+def test_an_unknown_model(served: Served) -> None:
+    answer = post(served, model="rerank-english-v3.0")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "expected hashing" in answer.json()["error"]["message"]
+
+
+def test_it_counts_against_a_keys_limits(rag: Rag) -> None:
+    key = ApiKey(name="ada", key="key-of-ada-0123456789", max_prompt_tokens=20)
+    with serving(rag.index, ServerOptions(keys=[key])) as served:
+        assert post(served).status_code == 401
+        headers = {"Authorization": f"Bearer {key.key}"}
+        long = httpx.post(f"{served.url}/rerank", json=ASKED, headers=headers)
+        assert long.status_code == 400
+        assert "20" in long.json()["error"]["message"]
+        short = httpx.post(
+            f"{served.url}/rerank", json=ASKED | {"documents": ["a clock"]}, headers=headers
+        )
+        assert short.status_code == 200

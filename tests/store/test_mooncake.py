@@ -1,0 +1,137 @@
+"""`MooncakeStore` against a real master, where Mooncake is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
+from kvrag.store.base import Store
+from kvrag.store.mooncake import MooncakeStore
+from kvrag.store.registry import open_store
+from kvrag.testing.store_contract import StoreContract, key_number, record_of, stored
+from tests.support.servers import free_port
+
+SEGMENT = 64 << 20
+
+
+class Master:
+    def __init__(self, folder: Path) -> None:
+        library = pytest.importorskip("mooncake", reason="Mooncake is not installed")
+        pytest.importorskip("mooncake.store", reason="it lacks libibverbs", exc_type=ImportError)
+        self.port, self.metrics_port = free_port(), free_port()
+        binary = Path(library.__path__[0]) / "mooncake_master"
+        binary.chmod(0o755)
+        with (folder / "master.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [binary, f"-rpc_port={self.port}", f"-metrics_port={self.metrics_port}"],
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://127.0.0.1:{self.port}"
+
+    def open(self, segment_bytes: int = SEGMENT) -> MooncakeStore:
+        for attempt in range(50):
+            try:
+                return MooncakeStore(
+                    self.url, segment_bytes=segment_bytes, metrics_port=self.metrics_port
+                )
+            except StoreUnreachableError:
+                if attempt == 49:
+                    raise
+                time.sleep(0.2)
+        raise AssertionError
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    running = Master(tmp_path_factory.mktemp("mooncake"))
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def pool(master: Master) -> Iterator[MooncakeStore]:
+    """The store whose process has added the memory."""
+    store = master.open()
+    yield store
+    store.close()
+
+
+class TestMooncakeStore(StoreContract):
+    @pytest.fixture
+    def store(self, pool: MooncakeStore) -> MooncakeStore:
+        pool._client().remove_all(True)
+        return pool
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        assert isinstance(store, MooncakeStore)
+        store._client().upsert(f"kvrag-{key}", b"k" + record)
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        assert isinstance(store, MooncakeStore)
+        content: bytes = store._client().get(f"kvrag-{key}")
+        return content[1:]
+
+
+def test_another_process_adds_nothing_and_reads(master: Master, pool: MooncakeStore) -> None:
+    key = key_number(1)
+    pool.replace(key, record_of(key))
+    options = f"metrics_port={master.metrics_port}"
+    other = open_store(f"tiered:memory:|{master.url}?{options}")
+    assert stored(other, key) == record_of(key)
+    assert [counts.hits for counts in other.counts()] == [0, 1]
+    other.close()
+
+
+def test_a_record_that_is_too_large_is_refused(pool: MooncakeStore) -> None:
+    with pytest.raises(StoreError, match="mooncake"):
+        pool.put(key_number(2), bytes(2 * SEGMENT))
+    assert not pool.contains(key_number(2))
+
+
+def test_no_master(tmp_path: Path) -> None:
+    Master(tmp_path).end()  # or a skip without Mooncake
+    with pytest.raises(StoreUnreachableError, match="does not answer"):
+        MooncakeStore(f"mooncake://127.0.0.1:{free_port()}")
+    later = MooncakeStore(f"mooncake://127.0.0.1:{free_port()}", must_answer=False)
+    with pytest.raises(StoreUnreachableError, match="does not answer"):
+        later.open(key_number(0))
+    later.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://127.0.0.1",
+        "mooncake://127.0.0.1:1/x",
+        "mooncake://127.0.0.1:1?protocol=ftp",
+        "mooncake://127.0.0.1:1?metrics_port=x",
+    ],
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ParameterError):
+        open_store(url)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    modules: dict[str, Any] = dict.fromkeys(("mooncake", "mooncake.store"))
+    for name, none in modules.items():
+        monkeypatch.setitem(sys.modules, name, none)
+    with pytest.raises(ParameterError, match=r"kvrag\[mooncake\]"):
+        open_store("mooncake://127.0.0.1:1")

@@ -1,0 +1,183 @@
+"""vLLM on several workers: each fuses and loads its heads or layers; answers stay the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.artefacts import ArtefactStore
+from kvrag.llms.vllm.settings import RequestParams
+from tests.support.models import make_model, make_tokenizer
+from tests.vllm.conftest import TEXTS, make_prompt, running
+from tests.vllm.reference import assert_same, expected, given, reused, sampling
+
+POLICIES = ("none", "boundary", "two_stage", "deviation", "deviation:on=attention", "gradual")
+
+
+@pytest.fixture(scope="module")
+def by_heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    """An index whose records store each head apart."""
+    folder = tmp_path_factory.mktemp("by-heads")
+    make_model("llama", head_dim=32).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    options: Any = {"model": folder / "model", "embedding": "hashing", "codec": "raw-heads"}
+    with Index.create(folder / "index", **options) as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        yield index
+
+
+@pytest.fixture(scope="module")
+def oracle(by_heads: Index) -> KVEngine:
+    return KVEngine(by_heads, links="off", session_bytes=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unbound() -> Iterator[None]:
+    """By itself, vLLM would give each worker a memory node of its own."""
+    with mock.patch.dict(os.environ, VLLM_CPU_OMP_THREADS_BIND="nobind"):
+        yield
+
+
+HEADS: dict[str, Any] = {"tensor_parallel_size": 2}
+# vLLM's CPU build makes the room for what stages exchange when it warms a compiled model up.
+LAYERS: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},
+}
+
+
+@pytest.fixture(scope="module", params=[HEADS, LAYERS], ids=["heads", "layers"])
+def llm(vllm: Any, by_heads: Index, request: pytest.FixtureRequest) -> Iterator[Any]:
+    with mock.patch.dict(os.environ):
+        if request.param is LAYERS:
+            os.environ["VLLM_CPU_CI_ENV"] = "0"
+        with running(vllm, by_heads, max_num_batched_tokens=256, **request.param) as engine:
+            engine.is_split_by_heads = request.param is HEADS
+            yield engine
+
+
+def ask(llm: Any, oracle: KVEngine, prompt: str, request: RequestParams | None = None) -> Any:
+    ids = list(oracle.prompt_ids(prompt))
+    return llm.generate({"prompt_token_ids": ids}, sampling(request), use_tqdm=False)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_are_those_of_one_process(llm: Any, oracle: KVEngine, policy: str) -> None:
+    prompt = make_prompt(3, 1, 7)
+    output = ask(llm, oracle, prompt, RequestParams(policy=policy))
+    assert reused(output)["num_loaded"] > 100
+    assert_same(given(output), expected(oracle, prompt, policy))
+    plain = ask(llm, oracle, prompt, RequestParams(reuse=False))
+    assert_same(given(plain), expected(oracle, prompt))
+
+
+def test_each_worker_reads_its_part(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(2, 8)
+    said = reused(ask(llm, oracle, prompt, RequestParams(policy="none")))
+    whole = oracle.fuse(prompt, policy="none").report.bytes_loaded
+    mine, others = said["bytes_by_worker"]
+    assert said["report"]["bytes_loaded"] == mine + others
+    if llm.is_split_by_heads:
+        # Half of the KV each, and each the headers.
+        assert mine == others
+        assert whole / 2 < mine < 0.6 * whole
+    else:
+        assert whole / 2 < mine < 0.6 * whole
+        assert others == whole
+
+
+def test_several_requests_at_once(llm: Any, oracle: KVEngine) -> None:
+    asked = [
+        (make_prompt(0, 1), RequestParams(policy="none")),
+        (make_prompt(3, 4, 5), RequestParams(policy="boundary")),
+        (make_prompt(4, 2), RequestParams(policy="two_stage")),
+        (make_prompt(6, 9), RequestParams(reuse=False)),
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(oracle.prompt_ids(prompt))} for prompt, _ in asked],
+        [sampling(request) for _, request in asked],
+        use_tqdm=False,
+    )
+    for (prompt, request), output in zip(asked, outputs, strict=True):
+        assert_same(given(output), expected(oracle, prompt, request.policy))
+
+
+def test_an_artefact(llm: Any, oracle: KVEngine, by_heads: Index) -> None:
+    prompt = make_prompt(5, 0)
+    fused = oracle.fuse(prompt, policy="boundary")
+    store = ArtefactStore(by_heads)
+    name = store.put(fused)
+    store.close()
+    output = ask(llm, oracle, prompt, RequestParams(artefact=name))
+    assert reused(output)["num_loaded"] > 0
+    assert_same(given(output), expected(oracle, prompt, "boundary"))
+
+
+def test_a_lost_record_is_computed_by_all(llm: Any, oracle: KVEngine, by_heads: Index) -> None:
+    prompt = make_prompt(8, 9)
+    (lost,) = by_heads.get_chunks(by_heads.catalog.chunk_ids_of("text-9"))
+    key = by_heads.key_of(lost)
+    record = by_heads.store.open(key)
+    assert record is not None
+    content = bytearray(record.size_bytes)
+    record.read_into(0, memoryview(content))
+    record.close()
+    damaged = bytearray(content)
+    damaged[-1] ^= 1  # the last head's, in the last layer: one worker sees it
+    by_heads.store.replace(key, bytes(damaged))
+    try:
+        output = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    finally:
+        by_heads.store.replace(key, bytes(content))
+    # The first text stands where it was encoded, so nothing is approximate any more.
+    assert_same(given(output), expected(oracle, prompt))
+    if llm.is_split_by_heads:
+        assert reused(output)["report"]["misses"] == {"record damaged": 1}
+    else:
+        # The stage before does not read that layer: what one of them lacks, the engine computes.
+        assert "do not all have" in reused(output)["computed_because"]
+
+
+def test_an_abandoned_request_frees_its_memory(llm: Any, oracle: KVEngine) -> None:
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    assert llm.reset_prefix_cache()
+    before = free()
+    for number in range(4):
+        prompt = {"prompt_token_ids": list(oracle.prompt_ids(make_prompt(number, 9)))}
+        engine.add_request(f"gone-{number}", prompt, sampling(RequestParams(policy="two_stage")))
+    engine.step()
+    assert free() < before
+    engine.abort_request([f"gone-{number}" for number in range(4)], internal=False)
+    until = time.monotonic() + 60
+    while free() < before and time.monotonic() < until:
+        engine.engine_core.engine_core.step()
+    assert free() == before
+    prompt = make_prompt(3, 1)
+    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(output), expected(oracle, prompt, "none"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tensor_parallel_size": 4}, "the model has 2 key heads, which 4 processes cannot share")],
+)
+def test_refused(vllm: Any, by_heads: Index, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message), running(vllm, by_heads, **options):
+        pass
+
+
+def test_folder(by_heads: Index) -> None:
+    assert Path(by_heads.path).is_dir()
+    assert by_heads.config.codec == "raw-heads"

@@ -1,0 +1,144 @@
+"""Builds what a release uploads, from this checkout: ``make wheels``.
+
+    python -m tools.wheels --out dist
+
+Makes the source distributions, a wheel of kvrag for each processor of `PROCESSORS`, one without
+compiled kernels for all other machines, and the wheel of kvrag-bench. zig compiles: it brings
+the headers and stubs of every glibc, so the wheels run on older systems than the building one,
+and on other processors. Python 3.11 makes wheels for itself; from 3.12 on, they have the stable
+ABI and serve all later versions. auditwheel, abi3audit and twine check the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+GLIBC = "2.28"
+PROCESSORS = ("x86_64", "aarch64")
+
+
+def main() -> None:
+    """Parse the arguments and build."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the files go")
+    parser.add_argument(
+        "--processor", action="append", choices=PROCESSORS, help="only these (default: all)"
+    )
+    given = parser.parse_args()
+    out = given.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="kvrag-wheels-") as scratch:
+        _build(ROOT, out, "--sdist", {})
+        (archive,) = out.glob("*.tar.gz")
+        # Wheels come from what was packed, so nothing else that lies in the checkout is in them.
+        shutil.unpack_archive(archive, scratch, filter="data")
+        source = Path(scratch) / archive.name.removesuffix(".tar.gz")
+        for processor in given.processor or PROCESSORS:
+            _compiled(source, processor, out, Path(scratch) / processor)
+        _build(source, out, "--wheel", {"KVRAG_PURE": "1"})
+    for kind in ("--wheel", "--sdist"):
+        _build(ROOT / "bench", out, kind, {})
+    check(out)
+    for path in sorted(out.iterdir()):
+        print(f"{path.stat().st_size / 1e6:6.2f} MB  {path.name}")
+
+
+def check(out: Path) -> None:
+    """Check the files of a folder; ends the program where one is wrong."""
+    files = sorted(map(str, out.glob("kvrag*")))
+    _run([sys.executable, "-m", "twine", "check", "--strict", *files])
+    compiled = [name for name in files if "manylinux" in name]
+    if not compiled:
+        sys.exit(f"{out}: expected a wheel with compiled kernels, found none")
+    for name in compiled:
+        _run([sys.executable, "-m", "auditwheel", "show", name])
+        if "-abi3-" in name:
+            _run([sys.executable, "-m", "abi3audit", "--strict", name])
+
+
+def _compiled(source: Path, processor: str, out: Path, scratch: Path) -> None:
+    """Build the wheel with kernels compiled for a processor."""
+    scratch.mkdir()
+    tools = {
+        name: _script(scratch / name, f"{name} {options}")
+        for name, options in {
+            "c++": f"-target {processor}-linux-gnu.{GLIBC} -isystem {_headers(scratch, processor)}",
+            "ar": "",
+            "ranlib": "",
+        }.items()
+    }
+    _build(
+        source,
+        scratch / "built",
+        "--wheel",
+        {
+            "CXX": str(tools["c++"]),
+            # The wheel's tag, in place of the building machine's.
+            "_PYTHON_HOST_PLATFORM": f"linux-{processor}",
+        },
+        f"cmake.define.KVRAG_PROCESSOR={processor}",
+        f"cmake.define.CMAKE_AR={tools['ar']}",
+        f"cmake.define.CMAKE_RANLIB={tools['ranlib']}",
+    )
+    (wheel,) = (scratch / "built").glob("*.whl")
+    # "auto": by name it knows only the tags of the building machine's processor.
+    repair = ["repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(out), str(wheel)]
+    _run([sys.executable, "-m", "auditwheel", *repair], quiet=True)
+
+
+def _script(path: Path, command: str) -> Path:
+    """Write a program that runs a command of zig: CMake wants each in one word."""
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {command} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def _headers(scratch: Path, processor: str) -> Path:
+    """Return a folder that stands in for the system's, of which zig reads nothing.
+
+    Debian's ``pyconfig.h`` only names that of the processor, which says the same for all of 64
+    bits with the stable ABI.
+    """
+    folder = scratch / "include"
+    name = f"python{sysconfig.get_python_version()}"
+    own = Path(f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}/{name}/pyconfig.h")
+    if own.is_file():
+        to = folder / f"{processor}-linux-gnu" / name / "pyconfig.h"
+        to.parent.mkdir(parents=True)
+        shutil.copy(own, to)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _build(source: Path, out: Path, kind: str, extra: Mapping[str, str], *settings: str) -> None:
+    options = [word for setting in settings for word in ("-C", setting)]
+    command = [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", str(out)]
+    _run([*command, *options, str(source)], extra=extra, quiet=True)
+
+
+def _run(
+    command: list[str], *, extra: Mapping[str, str] | None = None, quiet: bool = False
+) -> None:
+    """Run a program; ends this one with its output where it fails."""
+    print("+", *command[2:], flush=True)
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": beside, **(extra or {})}
+    done = subprocess.run(
+        command, env=environment, capture_output=quiet, text=True, check=False, cwd=ROOT
+    )
+    if done.returncode:
+        sys.exit(f"{(done.stdout or '') + (done.stderr or '')}\n{' '.join(command)}: failed")
+
+
+if __name__ == "__main__":
+    main()
