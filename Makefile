@@ -105,12 +105,15 @@ $(RELEASE_STAMP): tools/release-requirements.txt
 	$(RELEASE_PYTHON) -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
+# The folder is emptied first.
+DIST ?= dist
+
 wheels: $(RELEASE_STAMP)
-	$(RELEASE_PYTHON) -m tools.wheels --out dist
+	$(RELEASE_PYTHON) -m tools.wheels --out $(DIST)
 
 # MATRIX names versions of Python; without it, all that are installed.
 matrix: $(RELEASE_STAMP)
-	$(RELEASE_PYTHON) -m tools.matrix $(MATRIX)
+	$(RELEASE_PYTHON) -m tools.matrix --dist $(DIST) $(MATRIX)
 
 release: $(RELEASE_STAMP)
 	@test -n "$(VERSION)" || { echo "name the version: make release VERSION=x.y.z" >&2; exit 2; }
