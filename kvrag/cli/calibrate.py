@@ -110,7 +110,7 @@ def calibrate(
         open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
-        check_contexts(opened, compared)
+        check_contexts(opened, compared, options)
         found = measure(opened, options, say)
         opened.upkeep.keep_calibration(found)
         losses = compare_contexts(opened, compared, options, say) if compared else []
