@@ -57,6 +57,7 @@ class Server:
             self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         config = uvicorn.Config(
             app,
+            http="h11",  # bounds a request's headers, and httptools does not
             log_config=None,
             access_log=False,
             server_header=False,
