@@ -60,7 +60,9 @@ def starts(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> tuple[list[int
     return found, stream.text
 
 
-@given(data=st.lists(st.sampled_from([b"a", b"\xe2\x80\x99", b"\xe2", b"\x80", b"\xf0\x9f", b"\xff"])))
+@given(
+    data=st.lists(st.sampled_from([b"a", b"\xe2\x80\x99", b"\xe2", b"\x80", b"\xf0\x9f", b"\xff"]))
+)
 def test_a_token_begins_in_the_character_of_its_first_byte(data: list[bytes]) -> None:
     """Also after bytes that are no UTF-8, each of which is a character for good."""
     tokenizer = make_tokenizer()
