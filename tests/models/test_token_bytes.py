@@ -36,7 +36,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
+    return PreTrainedTokenizerFast(tokenizer_object=inner)  # type: ignore[no-untyped-call]
 
 
 def test_tokens_with_byte_fallback_spell_a_text() -> None:
