@@ -305,7 +305,7 @@ def test_the_report_and_another_answer_beside_the_first(
     assert report.get_by_role("img").get_attribute("aria-label").startswith(f"{total} tokens")
     assert report.get_by_text("Plain prefill (estimate)").is_visible()
     page.get_by_text("Where the tokens come from").click()
-    assert report.get_by_role("cell", name=re.compile("ships.md, chunk")).first.is_visible()
+    assert report.get_by_role("cell", name=re.compile("ships.md, passage [1-9]")).first.is_visible()
     page.get_by_text("The prompt's text, coloured").click()
     assert "the odd ship" in report.locator(".prompt-text").inner_text()
     assert serious_findings(page) == []
