@@ -1,18 +1,20 @@
 """`kvrag bench session`: turns of a conversation, with earlier turns kept and without.
 
-One engine keeps the KV of earlier turns; another keeps nothing, and answers the same prompts. The
-first turn's prompt has all chunks; each later prompt is the one before, its answer and a question.
+One engine keeps the KV of earlier turns in memory, another in the store; a third keeps nothing.
+All answer the same prompts. The first turn's prompt has all chunks; each later prompt is the one
+before, its answer and a question.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Prompt
-from kvrag.errors import ParameterError
+from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -20,6 +22,8 @@ from kvrag_bench.setting import chosen_clock, require_one_thread, require_room, 
 from kvrag_bench.shapes import random_model, random_text
 
 _CHUNK_TOKENS = 200
+_MOST_SECONDS = 60.0
+"""Storing a turn takes no longer."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class SessionRow:
         Tokens of the prompt, and those of them that were kept; the others are new.
     seconds
         Time to first token of the conversation's engine.
+    stored_seconds
+        That of an engine that reads the earlier turns back from the store.
     alone_seconds
         That of a prompt of as many tokens as were new.
     anew_seconds
@@ -94,6 +100,7 @@ class SessionRow:
     num_tokens: int
     num_kept: int
     seconds: float
+    stored_seconds: float
     alone_seconds: float
     anew_seconds: float
     ratio: float
@@ -109,6 +116,8 @@ def run_session_bench(
     ------
     ParameterError, ModelLoadError, UnsupportedModelError
         Before anything is timed.
+    StoreError
+        If the turns cannot be stored.
     """
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
     each = options.question_tokens + options.num_tokens + 4
@@ -132,6 +141,7 @@ def run_session_bench(
 class _Turn:
     report: FusionReport
     seconds: float
+    stored_seconds: float
     alone_seconds: float
     anew_seconds: float
     kept_bytes: int
@@ -142,9 +152,15 @@ def _converse(
 ) -> list[_Turn]:
     clock = chosen_clock(options.processor_time)
     load_threads = 0 if options.processor_time else None
-    engine, forgetful = (
-        KVEngine(index, policy=options.policy, load_threads=load_threads, session_bytes=size)
-        for size in (1 << 40, 0)
+    engine, storing, forgetful = (
+        KVEngine(
+            index,
+            policy=options.policy,
+            load_threads=load_threads,
+            session_bytes=size,
+            session_store_bytes=room,
+        )
+        for size, room in ((1 << 40, 0), (0, 1 << 40), (0, 0))
     )
 
     num_special = len(index.tokenizer("")["input_ids"])
@@ -153,12 +169,22 @@ def _converse(
     def ask(engine: KVEngine, prompt: Prompt, *, reuse: bool = True) -> tuple[float, FusionReport]:
         started = clock()
         report = engine.generate(prompt, max_tokens=1, reuse=reuse).report
-        return clock() - started, report
+        seconds = clock() - started
+        wait_until_stored()
+        return seconds, report
+
+    def wait_until_stored() -> None:
+        end = time.monotonic() + _MOST_SECONDS
+        while not storing.stored_bytes:
+            if time.monotonic() > end:
+                raise StoreError(f"no turn is stored in {index.store.url}: is the disk full?")
+            time.sleep(0.001)
 
     turns: list[_Turn] = []
     said = ["\n\n".join([*texts, questions[0]])]
     while True:
         prompt = _prompt(said, converses=converses)
+        stored_seconds, _ = ask(storing, prompt)
         seconds, report = ask(engine, prompt)
         anew_seconds, _ = ask(forgetful, prompt)
         num_new = report.num_tokens - report.num_kept
@@ -166,8 +192,12 @@ def _converse(
         alone_seconds, _ = ask(forgetful, alone, reuse=False)
         # The answer itself is not timed; its prompt takes everything that the one above has left.
         answer = engine.generate(prompt, max_tokens=options.num_tokens)
+        storing.generate(prompt, max_tokens=options.num_tokens)
+        wait_until_stored()
         kept_bytes = engine.kept_bytes
-        turns.append(_Turn(report, seconds, alone_seconds, anew_seconds, kept_bytes))
+        turns.append(
+            _Turn(report, seconds, stored_seconds, alone_seconds, anew_seconds, kept_bytes)
+        )
         if len(turns) == len(questions):
             return turns
         said += [answer.text, questions[len(turns)]]
@@ -182,9 +212,9 @@ def _prompt(said: list[str], *, converses: bool) -> Prompt:
 
 
 def _row(model: str, turn: int, runs: Sequence[_Turn], options: SessionOptions) -> SessionRow:
-    seconds, alone, anew = (
+    seconds, stored, alone, anew = (
         median(getattr(run, name) for run in runs)
-        for name in ("seconds", "alone_seconds", "anew_seconds")
+        for name in ("seconds", "stored_seconds", "alone_seconds", "anew_seconds")
     )
     last = runs[-1]
     return SessionRow(
@@ -194,6 +224,7 @@ def _row(model: str, turn: int, runs: Sequence[_Turn], options: SessionOptions) 
         num_tokens=last.report.num_tokens,
         num_kept=last.report.num_kept,
         seconds=seconds,
+        stored_seconds=stored,
         alone_seconds=alone,
         anew_seconds=anew,
         ratio=seconds / alone,

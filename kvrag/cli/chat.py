@@ -68,6 +68,7 @@ def chat(
     temperature: o.TemperatureOption = 0.0,
     seed: o.SeedOption = None,
     session_bytes: o.SessionBytesOption = None,
+    session_store_bytes: o.SessionStoreBytesOption = None,
     history: Annotated[
         int | None,
         typer.Option(
@@ -100,6 +101,7 @@ def chat(
         links=links,
         ttft=ttft,
         session_bytes=session_bytes,
+        session_store_bytes=session_store_bytes,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -40,8 +40,8 @@ def ingest(
     codec: Annotated[
         str | None,
         typer.Option(
-            help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-            f"stream:BITS. Default for a new index: {IndexSettings.codec}.",
+            help="How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, "
+            f"transform:BITS or stream:BITS. Default for a new index: {IndexSettings.codec}.",
             show_default=False,
         ),
     ] = None,

@@ -136,8 +136,8 @@ ComputeOption = Annotated[
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-        "stream:BITS, where BITS is any number of bits per element."
+        help="How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, "
+        "transform:BITS or stream:BITS, where BITS is any number of bits per element."
     ),
 ]
 ProfileOption = Annotated[
@@ -260,6 +260,18 @@ SessionBytesOption = Annotated[
         metavar="BYTES",
         parser=_memory,
         help="Memory for the KV of earlier turns, such as 4GB; 0 keeps none. Default: 1 GiB.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
+SessionStoreBytesOption = Annotated[
+    Any,
+    typer.Option(
+        "--session-store-bytes",
+        metavar="BYTES",
+        parser=_memory,
+        help="Room in the index's store for the KV of earlier turns that memory has no room for, "
+        "such as 20GB. Default: 0, nothing of a conversation is written.",
         rich_help_panel=TUNING,
         show_default=False,
     ),

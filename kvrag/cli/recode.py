@@ -22,8 +22,8 @@ def recode(
 ) -> None:
     """Rewrite all stored KV with another codec; the index keeps answering questions meanwhile.
 
-    KV that is stored exactly (raw, lossless) is read from the store; the model computes KV that is
-    stored with loss again. If a run is killed, the next one completes it.
+    KV that is stored exactly (raw, raw-heads, lossless) is read from the store; the model
+    computes KV that is stored with loss again. If a run is killed, the next one completes it.
     """
     from kvrag.cli.opening import open_index
     from kvrag.ingest.profiles import read_profile

@@ -37,6 +37,7 @@ _ONLY = {
             "links",
             "ttft",
             "session_bytes",
+            "session_store_bytes",
             "max_tokens",
             "keys",
             "anyone",
@@ -77,6 +78,7 @@ def serve(
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
     session_bytes: o.SessionBytesOption = None,
+    session_store_bytes: o.SessionStoreBytesOption = None,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -256,6 +258,7 @@ def serve(
         links=links,
         ttft=ttft,
         session_bytes=session_bytes,
+        session_store_bytes=session_store_bytes,
         max_tokens=max_tokens,
     )
     options = ServerOptions(

@@ -78,7 +78,6 @@ class KVEngine:
         Target for the time to first token, in seconds, when streaming stored KV. The engine loads
         as much of each chunk as the time allows, or computes the chunk where that is at least as
         quick. None loads all stored KV.
-
     max_batch
         Most answers that are written together. Further ones wait in order, and join when another
         answer ends. Each one holds its prompt's KV in memory.
@@ -86,6 +85,9 @@ class KVEngine:
         Memory for the KV of ended answers. A prompt that begins as an earlier prompt and its answer
         did, as the next turn of a conversation does, takes their KV instead of computing it. The
         least recently used KV is dropped first; 0 keeps nothing.
+    session_store_bytes
+        Room in the index's store for what falls out of that memory, until the engine or the index
+        ends; 0 writes nothing. KV tells what was said: see ``docs/conversations.md``.
 
     Raises
     ------
@@ -114,14 +116,15 @@ class KVEngine:
         ttft: float | None = None,
         max_batch: int = MAX_BATCH,
         session_bytes: int = SESSION_BYTES,
+        session_store_bytes: int = 0,
     ) -> None:
         self._reader = PromptReader(index)
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
         if load_threads is not None:
             load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
-        session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
-        self._fuser = PromptFuser(index, self._links, load_threads, session_bytes)
+        sizes = session_bytes, session_store_bytes
+        self._fuser = PromptFuser(index, self._links, load_threads, *sizes)
         self.defaults = Request(
             "",
             policy=policy,
@@ -138,6 +141,11 @@ class KVEngine:
     def kept_bytes(self) -> int:
         """Memory that the KV of ended answers takes now, at most `session_bytes`."""
         return self._fuser.sessions.size_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the KV of ended answers in the store now, at most `session_store_bytes`."""
+        return self._fuser.stored.size_bytes
 
     def prompt_ids(
         self,
@@ -168,9 +176,8 @@ class KVEngine:
 
         Transformers can continue from it with ``model.hf.generate(**fused.to_generate())``. Call
         that inside ``with fused.answering(model):`` if there are link tokens, or if the policy has
-        a temperature or scale. The answer begins at index ``fused.kv.num_tokens`` of the result.
-
-        It takes no KV of earlier answers.
+        a temperature or scale. The answer begins at index ``fused.kv.num_tokens`` of the result. It
+        takes no KV of earlier answers.
 
         Parameters
         ----------
@@ -213,9 +220,8 @@ class KVEngine:
                 return Repair(NonePolicy())
             raise ParameterError(
                 f"policy {arguments.shown(request.policy)} computes reused tokens again, but this "
-                "index stores "
-                f"chunks as {compression}, whose rows are not tokens. Use policy 'none', or an "
-                "index without compression"
+                f"index stores chunks as {compression}, whose rows are not tokens. Use policy "
+                "'none', or an index without compression"
             )
         return calibrated(choice, lambda: self.index.calibration)
 
@@ -328,8 +334,7 @@ class KVEngine:
         AnswerDelta
             Pieces of text as soon as they are final; the last one carries the whole `Answer`.
         """
-        start = self._start_now(prompt, options)
-        pieces = waiting.pieces(self._scheduler, start, once=False)
+        pieces = waiting.pieces(self._scheduler, self._start_now(prompt, options), once=False)
         return (delta for delta in pieces if delta is not None)
 
     def steps(
@@ -377,10 +382,7 @@ class KVEngine:
     def _start_later(
         self, context: Context, prompt: Prompt | Request, options: RequestOptions, begun: float
     ) -> Slices[OpenAnswer]:
-        """Check, read and fuse a prompt, all in the thread that advances the batch.
-
-        The context is the caller's, to which a trace belongs.
-        """
+        """Do all of it in the batch's thread, in the caller's context, to which a trace belongs."""
         started = time.perf_counter()
         start = context.run(self._start_now, prompt, options)
         seconds = time.perf_counter() - started

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvrag import arguments
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import Release
 from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
-from kvrag.engine.sessions import Sessions
+from kvrag.engine.sessions import FEWEST_ROWS, Sessions
+from kvrag.engine.stored_sessions import StoredKept, StoredSessions
 from kvrag.engine.streaming_target import streaming_target
 from kvrag.errors import PromptTooLongError
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse_in_slices
-from kvrag.fusion.kept import Overlap, keep
+from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.plan import Loading
 from kvrag.fusion.reasons import counted
-from kvrag.fusion.slices import Slices
+from kvrag.fusion.slices import Clock, Slices
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
@@ -30,6 +33,18 @@ from kvrag.loading.streaming import StreamEstimates
 
 _GROWTH = 1.5
 """A buffer that is kept gets this many times the room that it needs, for the next turns."""
+MISS_LOST = "earlier answer lost"
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """A prompt's buffer, what it holds of an earlier answer, and what reading that took."""
+
+    buffer: FusedKV
+    earlier: Overlap | None
+    num_bytes: int
+    seconds: float
+    num_lost: int
 
 
 class PromptFuser:
@@ -43,19 +58,30 @@ class PromptFuser:
         The link tokens of prompts.
     load_threads
         See `KVEngine`.
-    session_bytes
-        Memory for the KV of ended answers.
+    session_bytes, session_store_bytes
+        Memory for the KV of ended answers, and room in the index's store for what falls out of it.
     """
 
     def __init__(
-        self, index: Index, links: ChosenLinks, load_threads: int | None, session_bytes: int
+        self,
+        index: Index,
+        links: ChosenLinks,
+        load_threads: int | None,
+        session_bytes: int,
+        session_store_bytes: int,
     ) -> None:
         self._index = index
         self._links = links
         self._load_threads = load_threads
         self._estimates = StreamEstimates()
+        session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
+        session_store_bytes = arguments.whole(session_store_bytes, "session_store_bytes", 0)
         self.buffers = BufferPool()
-        self.sessions = Sessions(session_bytes, self.buffers.give_back)
+        self.stored = StoredSessions(index, session_store_bytes, self.buffers.give_back)
+        self.sessions = Sessions(session_bytes, self.stored.write)
+        if session_store_bytes:
+            # Whichever ends first, this object or the index, removes what was stored.
+            index.closing.callback(weakref.finalize(self, self.stored.close))
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:
@@ -105,11 +131,12 @@ class PromptFuser:
             layout = self._links.insert(layout, request.max_tokens)
         room = self._room(layout, request.max_tokens)
         keeps = keeps and open_kv is None and self._can_keep(request, choice, layout)
-        earlier = self.sessions.take(request.session, layout, choice) if keeps else None
-        if earlier is None:
-            buffer = self._new_buffer(layout, room, grows=keeps and self._has_free_room)
+        if keeps:
+            begun = yield from self._begin(request.session, layout, choice, room)
         else:
-            buffer = self._buffer_after(earlier, request.session, layout, room)
+            begun = _Beginning(self._new_buffer(layout, room, grows=False), None, 0, 0.0, 0)
+        earlier, buffer = begun.earlier, begun.buffer
+        if earlier is not None:
             layout = _keeping(layout, laid_out, earlier.num_rows)
         try:
             fused = yield from fuse_in_slices(
@@ -130,8 +157,8 @@ class PromptFuser:
         except BaseException:  # a cancelled one as well
             if earlier is not None and earlier.goes_on:
                 # The conversation may go on: its rows are as they were.
-                ids = layout.token_ids[: earlier.num_rows]
-                kept = replace(earlier.kept, kv=buffer, token_ids=ids)
+                ids, kept = layout.token_ids[: earlier.num_rows], earlier.kept
+                kept = Kept(buffer, ids, kept.turns, kept.num_exact, kept.choice)
                 self.sessions.keep(request.session, kept)
             else:
                 self.buffers.give_back(buffer)
@@ -139,7 +166,13 @@ class PromptFuser:
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
         self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
-        report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
+        seconds = {"layout": layout_seconds, **report.seconds}
+        seconds["load"] = seconds.get("load", 0.0) + begun.seconds
+        misses = dict(report.misses)
+        if begun.num_lost:
+            misses[MISS_LOST] = begun.num_lost
+        num_bytes = report.bytes_loaded + begun.num_bytes
+        report = replace(report, seconds=seconds, misses=misses, bytes_loaded=num_bytes)
         index.counters.note(report)
         fused = replace(fused, report=report)
         # A controller may have chosen scaled attention, which later turns would have to keep up.
@@ -163,7 +196,7 @@ class PromptFuser:
     def _can_keep(self, request: Request, choice: Choice, layout: Layout) -> bool:
         """Return whether a prompt's rows are those of its tokens, whole and in order."""
         return (
-            self.sessions.max_bytes > 0
+            self.sessions.max_bytes + self.stored.max_bytes > 0
             and request.reuse
             and request.ttft is None
             and self._index.compression is None
@@ -197,6 +230,33 @@ class PromptFuser:
     def _has_free_room(self) -> bool:
         """Whether unused rows take no memory: that of a process does not before it is written."""
         return self._index.model.device.type == "cpu"
+
+    def _begin(
+        self, session: str | None, layout: Layout, choice: Choice, room: int
+    ) -> Slices[_Beginning]:
+        """Return a buffer that begins with what an earlier answer has left, in memory or stored."""
+        clock, num_lost = Clock(), 0
+        while (earlier := self._take(session, layout, choice)) is not None:
+            if not isinstance(earlier.kept, StoredKept):
+                buffer = self._buffer_after(earlier, session, layout, room)
+                return _Beginning(buffer, earlier, 0, 0.0, num_lost)
+            buffer = self._new_buffer(layout, room, grows=earlier.goes_on or self._has_free_room)
+            num_bytes = yield from self.stored.read(session, earlier, buffer, clock)
+            if num_bytes is not None:
+                return _Beginning(buffer, earlier, num_bytes, clock.seconds["load"], num_lost)
+            self.buffers.give_back(buffer)
+            num_lost += 1
+        buffer = self._new_buffer(layout, room, grows=self._has_free_room)
+        return _Beginning(buffer, None, 0, clock.seconds.get("load", 0.0), num_lost)
+
+    def _take(self, session: str | None, layout: Layout, choice: Choice) -> Overlap | None:
+        """Return what the prompt may take; what is in memory wins a draw."""
+        if self.stored.max_bytes:
+            least = max(FEWEST_ROWS, self.sessions.worth(session, layout, choice) + 1)
+            stored = self.stored.take(session, layout, choice, least)
+            if stored is not None:
+                return stored
+        return self.sessions.take(session, layout, choice)
 
     def _buffer_after(
         self, earlier: Overlap, session: str | None, layout: Layout, room: int

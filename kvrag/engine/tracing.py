@@ -80,7 +80,7 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
 
     @functools.wraps(search)
     def traced_search(self: Index, query: str, k: int = 4, **options: Any) -> list[SearchHit]:
-        with tracer.start_as_current_span(f"retrieval {self.path.name}") as span:
+        with tracer.start_as_current_span(f"retrieval {self.name}") as span:
             hits = search(self, query, k, **options)
             span.set_attributes(_found(query, hits, self, content))
             return hits
@@ -175,7 +175,7 @@ def _found(query: str, hits: Sequence[SearchHit], index: Index, content: bool) -
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "retrieval",
         "gen_ai.provider.name": "kvrag",
-        "gen_ai.data_source.id": index.path.name,
+        "gen_ai.data_source.id": index.name,
         "openinference.span.kind": "RETRIEVER",
     }
     if content:

@@ -91,6 +91,11 @@ class Kept:
         """Bytes of memory that the buffer takes, unused rows included."""
         return self.kv.storage.numel() * self.kv.storage.element_size()
 
+    @property
+    def cost(self) -> float:
+        """What taking its rows costs, in rows that could be computed meanwhile."""
+        return 0.0
+
     def overlap(self, layout: Layout, choice: Choice) -> Overlap:
         """Return what a prompt may take.
 

@@ -82,7 +82,8 @@ class FusionReport:
         What an eviction policy kept while the answer was generated; None without a policy, or if
         the answer has one token.
     misses
-        Why chunks found in the prompt were prefilled instead: reason to number of chunks.
+        Why chunks found in the prompt were prefilled instead: reason to number of chunks. An
+        earlier answer whose stored KV is lost counts as one.
     stream
         Result of streaming towards a time to first token; None if the KV was loaded whole.
     num_neutralised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -64,6 +65,8 @@ class Index(SearchMethods):
         The counters of this process's use of the index.
     upkeep
         Checks, repairs and tidies the index, and recodes or moves its KV.
+    closing
+        What `close` calls while catalog and store are still open.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
@@ -75,6 +78,7 @@ class Index(SearchMethods):
         self._encoders = encoders
         self._search = Search(storage, encoders)
         self._follower: Follower | None = None
+        self.closing = ExitStack()
         self._writer = Writer(storage, encoders, fitter)
         self.upkeep = Upkeep(storage, encoders, fitter, self._writer)
 
@@ -203,6 +207,7 @@ class Index(SearchMethods):
         """Close the catalog and the store, and write the counts to the index folder."""
         if self._follower is not None:
             self._follower.close()
+        self.closing.close()
         if "on_demand" in self.__dict__:
             self.on_demand.close()
         self._storage.close()
@@ -260,6 +265,12 @@ class Index(SearchMethods):
     def url(self) -> str | None:
         """The URL of a shared index; None for an index in a folder."""
         return None if self._storage.log is None else self._storage.log.url
+
+    @property
+    def name(self) -> str:
+        """The last part of the index's folder or URL."""
+        place = self.url or ""
+        return place.partition("?")[0].rpartition("/")[2] or self.path.name
 
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""

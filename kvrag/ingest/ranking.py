@@ -6,12 +6,14 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
-from kvrag.ingest.embedding import Embedding
 from kvrag.regularfile import require_regular_files
+
+if TYPE_CHECKING:
+    from kvrag.ingest.embedding import Embedding
 
 Ranking = list[tuple[int, float]]
 """Row numbers of chunks with their scores, best first."""

@@ -103,6 +103,9 @@ class EngineSettings(BaseModel):
         that time. None loads all of it; see `kvrag.KVEngine`.
     session_bytes
         Memory for the KV of ended answers; None means 1 GiB; see `kvrag.KVEngine`.
+    session_store_bytes
+        Room in the index's store for what falls out of that memory; None writes nothing; see
+        `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
@@ -140,6 +143,7 @@ class EngineSettings(BaseModel):
     links: str | Path | None = None
     ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     session_bytes: int | None = Field(default=None, ge=0)
+    session_store_bytes: int | None = Field(default=None, ge=0)
     schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
@@ -368,7 +372,8 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            values = {n: getattr(self, n) for n in ("eviction", "links", "ttft", "session_bytes")}
+            names = ("eviction", "links", "ttft", "session_bytes", "session_store_bytes")
+            values = {name: getattr(self, name) for name in names}
             given = {name: value for name, value in values.items() if value is not None}
             engine = self._engines[model] = KVEngine(index, **given)
         return engine

@@ -107,7 +107,7 @@ def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
     server: MCPServer[Any] = MCPServer(
         "kvrag",
         version=kvrag.__version__,
-        instructions=f"Documents of the index {index.path.name!r}. Use `search` to find passages, "
+        instructions=f"Documents of the index {index.name!r}. Use `search` to find passages, "
         "`answer` to have a local model answer from them, `read_chunk` to read on around one.",
     )
 

@@ -77,7 +77,7 @@ class Names:
         config = engine.index.config
         model = PurePath(config.model).name or "model"
         embedding = PurePath(config.embedding).name
-        return cls(model, PREFIX + engine.index.path.name, embedding, ranker.name)
+        return cls(model, PREFIX + engine.index.name, embedding, ranker.name)
 
 
 class Service:
@@ -128,7 +128,7 @@ class Service:
         defaults = self._engine.defaults
         return r.About(
             version=kvrag.__version__,
-            index=self.index.path.name,
+            index=self.index.name,
             model=self.names.model,
             rag=self.names.rag,
             is_chat=bool(getattr(self.index.tokenizer, "chat_template", None)),

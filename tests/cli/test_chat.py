@@ -211,6 +211,26 @@ def test_session_bytes_are_sizes(run: Run, index_folder: Path) -> None:
     assert run("chat", "--index", index_folder, "--session-bytes", "64MiB", stdin="").code == 0
 
 
+def test_turns_come_back_from_the_store(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = KVEngine.stream
+
+    def stream(self: KVEngine, *given: Any, **named: Any) -> Any:
+        yield from generate(self, *given, **named)
+        self._fuser.stored.flush()
+
+    monkeypatch.setattr(KVEngine, "stream", stream)
+    kept = []
+    for room in ("0", "1GB"):
+        sizes = ("--session-bytes", 0, "--session-store-bytes", room)
+        done = run("chat", "--index", index_folder, *sizes, "--json", stdin="Who?\nAnd when?\n")
+        assert done.code == 0, done.err
+        kept.append([turn["report"]["num_kept"] for turn in done.json["turns"]])
+    assert kept[0] == [0, 0]
+    assert kept[1][1] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

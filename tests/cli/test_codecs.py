@@ -63,7 +63,7 @@ def test_profile_then_recode(run: Run, index_folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--codec", "zip"), "there is no codec 'zip'; known codecs: raw, lossless"),
+        (("--codec", "zip"), "there is no codec 'zip'; known codecs: raw, raw-heads, lossless"),
         (("--codec", "transform:many"), "a number of bits"),
         (("--codec", "transform:2", "--profile", "nowhere"), "cannot read the codec profile"),
         (("--codec", "transform:2", "--profile", __file__), "not a codec profile"),

@@ -244,7 +244,7 @@ def test_names_of_codecs(name: str, label: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zip", "no codec 'zip'; known codecs: raw, lossless"),
+        ("zip", "no codec 'zip'; known codecs: raw, raw-heads, lossless"),
         ("raw:1", "no codec 'raw:1'"),
         ("", "no codec ''"),
         ("cachegen:5", "'cachegen' has no level '5'; it has 1, 2, 3, 4"),

@@ -62,7 +62,9 @@ def test_it_is_named_as_kvrags_own_are(mirror: Codec) -> None:
     assert parse_codec("mirror").label == choose_codec("mirror").label == "mirror"
     assert not parse_codec("mirror").takes_profile
     assert expected_bytes_per_token("mirror", 1024, 2) == 1024
-    with pytest.raises(ParameterError, match="no codec 'mirror:2'; known codecs: raw, mirror, "):
+    with pytest.raises(
+        ParameterError, match="no codec 'mirror:2'; known codecs: raw, raw-heads, mirror, "
+    ):
         parse_codec("mirror:2")
 
 
@@ -82,10 +84,12 @@ def test_a_record_whose_codec_is_not_installed(tmp_path: Path) -> None:
     with installed(tmp_path, "mirror_codec", MIRROR, POINTS):
         record = get_codec("mirror").encode(KEY, random_kv(spec_of(), 2))
     PLAIN._registered.clear()
-    expected = "codec without a profile: expected one of raw, found 'mirror'; install"
+    expected = "codec without a profile: expected one of raw, raw-heads, found 'mirror'; install"
     with pytest.raises(RecordError, match=expected):
         RecordOpener(no_profile, "").open(KEY, BytesSource(record), spec_of())
-    with pytest.raises(ParameterError, match="no codec 'mirror'; known codecs: raw, lossless"):
+    with pytest.raises(
+        ParameterError, match="no codec 'mirror'; known codecs: raw, raw-heads, lossless"
+    ):
         get_codec("mirror")
 
 

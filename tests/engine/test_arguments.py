@@ -187,7 +187,7 @@ def test_contexts_of_chunks(index: Index) -> None:
     table(
         path=[None, 5, b"x", True, *NO_PATHS],
         model=[None, 5, b"x", True, ["x"], "/nonexistent", *NO_PATHS],
-        embedding=[None, 5, True, b"x", [], "unknown", *NO_PATHS],
+        embedding=[5, True, b"x", [], "unknown", *NO_PATHS],
         codec=[None, 5, True, b"raw", "", "unknown", "transform:nan"],
         chunk_tokens=[*NO_WHOLE, None, 0, -1],
         context=[5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],

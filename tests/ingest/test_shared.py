@@ -101,6 +101,7 @@ def test_what_one_machine_writes_others_read(machine: Machine, url: str) -> None
     other = machine("other", url)
     assert sources(other) == sources(one) == {f"d{number}" for number in range(5)}
     assert other.catalog.version() == one.catalog.version()
+    assert other.name == one.name == url.partition("?")[0].rpartition("/")[2]
     (hit,) = other.search("page 3", 1)
     assert hit.chunk.source == "d3"
     record = other.open_kv(hit.chunk.chunk_id)

@@ -14,6 +14,7 @@ from llama_index.core.llms import ChatResponse
 from llama_index.core.memory import ChatMemoryBuffer
 from pydantic import ValidationError
 
+from kvrag.engine.engine import KVEngine
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
@@ -95,3 +96,15 @@ def test_session_bytes_reach_the_engine(rag: Rag) -> None:
         assert report["num_kept"] == 0
     with pytest.raises(ValidationError, match="session_bytes"):
         ChatKVRag(index=rag.path, session_bytes=-1)
+
+
+def test_session_store_bytes_reach_the_engine(rag: Rag) -> None:
+    chat = ChatKVRag(index=rag.path, max_tokens=2, session_bytes=0, session_store_bytes=1 << 30)
+    engine = chat.engine()
+    assert isinstance(engine, KVEngine)
+    for number in range(2):
+        report = chat.invoke("Who keeps the ledger of the harbour?").response_metadata["report"]
+        assert (report["num_kept"] > 0) is (number > 0)
+        engine._fuser.stored.flush()
+    with pytest.raises(ValidationError, match="session_store_bytes"):
+        ChatKVRag(index=rag.path, session_store_bytes=-1)

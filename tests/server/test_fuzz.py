@@ -63,6 +63,13 @@ def keep_to_what_no_schema_says(body: dict[str, Any]) -> None:
     """
     for field in ("response_format", "tool_choice"):
         body.pop(field, None)
+    # Texts to rank must not be empty.
+    if isinstance(body.get("query"), str):
+        body["query"] += "x"
+    if isinstance(documents := body.get("documents"), list):
+        body["documents"] = [
+            f"{one}x" if isinstance(one, str) else {"text": "x"} for one in documents
+        ]
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else []:
         for field in ("tool_calls", "tool_call_id"):

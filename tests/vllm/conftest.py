@@ -88,11 +88,16 @@ def running(vllm: Any, index: Index, **options: Any) -> Iterator[Any]:
         "max_logprobs": VOCAB_SIZE,
         **options,
     }
-    llm = vllm.LLM(**(engine_options(settings) | arguments))
+    llm = None
     try:
+        llm = vllm.LLM(**(engine_options(settings) | arguments))
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+        # An engine that was refused leaves its connector.
+        ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()

@@ -78,17 +78,14 @@ def test_a_layer_is_written_each_step(side: Any, half_written: _Asked) -> None:
     while side._writing:
         half_written.step()
         num_steps += 1
-    assert num_steps == side._pages.num_layers
+    assert num_steps == len(side._pages.layers)
 
 
 def test_given_up_in_between(llm: Any, oracle: KVEngine, side: Any, half_written: _Asked) -> None:
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    before = pool.get_num_free_blocks()
     llm.llm_engine.abort_request(["half"])
     half_written.step()
-    # Its blocks are nobody else's as long as they are written to.
-    assert side._writing
-    assert pool.get_num_free_blocks() <= before
+    # Its blocks may be another's from now on.
+    assert not side._writing
     half_written.add("next", make_prompt(4, 2), NONE)
     half_written.add("plain", make_prompt(6, 5), PLAIN)
     half_written.finish()

@@ -49,7 +49,8 @@ def bench_session(
         console.out().print(
             f"turn {row.turn}: {row.num_tokens:,} tokens, {row.num_kept:,} of them kept; first "
             f"token after {1e3 * row.seconds:.0f} ms, {row.num_tokens - row.num_kept:,} tokens "
-            f"alone {1e3 * row.alone_seconds:.0f} ms ({row.ratio:.2f}x), without kept turns "
+            f"alone {1e3 * row.alone_seconds:.0f} ms ({row.ratio:.2f}x), with earlier turns from "
+            f"the store {1e3 * row.stored_seconds:.0f} ms, without kept turns "
             f"{1e3 * row.anew_seconds:.0f} ms; {row.kept_bytes / 1e6:.0f} MB kept",
             markup=False,
         )

@@ -138,8 +138,9 @@ def _bench_ray(model: str | None, chunks: int, chunk_tokens: int, as_json: bool)
         return
     console.out().print(
         f"{row.model}, {row.num_tokens:,} tokens: {row.here_cpu:.2f} ms of processor time a token "
-        f"in one process of two threads, {row.ray_cpu:.2f} ms on two actors of Ray "
-        f"({row.overhead:+.1%}); wall time {row.here_wall:.2f} and {row.ray_wall:.2f} ms",
+        f"in one process of two threads; with Ray {row.workers_cpu:.2f} ms in workers and "
+        f"{row.rest_cpu:.2f} ms in driver and daemons ({row.overhead:+.1%}); "
+        f"wall time {row.here_wall:.2f} and {row.ray_wall:.2f} ms",
         markup=False,
     )
 

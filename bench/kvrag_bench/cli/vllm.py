@@ -48,8 +48,7 @@ def bench_vllm(
         int,
         typer.Option(
             min=1,
-            help="Processes that share the model's heads (tensor parallelism). The processor time "
-            "of speed is then that of the scheduler alone.",
+            help="Processes that share the model's heads (tensor parallelism).",
             rich_help_panel=o.TUNING,
         ),
     ] = 1,
@@ -123,7 +122,7 @@ def _print(part: str, rows: Sequence[Any]) -> None:
                 seconds(row.seconds),
                 seconds(row.fuse_seconds),
                 f"{row.speedup:.1f}x",
-                f"{row.cpu_speedup:.1f}x",
+                "" if row.cpu_speedup is None else f"{row.cpu_speedup:.1f}x",
             )
             for row in rows
         ]

@@ -94,7 +94,7 @@ class Trial:
         return kv
 
     def each_encoded_after(self, contexts: Sequence[Sequence[int]]) -> FusedKV:
-        """Return KV with each chunk encoded after a text of its own."""
+        """Return KV with each chunk encoded after a separate text."""
         kv = self._copy(self._alone)
         for rows, context in zip(self.chunks, contexts, strict=True):
             (record,) = self._model.prefill((*self._prefix_ids, *context), [self.token_ids(rows)])

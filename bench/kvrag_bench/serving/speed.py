@@ -32,7 +32,8 @@ class SpeedRow:
     speedup
         Median over the rounds of the ratio of both.
     cpu_speedup
-        The same for their processor time, which other programs on the machine do not lengthen.
+        The same for their processor time, which other programs on the machine do not lengthen; None
+        if other processes compute.
     """
 
     policy: str
@@ -41,7 +42,7 @@ class SpeedRow:
     seconds: float
     fuse_seconds: float
     speedup: float
-    cpu_speedup: float
+    cpu_speedup: float | None
 
 
 def measure_speed(
@@ -72,7 +73,9 @@ def measure_speed(
                 speedup=median(
                     plain[0].ttft_seconds / fused[place][0].ttft_seconds for plain, fused in timed
                 ),
-                cpu_speedup=median(plain[1] / fused[place][1] for plain, fused in timed),
+                cpu_speedup=median(plain[1] / fused[place][1] for plain, fused in timed)
+                if options.workers == 1
+                else None,
             )
 
 

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from kvrag.ingest.ray.packets import Packet
 
 _FILES_A_TASK, _MOST_TASKS = 8, 4096
-# Parsing waits for its own process, and an embedding is much smaller than the model.
-_SMALL_CPUS = 0.5
-_PLAN_CPUS = 1.0
+# Fractions, so that a machine of two processors has room for every stage: parsing waits for its own
+# process, and an embedding is much smaller than the model. If they were equal, Ray would make one
+# stage of both.
+_PLAN_CPUS, _EMBED_CPUS = 0.25, 0.2
 
 
 def ingest(
@@ -129,6 +130,16 @@ class RayRunner:
         """Raise ParameterError if other machines cannot fill the index."""
         storage, config = run.storage, run.storage.config
         check_lasting(storage.store)
+        options = self._options
+        needed = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
+        found = ray.cluster_resources().get("CPU", 0.0)
+        # Other clusters may grow.
+        if options.address == "local" and not run.dry_run and needed > found:
+            raise ParameterError(
+                f"{options.min_actors} workers of {options.cpus:g} processors, and the stages "
+                f"before them, take {needed:g} processors, and this machine has {found:g}: ask for "
+                "fewer (--ray-actors), or give each less (--set ray-cpus=0.5)"
+            )
         if config.key_check:
             raise ParameterError(
                 "an index with a key cannot be filled with Ray: its object store would hold the "
@@ -214,7 +225,7 @@ class RayRunner:
             batch_size=1,
             batch_format="pyarrow",
             compute=pool(min_size=1, max_size=options.max_actors),
-            num_cpus=_SMALL_CPUS,
+            num_cpus=_EMBED_CPUS,
             fn_constructor_kwargs={"job": job},
         )
         return embedded.map_batches(

@@ -69,12 +69,22 @@ class _Planning:
         self._parser = job.parser()
         self._cutter = Cutter(job.encoders)
         self._store = job.open_store() if job.dry_run else None
+        self._known: Any = None
+        self._digests: Mapping[str, str] = {}
 
     def close(self) -> None:
         """End the parser's process, and close the store."""
         self._parser.close()
         if self._store is not None:
             self._store.close()
+
+    def digests(self, known: Any) -> Mapping[str, str]:
+        """Return the digests of indexed documents, fetched once for each run."""
+        if known != self._known:  # another run of the same job
+            import ray
+
+            self._known, self._digests = known, {} if known is None else ray.get(known)
+        return self._digests
 
     def packets(self, rows: list[dict[str, Any]], known: Mapping[str, str]) -> Iterator[Packet]:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
@@ -165,10 +175,19 @@ class _Planning:
 
 
 def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table]:
-    """Yield packets for a block of rows; `known` has the indexed documents' digests by source."""
+    """Yield packets for a block of rows.
+
+    Parameters
+    ----------
+    table, job
+        The rows, and the settings.
+    known
+        For rows of a dataset: a reference in Ray's object store to the digests of the indexed
+        documents, by source; None if there are none.
+    """
     started = time.process_time()
     planning = _planning(job)
-    for packet in planning.packets(table.to_pylist(), known or {}):
+    for packet in planning.packets(table.to_pylist(), planning.digests(known)):
         packet.cpu_seconds = time.process_time() - started
         started = time.process_time()
         yield pack(packet, job.config.embedding_dim)

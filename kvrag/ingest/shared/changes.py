@@ -13,10 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.rows import Change, ChunkRow, FileState
@@ -33,6 +29,9 @@ class Drop:
 
 def pack(change: Change | Drop) -> bytes:
     """Return a change as the bytes of a segment."""
+    import numpy as np  # late: most commands need neither
+    from safetensors.numpy import save
+
     if isinstance(change, Drop):
         said: dict[str, Any] = {"drop": list(change.chunk_ids)}
         vectors = [np.empty((0, 0), np.float32)]
@@ -61,6 +60,9 @@ def pack(change: Change | Drop) -> bytes:
 
 def unpack(content: bytes, where: str) -> Change | Drop:
     """Return the change in a segment's bytes. Raises IndexFormatError, which names `where`."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
     try:
         tensors = load(content)
         unzip = zlib.decompressobj()

@@ -41,9 +41,9 @@ class VLLMSettings(EngineSettings):
 
     Notes
     -----
-    ``links``, ``schemas``, ``device``, ``ttft``, ``eviction`` and ``session_bytes`` are refused:
-    vLLM has one row per token, supports no gaps between positions, chooses its own device, loads
-    records whole, keeps all keys, and has its own cache.
+    ``links``, ``schemas``, ``device``, ``ttft``, ``eviction``, ``session_bytes`` and
+    ``session_store_bytes`` are refused: vLLM has one row per token, supports no gaps between
+    positions, chooses its own device, loads records whole, keeps all keys, and has its own cache.
     """
 
     base_url: str | None = None
@@ -53,12 +53,15 @@ class VLLMSettings(EngineSettings):
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
-        others = (self.device, self.ttft, make_eviction(self.eviction), self.session_bytes)
+        others = (
+            *(self.device, self.ttft, make_eviction(self.eviction)),
+            *(self.session_bytes, self.session_store_bytes),
+        )
         is_given = self.schemas or any(one is not None for one in others)
         if self.links not in (None, "off") or is_given:
             raise ParameterError(
-                "vLLM takes no links, schemas, device, ttft, eviction or session_bytes; leave them "
-                "out"
+                "vLLM takes no links, schemas, device, ttft, eviction, session_bytes or "
+                "session_store_bytes; leave them out"
             )
         if self.base_url is not None and self.engine_args:
             raise ParameterError(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,9 +144,14 @@ def test_an_index_that_a_cluster_cannot_fill_is_refused(
 
     @contextlib.contextmanager
     def no_cluster(_: RayOptions) -> Any:
-        yield None
+        yield SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
 
     monkeypatch.setattr("kvrag.ingest.ray.driver.connected", no_cluster)
+    with (
+        make(tmp_path / "named", embedding="hashing") as index,
+        pytest.raises(ParameterError, match=r"take 8\.45 processors, and this machine has 2"),
+    ):
+        index.add((), runner=RayRunner(RayOptions("local", min_actors=8)))
     with (
         make(tmp_path / "index", model=model, embedding="hashing") as index,
         pytest.raises(ParameterError, match="built in memory"),

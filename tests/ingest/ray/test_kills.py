@@ -46,6 +46,7 @@ for line in iter(sys.stdin.readline, ""):
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
         continue
+    os.dup2(2, 1)  # what libraries print is no exit code
     with Index.open(folder) as index:
         before = sum(1 for _ in index.store.keys())
         options = RayOptions(address, max_actors=2, cpus=0.5, batch_tokens=512)

@@ -156,7 +156,7 @@ def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
         {"text": None, "source": None, "year": None, "path": "s3://b/x.zip", "bytes": b"?"},
     ]
     with tiny_index(tmp_path) as index:
-        (made,) = plan_rows(table(rows), job_of(index), {})
+        (made,) = plan_rows(table(rows), job_of(index))
         (packet,) = unpack(made)
     assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md"]
     assert packet.parts[0].planned.metadata["year"] == 2020

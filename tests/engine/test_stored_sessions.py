@@ -1,0 +1,431 @@
+"""KV that falls out of memory is written to the store, and read back as if it had stayed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.chunk import ChunkKey, Document
+from kvrag.engine import stored_sessions
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompt_fuser import MISS_LOST
+from kvrag.engine.stored_sessions import StoredKept
+from kvrag.errors import ParameterError, StoreError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.store.base import StoredRecord
+from kvrag.store.wrapper import StoreWrapper
+from kvrag.testing.bench_top import TEXTS, relative_difference
+from kvrag.testing.store_contract import stored
+from tests.engine.test_sessions import (
+    QUESTIONS,
+    Asked,
+    Conversations,
+    GivenPicks,
+    ask,
+    next_of,
+    root_of,
+)
+from tests.ingest.test_encryption import key_file
+from tests.support.properties import examples
+
+ROOM = 1 << 30
+
+
+def make(folder: Path, model: KVModel, **options: Any) -> Index:
+    index = Index.create(folder, model=model, embedding="hashing", **options)
+    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    return index
+
+
+@pytest.fixture
+def own(tmp_path: Path, model: KVModel) -> Index:
+    """An index of the test's own."""
+    return make(tmp_path / "index", model)
+
+
+def storing(index: Index, room: int = ROOM, **options: Any) -> KVEngine:
+    """Return an engine whose memory has room for no conversation."""
+    return KVEngine(
+        index, **{"max_tokens": 5, "session_bytes": 1, "session_store_bytes": room, **options}
+    )
+
+
+def tell(engine: KVEngine, prompt: str, **options: Any) -> Asked:
+    """Answer a prompt, and wait until what falls out of memory is stored."""
+    asked = ask(engine, prompt, **options)
+    engine._fuser.stored.flush()
+    return asked
+
+
+def kept_of(engine: KVEngine) -> list[StoredKept]:
+    found = [kept for _, kept in engine._fuser.stored._sessions._kept]
+    assert all(isinstance(kept, StoredKept) and kept.kv.storage.numel() == 0 for kept in found)
+    return found  # type: ignore[return-value]  # as asserted
+
+
+def chunk_keys(index: Index) -> set[ChunkKey]:
+    chunks = index.get_chunks(
+        [one for i in range(4) for one in index.catalog.chunk_ids_of(f"text-{i}")]
+    )
+    return {index.key_of(chunk) for chunk in chunks}
+
+
+# -- what is read back equals what stayed in memory ----------------------------------------------
+
+
+class _Stored(Conversations):
+    """Conversations with an engine that stores what some or all of them leave."""
+
+    def check(self, chain: tuple[str, ...]) -> Asked:
+        asked = super().check(chain)
+        self.engine._fuser.stored.flush()
+        return asked
+
+
+@pytest.fixture(scope="module", params=["two_stage", "boundary", "none"])
+def conversations(request: pytest.FixtureRequest, index: Index) -> _Stored:
+    return _Stored(index, request.param)
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(data=st.data())
+def test_an_answer_is_that_of_a_conversation_in_memory(
+    conversations: _Stored, data: st.DataObject
+) -> None:
+    """Conversations go on, branch, are edited and asked again, in any order."""
+    memory = data.draw(st.sampled_from([0, 1, 1 << 20]))
+    store = conversations.index.store
+    # An engine of another test may not have been collected yet.
+    others = set(store.keys()) - chunk_keys(conversations.index)
+    engine = conversations.engine = storing(conversations.index, session_bytes=memory)
+    orders = st.lists(st.integers(0, len(TEXTS) - 1), max_size=3, unique=True)
+    questions = st.sampled_from(QUESTIONS)
+    chains: list[tuple[str, ...]] = []
+    for _ in range(data.draw(st.integers(2, 6))):
+        move = data.draw(st.sampled_from(["begin", "go on", "go on", "again"]))
+        order, question = data.draw(orders), data.draw(questions)
+        if move == "begin" or not chains:
+            chain: tuple[str, ...] = (root_of(order, question),)
+        else:
+            chain = data.draw(st.sampled_from(chains))
+            if move == "go on":
+                answer = conversations.alone(chain).text
+                chain = (*chain, next_of(chain[-1], answer, order, question))
+        before = engine.stored_bytes
+        asked = conversations.check(chain)
+        if chain in chains or len(chain) > 1:
+            assert asked.report.num_kept > 0
+            assert memory > 1 or (before and asked.report.bytes_loaded > 0)
+        assert not asked.report.misses
+        chains.append(chain)
+    engine._fuser.stored.close()
+    assert set(store.keys()) - others == chunk_keys(conversations.index)
+
+
+def test_turns_are_as_if_fused_anew_with_the_same_picks(index: Index) -> None:
+    engine = storing(index, policy="query", ratio=0.3)
+    prompt, picks = root_of((1, 0, 2), QUESTIONS[0]), list[int]()
+    for number, following in enumerate([(), (3,), (2, 1)]):
+        asked = tell(engine, prompt)
+        assert (asked.report.num_kept > 0) is (number > 0)
+        picks += asked.picks
+        anew = engine.fuse(prompt, policy=GivenPicks(tuple(picks)))
+        assert relative_difference(asked.logits, anew.logits) < 1e-4
+        prompt = next_of(prompt, asked.text, following, QUESTIONS[number])
+    assert engine.kept_bytes == 0
+    assert len(kept_of(engine)) == 1
+
+
+def test_what_is_in_memory_is_not_read(own: Index) -> None:
+    engine = storing(own, session_bytes=ROOM)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    first = tell(engine, prompt)
+    again = tell(engine, next_of(prompt, first.text, (), QUESTIONS[1]))
+    assert engine.stored_bytes == 0
+    assert again.report.num_kept > 50
+    assert again.report.bytes_loaded == 0
+
+
+def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
+    engine = storing(own)
+    tell(engine, root_of((1, 0, 2, 3), "Who? " * 60), session="ines")
+    (kept,) = kept_of(engine)
+    few = engine.prompt_ids("Use")
+    assert 0 < len(few) < len(kept.token_ids) / stored_sessions._READ_FOR_ONE
+    own.store = store = _Counting(own.store)
+    asked = tell(engine, "Use nothing of it.", session="ines")
+    assert (asked.report.num_kept, store.opened.count(kept.key)) == (0, 0)
+
+
+def test_sessions_share_nothing(own: Index) -> None:
+    engine = storing(own)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    for session in ("ines", "tomas", None):
+        assert tell(engine, prompt, session=session).report.num_kept == 0
+    assert len({kept.key for kept in kept_of(engine)}) == 3
+    for session in ("ines", "tomas", None):
+        assert tell(engine, prompt, session=session).report.num_kept > 50
+
+
+def test_two_engines_share_nothing(own: Index) -> None:
+    one, other = storing(own), storing(own)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    first = tell(one, prompt)
+    assert tell(other, prompt).report.num_kept == 0
+    other._fuser.stored.close()
+    again = tell(one, next_of(prompt, first.text, (), QUESTIONS[1]))
+    assert again.report.num_kept > 50
+    assert not again.report.misses
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def test_the_store_is_bounded_and_the_oldest_go_first(own: Index) -> None:
+    prompts = [root_of((i % 4, (i + 1) % 4), question) for i in range(4) for question in QUESTIONS]
+    before = own.store.size_bytes()
+    one = storing(own)
+    tell(one, prompts[0])
+    size = one.stored_bytes
+    one._fuser.stored.close()
+    engine = storing(own, 3 * size)
+    for prompt in prompts:
+        tell(engine, prompt)
+        assert engine.stored_bytes == own.store.size_bytes() - before <= 3 * size
+    assert len(kept_of(engine)) >= 2
+    assert tell(engine, prompts[-1]).report.num_kept > 50
+    assert tell(engine, prompts[0]).report.num_kept < 20
+
+
+def test_too_large_is_not_written(own: Index) -> None:
+    own.store = store = _Counting(own.store)
+    engine = storing(own, 1000)
+    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    assert (engine.stored_bytes, store.num_put) == (0, 0)
+
+
+def test_no_more_waits_than_is_said(own: Index) -> None:
+    engine = storing(own)
+    stored_ones = engine._fuser.stored
+    with stored_ones._working:  # as if a record were being written
+        for number in range(5):
+            ask(engine, root_of((number % 4,), f"{number}?"))
+    stored_ones.flush()
+    assert len(kept_of(engine)) == stored_sessions._MAX_WAITING
+
+
+def test_by_default_nothing_is_written(own: Index) -> None:
+    own.store = store = _Counting(own.store)
+    engine = KVEngine(own, max_tokens=4, session_bytes=1)
+    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    assert store.num_put == 0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "1 GB", None])
+def test_a_wrong_size_is_refused(index: Index, value: Any) -> None:
+    with pytest.raises(ParameterError, match="session_store_bytes"):
+        KVEngine(index, session_store_bytes=value)
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+class _Counting(StoreWrapper):
+    """Notes what is asked of a store, and refuses when told to."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.num_put, self.opened = 0, list[ChunkKey]()
+        self.refuses_put, self.refused = False, ChunkKey("0" * 40)
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        self.num_put += 1
+        if self.refuses_put:
+            raise StoreError("this store is read-only")
+        super().put(key, record)
+
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        self.opened.append(key)
+        if key == self.refused:
+            raise StoreError("this store does not answer")
+        return super().open(key)
+
+
+def _flip(store: Any, key: ChunkKey) -> None:
+    content = bytearray(stored(store, key) or b"")
+    content[-100] ^= 0x10
+    store.replace(key, bytes(content))
+
+
+def _cut(store: Any, key: ChunkKey) -> None:
+    store.replace(key, (stored(store, key) or b"")[:-64])
+
+
+def _other(store: Any, key: ChunkKey) -> None:
+    store.replace(key, stored(store, next(one for one, _ in store.sizes() if one != key)) or b"")
+
+
+def _refuse(store: Any, key: ChunkKey) -> None:
+    store.refused = key
+
+
+@pytest.mark.parametrize(
+    "harm", [_flip, _cut, _other, _refuse, lambda store, key: store.delete(key)]
+)
+def test_a_lost_record_is_a_counted_miss(own: Index, harm: Callable[..., Any]) -> None:
+    own.store = store = _Counting(own.store)
+    engine = storing(own)
+    prompt = root_of((1, 0), QUESTIONS[0])
+    first = tell(engine, prompt)
+    longer = next_of(prompt, first.text, (2,), QUESTIONS[1])
+    (kept,) = kept_of(engine)
+    harm(store, kept.key)
+    asked = tell(engine, longer)
+    plain = tell(KVEngine(own, max_tokens=5, session_bytes=0), longer)
+    assert dict(asked.report.misses) == {MISS_LOST: 1}
+    assert asked.report.num_kept == 0
+    assert torch.equal(asked.logits, plain.logits)
+    assert kept.key not in set(own.store.keys())
+    # It is counted once, and the conversation goes on.
+    again = tell(engine, next_of(longer, asked.text, (), QUESTIONS[2])).report
+    assert again.num_kept > 50
+    assert not again.misses
+
+
+def test_what_is_lost_leaves_what_is_in_memory(own: Index) -> None:
+    engine = storing(own, session_bytes=ROOM)
+    prompt = root_of((1, 0), QUESTIONS[0])
+    first = tell(engine, prompt)
+    longer = next_of(prompt, first.text, (), QUESTIONS[1])
+    second = tell(engine, longer)
+    # The longer one goes to the store, the beginning stays in memory.
+    ((_, kept),) = engine._fuser.sessions._kept
+    engine._fuser.sessions._kept.clear()
+    engine._fuser.stored.write(None, kept)
+    engine._fuser.stored.flush()
+    tell(engine, root_of((1, 0), QUESTIONS[1]))
+    own.store.delete(kept_of(engine)[0].key)
+    asked = tell(engine, next_of(longer, second.text, (), QUESTIONS[2])).report
+    assert dict(asked.misses) == {MISS_LOST: 1}
+    assert asked.num_kept > 20
+
+
+def test_a_store_that_refuses_costs_what_computing_costs(
+    own: Index, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.store = store = _Counting(own.store)
+    store.refuses_put = True
+    engine = storing(own)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    with caplog.at_level(logging.WARNING, "kvrag"):
+        reports = [tell(engine, prompt).report for _ in range(3)]
+    assert all(report.num_kept == 0 and not report.misses for report in reports)
+    # It is not asked with every answer, and the user is told once.
+    assert store.num_put == 1
+    assert [one.getMessage() for one in caplog.records] == [
+        "earlier turns cannot be stored, and are computed again once memory has no room for them: "
+        "this store is read-only"
+    ]
+    monkeypatch.setattr(stored_sessions, "_PAUSE_SECONDS", 0.0)
+    store.refuses_put, engine._fuser.stored._refused_until = False, 0.0
+    tell(engine, prompt)
+    assert tell(engine, prompt).report.num_kept > 50
+
+
+def test_a_full_store_gives_room_to_either(tmp_path: Path, model: KVModel) -> None:
+    """A limited store drops what was used least, records of chunks too; nothing is wrong then."""
+    index = make(tmp_path / "index", model)
+    index.close()
+    limit = 600_000
+    with Index.open(index.path, model=model, store=f"{index.store.url}?limit={limit}") as limited:
+        engine, plain = storing(limited), KVEngine(limited, max_tokens=5, session_bytes=0)
+        for number in range(12):
+            prompt = root_of((number % 4, (number + 1) % 4), QUESTIONS[number % 3])
+            assert tell(engine, prompt, ratio=1.0).text == ask(plain, prompt, ratio=1.0).text
+            assert limited.store.size_bytes() <= limit
+        assert limited.store.counts()[0].evictions > 0
+
+
+# -- what is left --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["index", "engine"])
+def test_the_end_removes_everything(tmp_path: Path, model: KVModel, how: str) -> None:
+    index = make(tmp_path / "index", model)
+    engine = storing(index)
+    for number in range(3):
+        tell(engine, root_of((number,), QUESTIONS[number]))
+    ask(engine, root_of((3,), QUESTIONS[0]))  # perhaps not written yet
+    assert len(set(index.store.keys()) - chunk_keys(index)) >= 3
+    if how == "index":
+        index.close()
+        index = Index.open(tmp_path / "index", model=model)
+    else:
+        del engine
+        gc.collect()
+    assert set(index.store.keys()) == chunk_keys(index)
+    index.close()
+
+
+def test_an_engine_goes_on_without_its_index_s_room(own: Index) -> None:
+    engine = storing(own)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    tell(engine, prompt)
+    engine._fuser.stored.close()
+    engine._fuser.stored.close()
+    assert (tell(engine, prompt).report.num_kept, engine.stored_bytes) == (0, 0)
+
+
+def test_what_a_killed_process_left_is_garbage_and_no_damage(own: Index) -> None:
+    engine = storing(own)
+    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    assert own.upkeep.verify().ok
+    assert len(list(own.store.keys())) == len(chunk_keys(own)) + 1
+    assert own.upkeep.gc().num_records == 1
+    assert set(own.store.keys()) == chunk_keys(own)
+    # A process that is still there takes it for lost.
+    assert dict(tell(engine, root_of((0, 1), QUESTIONS[0])).report.misses) == {MISS_LOST: 1}
+
+
+def test_a_fork_leaves_the_records_of_its_parent(
+    own: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = storing(own)
+    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        engine._fuser.stored.close()
+    assert tell(engine, root_of((0, 1), QUESTIONS[0])).report.num_kept > 50
+
+
+def test_an_encrypted_index_holds_no_number_of_a_conversation(
+    tmp_path: Path, model: KVModel
+) -> None:
+    pytest.importorskip("sqlcipher3")
+    key = key_file(tmp_path / "tenant.key", "ab")
+    found = {}
+    for name, end in (("plain", ""), ("encrypted", f"?key_file={key}")):
+        store = f"file:{tmp_path / name / 'kv'}{end}"
+        with make(tmp_path / name / "index", model, store=store) as index:
+            engine = KVEngine(index, max_tokens=5, session_bytes=ROOM, session_store_bytes=ROOM)
+            ask(engine, root_of((0, 1), QUESTIONS[0]))
+            ((_, kept),) = engine._fuser.sessions._kept
+            values = kept.kv.values[0][0, 0, : len(kept.token_ids)].clone()
+            engine._fuser.sessions._kept.clear()
+            engine._fuser.stored.write(None, kept)
+            engine._fuser.stored.flush()
+            files = [one for one in (tmp_path / name).rglob("*") if one.is_file()]
+            content = b"".join(one.read_bytes() for one in files)
+            rows = [row.numpy().tobytes() for row in values]
+            found[name] = sum(row in content for row in rows) / len(rows)
+            assert tell(engine, root_of((0, 1), QUESTIONS[0])).report.num_kept > 50
+    assert found == {"plain": 1.0, "encrypted": 0.0}
