@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrag.tune.bootstrap import mean_interval
-from kvrag_bench.regress.results import Entry, Results
+from kvrag_bench.regress.results import SPEED, Entry, Results
 
 # Processors and libraries round in other ways, which changes every case a little.
 _ROUNDING = 0.005
@@ -20,7 +20,7 @@ class Verdict(StrEnum):
     WORSE = "worse"
     NEW = "not measured then"
     GONE = "not measured now"
-    OTHER_MACHINE = "another machine"
+    OTHER_MACHINE = "another processor"
     OTHER_CASES = "other cases"
 
 
@@ -39,13 +39,6 @@ class Change:
     share: float | None
     verdict: Verdict
 
-    @property
-    def entry(self) -> Entry:
-        """The figure, as it is now if it was measured."""
-        entry = self.now or self.before
-        assert entry is not None
-        return entry
-
 
 def compare(before: Results | None, now: Results) -> list[Change]:
     """Return the change of each figure that either run has, in the order of the later one.
@@ -63,27 +56,24 @@ def compare(before: Results | None, now: Results) -> list[Change]:
 def _change(before: Entry | None, now: Entry, same_machine: bool) -> Change:
     if before is None:
         return Change(None, now, None, Verdict.NEW)
-    if before.is_timed != now.is_timed or (
-        not now.is_timed and len(before.values) != len(now.values)
-    ):
-        return Change(before, now, None, Verdict.OTHER_CASES)
     share = now.value / before.value - 1 if before.value else None
-    if now.is_timed and not same_machine:
-        return Change(before, now, share, Verdict.OTHER_MACHINE)
-    rose = _rose(before, now)
-    if rose is None:
-        return Change(before, now, share, Verdict.SAME)
-    is_better = rose == now.is_more_better
-    return Change(before, now, share, Verdict.BETTER if is_better else Verdict.WORSE)
+    if now.group == SPEED:
+        verdict = _of_timings(before, now) if same_machine else Verdict.OTHER_MACHINE
+    elif len(before.values) != len(now.values):
+        share, verdict = None, Verdict.OTHER_CASES
+    else:
+        verdict = _of_cases(before, now)
+    return Change(before, now, share, verdict)
 
 
-def _rose(before: Entry, now: Entry) -> bool | None:
-    """Return whether the value rose or fell; None if it may have stayed."""
-    if now.is_timed:
-        (low, high), (then_low, then_high) = now.interval, before.interval
-        return None if low <= then_high and then_low <= high else low > then_high
-    if abs(now.value - before.value) <= _ROUNDING * abs(before.value):
-        return None
-    differences = [b - a for a, b in zip(before.values, now.values, strict=True)]
-    low, high = mean_interval(differences)
-    return None if low <= 0 <= high else low > 0
+def _of_timings(before: Entry, now: Entry) -> Verdict:
+    if min(now.values) > max(before.values):
+        return Verdict.WORSE
+    return Verdict.BETTER if max(now.values) < min(before.values) else Verdict.SAME
+
+
+def _of_cases(before: Entry, now: Entry) -> Verdict:
+    low, high = mean_interval([b - a for a, b in zip(before.values, now.values, strict=True)])
+    if low <= 0 <= high or abs(now.value - before.value) <= _ROUNDING * abs(before.value):
+        return Verdict.SAME
+    return Verdict.WORSE if low > 0 else Verdict.BETTER

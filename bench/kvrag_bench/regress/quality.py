@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 from kvrag.codec.fitting import fit_profile
@@ -17,62 +17,77 @@ from kvrag_bench.codec.records import measure_codec
 from kvrag_bench.codec.sources import make_source
 from kvrag_bench.quality.contest import judge_questions
 from kvrag_bench.quality.entrants import QualityOptions, load_asked
-from kvrag_bench.regress.options import CODEC, TINY, RegressOptions
-from kvrag_bench.regress.results import Entry
-from kvrag_bench.regress.speed import Say
+from kvrag_bench.regress.results import QUALITY, Entry
 
+CODEC = "transform:1"
+"""The codec that is measured."""
+
+_TINY = "kvrag-tiny"
+_SMOLLM2 = "smollm2-135m"
 _SETS = ("biography:4", "carried", "bridge", "code")
 _RATIO = 0.15
-_NATS = "nats a token from full prefill"
+_CHUNK_TOKENS = 250
 
 
-def rate_entries(options: RegressOptions, say: Say) -> Iterator[Entry]:
+def rate_entries(say: Callable[[str], None]) -> Iterator[Entry]:
     """Yield the size and the error of the codec's records of kvrag-tiny's KV."""
-    length = options.chunk_tokens
     wanted = CodecBenchOptions(
-        chunk_tokens=(length,), fit_tokens=20 * length, test_tokens=10 * length
+        chunk_tokens=(_CHUNK_TOKENS,), fit_tokens=20 * _CHUNK_TOKENS, test_tokens=10 * _CHUNK_TOKENS
     )
-    source = make_source(TINY, wanted, say)
+    source = make_source(_TINY, wanted, say)
     choice = choose_codec(CODEC)
     assert choice.config is not None
     codec = get_codec(
         choice.label, fit_profile(choice.config, source.spec, NO_MODEL, source.fit, say)
     )
-    points = [measure_codec(codec, source, [chunk])[0] for chunk in source.measured[length]]
+    points = [measure_codec(codec, source, [chunk])[0] for chunk in source.measured[_CHUNK_TOKENS]]
     yield _cases(f"rate of {CODEC}", "bits an element", [point.bits for point in points])
     yield _cases(f"error of {CODEC}", "of the variance", [point.error for point in points])
 
 
-def quality_entries(options: RegressOptions, say: Say) -> Iterator[Entry]:
-    """Yield how far reuse is from full prefill, for each model that is installed."""
-    for name in options.models:
-        named = named_model(name)
-        if named is not None and not named.is_installed:
-            say(f"{name} is not installed and is left out: kvrag models pull {name}")
-            continue
-        model = KVModel.load(name)
-        wanted = QualityOptions(
-            model=model,
-            suite=() if name == TINY else _SETS,
-            policies=("none", DEFAULT_POLICY),
-            ratios=(_RATIO,),
-            # Fitting the codec to a larger model takes longer than all questions.
-            codecs=("raw", CODEC) if name == TINY else ("raw",),
-            num_questions=options.num_questions
-            if name == TINY
-            else max(1, options.num_questions // 25),
-            max_tokens=8,
-            links="off",
-            controls=False,
+def tiny_entries(say: Callable[[str], None], num_questions: int = 100) -> Iterator[Entry]:
+    """Yield how far reuse of kvrag-tiny's KV is from full prefill, with and without a codec."""
+    yield from _reuse_entries(_options(_TINY, num_questions, codecs=("raw", CODEC)), say)
+
+
+def smollm2_entries(say: Callable[[str], None]) -> Iterator[Entry]:
+    """Yield how far reuse of SmolLM2-135M's KV is from full prefill; nothing if it is missing."""
+    named = named_model(_SMOLLM2)
+    if named is None or not named.is_installed:
+        say(f"{_SMOLLM2} is not installed and is left out: kvrag models pull {_SMOLLM2}")
+        return
+    # Without the codec: fitting it takes longer than all questions. Four questions of each set.
+    yield from _reuse_entries(_options(_SMOLLM2, 4, suite=_SETS), say)
+
+
+def _options(
+    model: str, num_questions: int, suite: Sequence[str] = (), codecs: Sequence[str] = ("raw",)
+) -> QualityOptions:
+    return QualityOptions(
+        model=KVModel.load(model),
+        suite=suite,
+        policies=("none", DEFAULT_POLICY),
+        ratios=(_RATIO,),
+        codecs=codecs,
+        num_questions=num_questions,
+        max_tokens=8,
+        links="off",
+        controls=False,
+    )
+
+
+def _reuse_entries(options: QualityOptions, say: Callable[[str], None]) -> Iterator[Entry]:
+    assert isinstance(options.model, KVModel)
+    judged, _ = judge_questions(options.model, load_asked(options), options, say)
+    for contestant, judgements in judged.items():
+        codec = "" if contestant.codec == "raw" else f", {contestant.codec}"
+        yield _cases(
+            f"{options.model.name}, {contestant.policy}{codec}",
+            "nats a token from full prefill",
+            [fmean(one.kl) for one in judgements],
         )
-        judged, _ = judge_questions(model, load_asked(wanted), wanted, say)
-        for contestant, judgements in judged.items():
-            codec = "" if contestant.codec == "raw" else f", {contestant.codec}"
-            kl = [fmean(one.kl) for one in judgements]
-            yield _cases(f"{name}, {contestant.policy}{codec}", _NATS, kl)
 
 
 def _cases(name: str, unit: str, values: Sequence[float]) -> Entry:
     # Six digits: the rest is rounding, which differs between processors.
-    rounded = tuple(float(f"{value:.6g}") for value in values)
-    return Entry("quality", name, unit, is_more_better=False, is_timed=False, values=rounded)
+    return Entry(QUALITY, name, unit, tuple(float(f"{value:.6g}") for value in values))

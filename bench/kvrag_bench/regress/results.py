@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import platform
-import tempfile
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from kvrag.errors import ParameterError
+from kvrag.ingest.config import write_atomically
 from kvrag.native import instruction_set
 from kvrag.regularfile import read_regular
 from kvrag.tune.bootstrap import mean_interval
+
+SPEED = "speed"
+QUALITY = "quality"
 
 _FORMAT = 1
 _LIBRARIES = ("torch", "transformers")
@@ -25,21 +28,17 @@ _LIBRARIES = ("torch", "transformers")
 
 @dataclass(frozen=True)
 class Entry:
-    """One figure, measured several times.
+    """One figure, measured several times. Less is better.
 
     Attributes
     ----------
     group
-        ``"speed"`` or ``"quality"``.
+        `SPEED`: values are repeated timings. `QUALITY`: each value is of one case (a question, a
+        chunk), and the same case of another release can be compared with it.
     name
         What was measured; releases are compared by it.
     unit
         What a value of 1 is.
-    is_more_better
-        Whether a greater value is the better one.
-    is_timed
-        Whether values are repeated timings. Otherwise each is of one case (a question, a chunk),
-        and the same case of another release can be compared with it.
     values
         At least one finite number.
     """
@@ -47,14 +46,12 @@ class Entry:
     group: str
     name: str
     unit: str
-    is_more_better: bool
-    is_timed: bool
     values: tuple[float, ...]
 
     @property
     def value(self) -> float:
         """The median of timings, the mean of cases."""
-        return median(self.values) if self.is_timed else fmean(self.values)
+        return median(self.values) if self.group == SPEED else fmean(self.values)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -63,7 +60,7 @@ class Entry:
         Six timings enclose the median of all possible ones in 97 of 100 runs, however they are
         distributed.
         """
-        if self.is_timed:
+        if self.group == SPEED:
             return min(self.values), max(self.values)
         return mean_interval(self.values)
 
@@ -114,13 +111,11 @@ def release_path(folder: Path, name: str) -> Path:
     ParameterError
         If `name` is no version, or there is no such folder.
     """
-    try:
-        written = str(Version(name))
-    except InvalidVersion:
-        raise ParameterError(f"release {name!r}: expected a version, as in 0.2.0") from None
+    if not re.fullmatch(r"\d+\.\d+\.\d+", name):
+        raise ParameterError(f"release {name!r}: expected three numbers, as in 0.2.0")
     if not folder.is_dir():
         raise ParameterError(f"there is no folder {folder} for the results of releases: create it")
-    return folder / f"{written}.json"
+    return folder / f"{name}.json"
 
 
 def write_results(results: Results, path: Path) -> None:
@@ -128,7 +123,7 @@ def write_results(results: Results, path: Path) -> None:
 
     Raises
     ------
-    ParameterError
+    StoreError
         If the file cannot be written.
     """
     # A line for each figure, so that differences between versions of the file can be read.
@@ -136,14 +131,7 @@ def write_results(results: Results, path: Path) -> None:
     lines = [json.dumps(asdict(entry), ensure_ascii=False) for entry in results.entries]
     said = json.dumps({"format": _FORMAT, **head}, ensure_ascii=False, indent=1)[:-2]
     text = f'{said},\n "entries": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        written = Path(file.name)
-        written.chmod(0o644)
-        written.replace(path)
-    except OSError as error:
-        raise ParameterError(f"{path} cannot be written: {error.strerror}") from error
+    write_atomically(path, text.encode())
 
 
 def read_releases(folder: Path) -> list[Results]:
@@ -152,48 +140,45 @@ def read_releases(folder: Path) -> list[Results]:
     Raises
     ------
     ParameterError
-        If a file cannot be read, or is no results of this format; names it.
+        If a file cannot be read, or holds no such results.
     """
-    found = []
-    for path in folder.glob("*.json"):
-        release_path(folder, path.stem)
-        found.append(_read(path))
-    return sorted(found, key=lambda results: Version(results.version))
+    found = [_read(release_path(folder, path.stem)) for path in folder.glob("*.json")]
+    return sorted(found, key=lambda results: _order(results.version))
 
 
 def last_before(releases: Sequence[Results], name: str | None) -> Results | None:
     """Return the newest release, or the newest one before the release of that name."""
-    earlier = [one for one in releases if name is None or Version(one.version) < Version(name)]
+    earlier = [one for one in releases if name is None or _order(one.version) < _order(name)]
     return earlier[-1] if earlier else None
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _read(path: Path) -> Results:
     try:
         said = json.loads(read_regular(path))
         if said["format"] != _FORMAT:
-            raise ParameterError(
-                f"{path}: format {said['format']!r}, expected {_FORMAT}: measure that release again"
-            )
+            raise ValueError(f"format {said['format']!r}, expected {_FORMAT}")
         values = {field.name: said[field.name] for field in fields(Results)}
         values["entries"] = tuple(_entry(one) for one in said["entries"])
         if values["version"] != path.stem:
-            raise ParameterError(
-                f"{path}: the results are of {values['version']!r}: rename the file"
-            )
+            raise ValueError(f"version {values['version']!r}, expected that of the file's name")
         return Results(**values)
     except OSError as error:
         raise ParameterError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ParameterError):
-            raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ParameterError(
             f"{path}: no results of 'kvrag bench regress' ({error!r}): restore the file, or "
-            "measure again with --save"
+            f"measure that release again with --save {path.stem}"
         ) from error
 
 
 def _entry(said: dict[str, Any]) -> Entry:
     entry = Entry(**{**said, "values": tuple(map(float, said["values"]))})
-    if not entry.values:
-        raise ValueError(f"{entry.name}: no values")
+    if entry.group not in (SPEED, QUALITY):
+        raise ValueError(f"{entry.name}: group {entry.group!r}")
+    if not entry.values or not all(map(isfinite, entry.values)):
+        raise ValueError(f"{entry.name}: expected finite values, at least one")
     return entry

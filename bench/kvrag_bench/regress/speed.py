@@ -6,7 +6,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -29,20 +30,45 @@ from kvrag_bench.codec.presets import NO_MODEL
 from kvrag_bench.codec.records import KEY
 from kvrag_bench.decode import decode_seconds
 from kvrag_bench.recognition.lookup import measure_lookup
-from kvrag_bench.regress.options import CODEC, RegressOptions
-from kvrag_bench.regress.results import Entry
-from kvrag_bench.setting import chosen_clock, require_one_thread, temporary_index
+from kvrag_bench.regress.quality import CODEC
+from kvrag_bench.regress.results import SPEED, Entry
+from kvrag_bench.setting import require_one_thread, temporary_index
 from kvrag_bench.shapes import random_model, random_text
 
 _QUESTION_TOKENS = 30
-_ANSWER_TOKENS = 32
 _LOOKUP_TOKENS = 5000
 _STARTS = 3  # in each round, since one takes a fraction of a second
 
 Say = Callable[[str], None]
 
 
-def speed_entries(options: RegressOptions, say: Say) -> Iterator[Entry]:
+@dataclass(frozen=True)
+class SpeedOptions:
+    """What is timed. Tests measure less; results of a release have these values.
+
+    Attributes
+    ----------
+    shape
+        Random weights of this shape (`kvrag_bench.shapes.SHAPES`).
+    num_chunks, chunk_tokens
+        The prompt.
+    num_lookup_chunks
+        Chunks that a prompt is looked up among.
+    answer_tokens
+        Tokens of the answer.
+    rounds
+        Timings of each ratio; one more runs first and does not count.
+    """
+
+    shape: str = "smollm2-135m"
+    num_chunks: int = 8
+    chunk_tokens: int = 250
+    num_lookup_chunks: int = 10_000
+    answer_tokens: int = 32
+    rounds: int = 6
+
+
+def speed_entries(options: SpeedOptions, say: Say) -> Iterator[Entry]:
     """Yield ratios of processor time, each measured `rounds` times.
 
     Raises
@@ -58,63 +84,52 @@ def speed_entries(options: RegressOptions, say: Say) -> Iterator[Entry]:
     with temporary_index(model, texts, options.chunk_tokens) as index:
         # No threads that load: waiting for another one is no work.
         engine = KVEngine(index, session_bytes=0, load_threads=0)
-        yield from _prompt_entries(engine, prompt, options.rounds, say)
-        say(f"{_ANSWER_TOKENS} tokens of an answer, {options.rounds + 1} times")
-        runs = decode_seconds(
-            engine, prompt, _ANSWER_TOKENS, options.rounds, chosen_clock(processor_time=True)
+        yield from _in_turn(
+            lambda: engine.plain_ttft_seconds(prompt),
+            {
+                "prefill": lambda: engine.generate(prompt, reuse=False, max_tokens=1),
+                "fused, none": lambda: engine.generate(prompt, policy="none", max_tokens=1),
+                f"fused, {DEFAULT_POLICY}": lambda: engine.generate(
+                    prompt, policy=DEFAULT_POLICY, max_tokens=1
+                ),
+            },
+            options.rounds,
+            say,
         )
-        yield _faster("decoding", "times generate's speed", runs)
+        say(f"{options.answer_tokens} tokens of an answer, {options.rounds + 1} times")
+        runs = decode_seconds(
+            engine, prompt, options.answer_tokens, options.rounds, time.process_time
+        )
+        yield _entry("writing an answer", "of generate's time", runs)
         yield from _codec_entries(model, options, say)
         yield from _start_entries(index.path, options.rounds, say)
     yield _lookup_entry(options, say)
 
 
-def _prompt_entries(engine: KVEngine, prompt: str, rounds: int, say: Say) -> Iterator[Entry]:
-    runs = []
-    for number in range(rounds + 1):
-        say(f"time to first token, round {number + 1} of {rounds + 1}")
-        runs.append(
-            [
-                _seconds(lambda: engine.plain_ttft_seconds(prompt)),
-                _seconds(lambda: engine.generate(prompt, reuse=False, max_tokens=1)),
-                _seconds(lambda: engine.generate(prompt, policy="none", max_tokens=1)),
-                _seconds(lambda: engine.generate(prompt, policy=DEFAULT_POLICY, max_tokens=1)),
-            ]
-        )
-    unit = "times plain prefill's speed"
-    names = ("prefill", "fused, none", f"fused, {DEFAULT_POLICY}")
-    for column, name in enumerate(names, 1):
-        yield _faster(name, unit, [(run[0], run[column]) for run in runs[1:]])
-
-
-def _codec_entries(model: KVModel, options: RegressOptions, say: Say) -> Iterator[Entry]:
-    wanted = CodecBenchOptions(
-        shape=options.shape,
-        context_chunks=max(1, options.num_chunks // 2),
-        context_tokens=options.chunk_tokens,
+def _codec_entries(model: KVModel, options: SpeedOptions, say: Say) -> Iterator[Entry]:
+    context = prepare_context(
+        model,
+        CodecBenchOptions(
+            context_chunks=max(1, options.num_chunks // 2), context_tokens=options.chunk_tokens
+        ),
+        say,
     )
-    context = prepare_context(model, wanted, say)
     fit = [
         kv for seed in range(4) for kv in random_chunk(model, options.chunk_tokens, 10**4 + seed)
     ]
     choice = choose_codec(CODEC)
     assert choice.config is not None
     codec = get_codec(choice.label, fit_profile(choice.config, model.spec, NO_MODEL, fit, say))
-    num_tokens = sum(kv.num_tokens for kv in context.chunks)
     records = [codec.encode(KEY, kv) for kv in context.chunks]
-    runs = []
-    for number in range(options.rounds + 1):
-        say(f"codec, round {number + 1} of {options.rounds + 1}")
-        runs.append(
-            [
-                _seconds(lambda: plain_prefill(model, num_tokens)),
-                _seconds(lambda: [codec.encode(KEY, kv) for kv in context.chunks]),
-                _seconds(lambda: decode_context(context, codec, records)),
-            ]
-        )
-    unit = "times plain prefill's speed"
-    yield _faster(f"encoding, {CODEC}", unit, [(run[0], run[1]) for run in runs[1:]])
-    yield _faster(f"decoding, {CODEC}", unit, [(run[0], run[2]) for run in runs[1:]])
+    yield from _in_turn(
+        lambda: plain_prefill(model, context.fused.num_tokens),
+        {
+            f"encoding, {CODEC}": lambda: [codec.encode(KEY, kv) for kv in context.chunks],
+            f"decoding, {CODEC}": lambda: decode_context(context, codec, records),
+        },
+        options.rounds,
+        say,
+    )
 
 
 def _start_entries(index: Path, rounds: int, say: Say) -> Iterator[Entry]:
@@ -126,52 +141,53 @@ def _start_entries(index: Path, rounds: int, say: Say) -> Iterator[Entry]:
         "start-up, kvrag ls": [*kvrag, "ls", "--index", str(index)],
     }
     for name, command in commands.items():
-        runs = [(_child_seconds(command), _child_seconds(bare)) for _ in range(rounds + 1)][1:]
-        yield _slower(name, "times bare Python's", runs)
+        runs = [(_child_seconds(bare), _child_seconds(command)) for _ in range(rounds + 1)]
+        yield _entry(name, "of bare Python's time", runs[1:])
 
 
-def _lookup_entry(options: RegressOptions, say: Say) -> Entry:
+def _lookup_entry(options: SpeedOptions, say: Say) -> Entry:
     tokenizer = load_tokenizer(resolve_model("kvrag-tiny"))
     text = "The keeper of the harbour writes down every boat. " * (_LOOKUP_TOKENS // 10)
     runs = []
     for number in range(options.rounds + 1):
         say(f"look-up, round {number + 1} of {options.rounds + 1}")
         row = measure_lookup(options.num_lookup_chunks, 256, _LOOKUP_TOKENS, lambda _: None)
-        tokenizing = []
-        for _ in range(50):
-            started = time.thread_time()
-            encode(tokenizer, [text], add_special_tokens=False)
-            tokenizing.append(time.thread_time() - started)
-        runs.append((row.table_seconds + row.compare_seconds, median(tokenizing)))
-    return _slower("look-up of a prompt", "times its tokenizing", runs[1:])
+        tokenizing = median(
+            _seconds(lambda: encode(tokenizer, [text], add_special_tokens=False)) for _ in range(50)
+        )
+        runs.append((tokenizing, row.table_seconds + row.compare_seconds))
+    return _entry("look-up of a prompt", "of its tokenizing's time", runs[1:])
 
 
-def _faster(name: str, unit: str, runs: Sequence[tuple[float, float]]) -> Entry:
-    """Return how many times as long the first way takes as the second."""
-    values = tuple(one / other for one, other in runs)
-    return Entry("speed", name, unit, is_more_better=True, is_timed=True, values=values)
+def _in_turn(
+    plain: Callable[[], object], ways: Mapping[str, Callable[[], object]], rounds: int, say: Say
+) -> Iterator[Entry]:
+    """Time plain prefill and each of the ways, one after the other, in every round."""
+    runs = []
+    for number in range(rounds + 1):
+        say(f"{', '.join(ways)}: round {number + 1} of {rounds + 1}")
+        runs.append((_seconds(plain), [_seconds(way) for way in ways.values()]))
+    for column, name in enumerate(ways):
+        pairs = [(seconds, others[column]) for seconds, others in runs[1:]]
+        yield _entry(name, "of plain prefill's time", pairs)
 
 
-def _slower(name: str, unit: str, runs: Sequence[tuple[float, float]]) -> Entry:
-    values = tuple(one / other for one, other in runs)
-    return Entry("speed", name, unit, is_more_better=False, is_timed=True, values=values)
+def _entry(name: str, unit: str, runs: Sequence[tuple[float, float]]) -> Entry:
+    """Return what part of the first way's time the second takes."""
+    values = tuple(float(f"{ours / other:.6g}") for other, ours in runs)
+    return Entry(SPEED, name, unit, values)
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    clock = chosen_clock(processor_time=True)
-    started = clock()
+    started = time.process_time()
     work()
-    return clock() - started
+    return time.process_time() - started
 
 
 def _child_seconds(command: Sequence[str]) -> float:
     """Return the processor time of a command, run several times."""
-
-    def used() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    started = used()
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
     for _ in range(_STARTS):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return used() - started
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (ended.ru_utime + ended.ru_stime) - (started.ru_utime + started.ru_stime)
