@@ -1,40 +1,30 @@
 """Run the notebooks in `docs/notebooks/`, and write them with their outputs as pages of the site.
 
-``python -m tools.notebooks`` writes a page for each source (``*.py``, jupytext's percent format),
-and its pictures beside it. Texts that libraries write to stderr are left out.
+``python -m tools.notebooks [NAME ...]`` writes a page for each source (``*.py``, jupytext's percent
+format), and its pictures beside it. What libraries write to stderr is left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
-import re
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jupytext
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "notebooks"
-_MODEL = re.compile(r'^MODEL = ".*"$', re.MULTILINE)
-_MOST_OUTPUT = 4000  # characters of a cell's text: a page is read by people
+SOURCES = sorted(FOLDER.glob("*.py"))
+_MOST_OUTPUT = 2000  # characters of a cell's text: a page is read by people
 
 
-def sources() -> list[Path]:
-    return sorted(FOLDER.glob("*.py"))
-
-
-def run(source: Path, model: str | None = None) -> NotebookNode:
+def execute(source: Path) -> NotebookNode:
     """Return a notebook with its outputs.
-
-    Parameters
-    ----------
-    source
-        The notebook.
-    model
-        What to run it with instead of its own model.
 
     Raises
     ------
@@ -42,13 +32,10 @@ def run(source: Path, model: str | None = None) -> NotebookNode:
         If a cell fails.
     """
     notebook = jupytext.read(source)
-    if model is not None:
-        cells = [cell for cell in notebook.cells if _MODEL.search(cell.source)]
-        if len(cells) != 1:
-            raise SystemExit(f"{source}: expected one cell with a line 'MODEL = \"...\"'")
-        cells[0].source = _MODEL.sub(f'MODEL = "{model}"', cells[0].source)
-    # The interpreter that runs this, and the repository's root as on a reader's machine.
+    # The kernel is this interpreter, in the repository's root. Sockets of files, not of a network.
     client = NotebookClient(notebook, timeout=1800, kernel_name="python3")
+    client.km = client.create_kernel_manager()
+    client.km.transport = "ipc"
     client.execute(cwd=str(ROOT))
     return notebook
 
@@ -61,16 +48,17 @@ def write_page(notebook: NotebookNode, name: str, folder: Path) -> Path:
             parts.append(cell.source)
             continue
         parts.append(f"```python\n{cell.source}\n```")
+        if text := "".join(map(_text, cell.outputs)).rstrip():
+            parts.append(f"```text\n{text}\n```")
         for output in cell.outputs:
             if "image/png" in output.get("data", {}):
                 picture = folder / f"{name}-{number}.png"
-                picture.write_bytes(base64.b64decode(output.data["image/png"]))
+                drawn = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"])))
+                drawn.convert("RGB").quantize(128).save(picture, optimize=True)
                 parts.append(f"![What the code above draws]({picture.name})")
-            elif text := _text(output):
-                parts.append(f"```text\n{text}\n```")
     parts.append(
-        f"This page is a notebook with its outputs. Its source is `docs/notebooks/{name}.py`; "
-        f"`jupytext --to ipynb {name}.py` makes a notebook of it."
+        f"This page is the notebook `docs/notebooks/{name}.py` with its outputs. "
+        f"`jupytext --to ipynb` makes a notebook of that file, `make notebooks` this page."
     )
     page = folder / f"{name}.md"
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -78,18 +66,15 @@ def write_page(notebook: NotebookNode, name: str, folder: Path) -> Path:
 
 
 def _text(output: NotebookNode) -> str:
-    if output.output_type == "stream":
-        text = output.text if output.name == "stdout" else ""
-    else:
-        text = output.data.get("text/plain", "")
+    text = str(output.text) if output.get("name") == "stdout" else ""
     if len(text) > _MOST_OUTPUT:
         raise SystemExit(f"an output has {len(text):,} characters, at most {_MOST_OUTPUT:,}")
-    return str(text).rstrip()
+    return text
 
 
 def missing(source: Path, page: Path) -> Iterator[str]:
     """Yield the cells of a notebook that its page does not have, in this order."""
-    text = page.read_text("utf-8") if page.exists() else ""
+    text = page.read_text("utf-8")
     for cell in jupytext.read(source).cells:
         before, found, text = text.partition(cell.source)
         if not found:
@@ -98,14 +83,9 @@ def missing(source: Path, page: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="run with this model instead of each notebook's own")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where the pages go")
-    parser.add_argument("names", nargs="*", help="notebooks to run instead of all")
-    named = parser.parse_args()
-    for source in sources():
-        if not named.names or source.stem in named.names:
-            print(write_page(run(source, named.model), source.stem, named.out))
+    for source in SOURCES:
+        if not sys.argv[1:] or source.stem in sys.argv[1:]:
+            print(write_page(execute(source), source.stem, FOLDER))
 
 
 if __name__ == "__main__":

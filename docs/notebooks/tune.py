@@ -9,9 +9,10 @@
 # %% [markdown]
 # # Notebook: tune it for your model
 #
-# Which policy, which ratio and which context suit a model and its documents can be measured in minutes, without
-# questions of your own: kvrag asks about quotations of the index, and compares each answer with full prefill's.
-# `kvrag calibrate` does the same from a terminal. Replace the model and the documents with yours.
+# Which policy, which ratio and which context suit a model and its documents can be measured in
+# minutes, without questions of your own: kvrag asks about quotations of the index, and compares
+# each answer with full prefill's. `kvrag calibrate` does the same from a terminal. Replace the
+# model and the documents with yours.
 
 # %%
 import tempfile
@@ -32,13 +33,14 @@ index = kvrag.Index.create(
     context="none",
 )
 index.add([kvrag.Document(path.name, path.read_text("utf-8")) for path in DOCUMENTS])
-index.stats().num_chunks
+print(index.stats().num_chunks, "chunks")
 
 # %% [markdown]
 # ## Policies and ratios
 #
-# The loss is the share of tokens where the likeliest one is no longer full prefill's. Eight questions are
-# enough to see the shape of the curve; the intervals say how much more to ask. An hour with 200 questions settles it.
+# The loss is the share of tokens where the likeliest one is no longer full prefill's. With eight
+# questions the intervals overlap: this shows what repair gains, not which policy is best.
+# `kvrag calibrate` asks up to 200.
 
 # %%
 options = CalibrationOptions(
@@ -57,8 +59,8 @@ for one in sorted(found.policies, key=lambda one: one.loss):
 # %% [markdown]
 # ## Loss against cost
 #
-# The calibration also fits what a row and a cached token cost on this machine. For a prompt of three chunks of 128
-# tokens, relative to plain prefill:
+# The calibration also fits what a row and a cached token cost on this machine. For a prompt of
+# three chunks of 128 tokens, relative to plain prefill:
 
 # %%
 import matplotlib.pyplot as plt
@@ -75,14 +77,16 @@ for policy in dict.fromkeys(one.policy for one in found.policies):
     ]
     panel.plot(costs, [one.loss for one in mine], "o-", label=policy)
 panel.set(xlabel="time over plain prefill's", ylabel="loss", ylim=(0, None))
-panel.legend(frameon=False);
+panel.legend(frameon=False)
+plt.show()
 
 # %% [markdown]
 # ## Contexts
 #
-# A chunk that was encoded after other text is closer to what it is in a prompt ([contexts](../contexts.md)). This
-# costs time at indexing and none at question time. `reused` is how far answers are from full prefill's when nothing is
-# recomputed, `repaired` with the default policy (KL divergence, nats a token).
+# A chunk that was encoded after other text is closer to what it is in a prompt
+# ([contexts](../contexts.md)). This costs time at indexing and none at question time. `reused` is
+# how far answers are from full prefill's when nothing is recomputed, `repaired` with the default
+# policy (KL divergence, nats a token).
 
 # %%
 for one in compare_contexts(index, ["filler:128", "corpus:128"], options):
@@ -90,14 +94,15 @@ for one in compare_contexts(index, ["filler:128", "corpus:128"], options):
     print(f"{one.context:10}  reused {one.reused:.3f}  repaired {one.repaired:.3f}  ({interval})")
 
 # %% [markdown]
-# The interval is of `repaired` over that of the index's own context: below 1, the context is better. An index has one
-# context, so a better one means indexing again with `context="filler:128"` (or `kvrag ingest --context`).
+# The interval is of `repaired` over that of the index's own context: below 1, the context is
+# better. An index has one context, so a better one means indexing again with `context="filler:128"`
+# (or `kvrag ingest --context`).
 
 # %% [markdown]
 # ## Use it
 #
-# Kept in the index, the calibration lets policy `auto` choose for each prompt: the cheapest policy that loses less than
-# a bound.
+# Kept in the index, the calibration lets policy `auto` choose for each prompt: the cheapest policy
+# that loses less than a bound, or the one that loses least if none does.
 
 # %%
 index.upkeep.keep_calibration(found)

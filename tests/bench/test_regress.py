@@ -192,7 +192,7 @@ def test_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_key_value_heads": 1,
     }
     monkeypatch.setitem(shapes.SHAPES, "little", tiny)
-    options = speed.SpeedOptions("little", 2, 60, 300, 4, rounds=2)
+    options = speed.SpeedOptions("little", 2, 70, 300, 4, rounds=2)
     entries = list(speed.speed_entries(options, lambda _: None))
     assert len({entry.name for entry in entries}) == len(entries) == 9
     for entry in entries:
