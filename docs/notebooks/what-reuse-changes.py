@@ -34,8 +34,8 @@ for text in asked.texts:
 # ## Where stored values are off
 #
 # Each row is a layer, each column a token of the prompt. Dark means far from full prefill: the
-# distance between stored and computed values, divided by the length of the computed ones. Nothing is
-# off in layer 0, which sees no other token. Dotted lines are where a chunk begins.
+# distance between stored and computed values, divided by the length of the computed ones. Nothing
+# is off in layer 0, which sees no other token. Dotted lines are where a chunk begins.
 
 # %%
 policies = ("boundary", "deviation", "two_stage")
@@ -90,8 +90,8 @@ plt.show()
 #
 # How far each policy's next-token distributions are from those of full prefill, along full
 # prefill's answer: the mean KL divergence, in nats a token. `none` is plain reuse; the policies
-# repair 15 % of the tokens. A model as small as this is often wrong with full prefill too; what counts
-# here is the distance. One question does not say which policy is best:
+# repair 15 % of the tokens. A model as small as this is often wrong with full prefill too; what
+# counts here is the distance. One question does not say which policy is best:
 # [the results](../results/real-models.md) have many.
 
 # %%
