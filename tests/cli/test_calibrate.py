@@ -62,7 +62,7 @@ def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: 
     done = run("calibrate", "-i", index_folder, "--questions", 2, "--set", "max-tokens=2", "--json")
     assert done.code == 0, done.err
     measured = {(one["policy"], one["ratio"]) for one in done.json["policies"]}
-    assert {("none", None), ("boundary", 0.1), ("query:depth=1", 0.3)} <= measured
+    assert {("none", None), ("boundary", 0.1), ("query:shift=1", 0.3)} <= measured
     asked = ("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2, "--json")
     answered = run(*asked)
     assert answered.code == 0, answered.err
