@@ -92,7 +92,8 @@ def calibrate(
     shares = lists.shares(ratios, "ratios")
     compared = () if contexts is None else lists.names(contexts, "contexts")
     from kvrag.cli.opening import open_index
-    from kvrag.tune.calibrate import CalibrationOptions
+    from kvrag.ingest.calibrations import check_can_keep
+    from kvrag.tune.calibrate import CalibrationOptions, usual_choice
     from kvrag.tune.calibrate import calibrate as measure
     from kvrag.tune.contexts import check_contexts, compare_contexts
 
@@ -110,9 +111,11 @@ def calibrate(
         open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
-        check_contexts(opened, compared)
+        check_can_keep(opened.path)
+        check_contexts(opened, compared, options)
         found = measure(opened, options, say)
         opened.upkeep.keep_calibration(found)
+        usual = usual_choice(opened, found, chunks)
         losses = compare_contexts(opened, compared, options, say) if compared else []
     if as_json:
         measured = json.loads(found.to_json())
@@ -121,6 +124,13 @@ def calibrate(
         console.write(json.dumps(measured, indent=1) + "\n")
     else:
         _print(found)
+        if usual is not None:
+            repair, expected = usual
+            console.write(
+                f"'--policy auto' takes {repair} for a prompt of {max(2, chunks)} chunks of usual "
+                f"length, and expects to lose {expected.loss:.1%}; without it, answers take "
+                f"{DEFAULT_POLICY}\n"
+            )
         if losses:
             _print_contexts(losses)
 

@@ -35,14 +35,14 @@ def out() -> Console:
     """Return the console for results."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, emoji=False)
 
 
 def err() -> Console:
     """Return the console for everything except results."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def write(text: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
@@ -60,6 +64,18 @@ def calibration_problem(storage: Storage, *, repair: bool) -> str:
                 raise store_error("set aside", path, refusal) from refusal
         return str(error)
     return ""
+
+
+def check_can_keep(folder: Path) -> None:
+    """Raise StoreError if an index folder takes no measurements, before they take minutes."""
+    path = folder / FILE_NAME
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise store_error("write", path, error) from error
 
 
 def keep_calibration(storage: Storage, calibration: Calibration) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
-from kvrag.chunk import normalise_text
+from kvrag.chunk import Document, normalise_text
 from kvrag.ingest.contexts import SEPARATOR
 from kvrag.ingest.failures import document_failures
 from kvrag.ingest.files import read_file
@@ -19,13 +19,16 @@ MOST_DOCUMENTS = 24
 # Characters of a passage, at least if it has them, and at most.
 _SHORT, _LONG = 200, 500
 # More than a token has in common languages, so that the text is long enough.
-_CHARACTERS_A_TOKEN = 6
+CHARACTERS_A_TOKEN = 6
 
 
-def choose_passages(sources: Sources, parser: Parser, num_tokens: int) -> str:
+def choose_passages(
+    sources: Sources, parser: Parser, num_tokens: int, check: Callable[[Document], object]
+) -> str:
     """Return passages of some of the documents, joined by blank lines.
 
-    The documents' order does not matter. Files that cannot be read are passed over.
+    The documents' order does not matter. Files that cannot be read are passed over, and documents
+    that are not indexed.
 
     Parameters
     ----------
@@ -35,6 +38,8 @@ def choose_passages(sources: Sources, parser: Parser, num_tokens: int) -> str:
         Reads files.
     num_tokens
         The number of tokens that the text should have, if the documents are long enough.
+    check
+        Raises DocumentError for a document that is not indexed: it must not reach others' KV.
     """
     names = sorted([*sources.documents, *sources.files])
     step = max(1, len(names) / MOST_DOCUMENTS)
@@ -44,16 +49,19 @@ def choose_passages(sources: Sources, parser: Parser, num_tokens: int) -> str:
         # What is wrong with a document is reported when it is indexed.
         with document_failures(lambda _: None):
             if name in sources.documents:
-                texts.append(sources.documents[name].text)
-                continue
-            content = read_file(name, parser.limits.max_file_bytes)
-            texts += [one.text for one in parser.parse(name, content)][:MOST_DOCUMENTS]
+                found = [sources.documents[name]]
+            else:
+                content = read_file(name, parser.limits.max_file_bytes)
+                found = parser.parse(name, content)[:MOST_DOCUMENTS]
+            for document in found:
+                check(document)
+            texts += [one.text for one in found]
     return join_passages(texts, num_tokens)
 
 
 def join_passages(texts: Iterable[str], num_tokens: int) -> str:
     """Return passages of texts, in turn one of each, until there are enough."""
-    enough = num_tokens * _CHARACTERS_A_TOKEN
+    enough = num_tokens * CHARACTERS_A_TOKEN
     rounds = zip_longest(*map(_passages, texts))
     chosen: list[str] = []
     for passage in dict.fromkeys(filter(None, chain.from_iterable(rounds))):

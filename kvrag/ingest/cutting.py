@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrag.chunk import Chunk, Document
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import add_contexts
+from kvrag.ingest.contexts import CORPUS, add_contexts, filler_ids
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.refusal import refuse_control
 from kvrag.models.control import REFUSE
@@ -51,4 +51,24 @@ class Cutter:
             control,
             is_compressed=encoders.is_compressed,
             corpus_filler=config.corpus_filler,
+        )
+
+    def num_filler_tokens(self, config: IndexConfig) -> int:
+        """Return the number of tokens of an index's filler, at most those that it asked for."""
+        encoders = self._encoders
+        text = config.corpus_filler if config.context == CORPUS else None
+        found = len(filler_ids(encoders.tokenizer, text, encoders.control))
+        return min(found, config.context_tokens)
+
+    def note(self, config: IndexConfig) -> str:
+        """Return a note if the first documents were too short for the context, or ""."""
+        if config.context != CORPUS:
+            return ""
+        found = self.num_filler_tokens(config)
+        if found == config.context_tokens:
+            return ""
+        return (
+            f"context {config.chunk_context}: the first documents gave {found:,} tokens only, and "
+            "all later chunks are encoded after these too; to have more, ingest many documents at "
+            "once into a new folder"
         )

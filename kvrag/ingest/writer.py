@@ -227,7 +227,7 @@ class Writer:
         config = storage.config
         if config.context != CORPUS or config.corpus_filler:
             return
-        found = choose_passages(sources, parser, config.context_tokens)
+        found = choose_passages(sources, parser, config.context_tokens, self.cut)
         config = replace(config, corpus_filler=found)
         if found and not dry_run:
             storage.save_config(config)
@@ -282,10 +282,10 @@ class Writer:
 
     def _num_context_tokens(self, outcome: Outcome) -> int:
         """Return the tokens computed before chunks; a filler counts once, for all of them."""
-        config = self._storage.config
-        if config.chunk_context.is_filler:
-            return min(outcome.num_context_tokens, config.context_tokens)
-        return outcome.num_context_tokens
+        config, found = self._storage.config, outcome.num_context_tokens
+        if found and config.chunk_context.is_filler:
+            return min(found, self._cutter.num_filler_tokens(config))
+        return found
 
     def _foretell(self, plan: Plan) -> Outcome:
         return Outcome(
@@ -331,7 +331,7 @@ class Writer:
                 f"({'; '.join(of_store[:2])})"
             )
         if outcome.num_records:
-            said.append(self._fitter.note())
+            said += [self._fitter.note(), self._cutter.note(storage.config)]
         return "; ".join(filter(None, said))
 
     def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:

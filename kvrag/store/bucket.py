@@ -161,7 +161,7 @@ class Bucket:
         """Return a client that waits as long as an upload of that size may take."""
         if num_bytes < _LEAST_UPLOAD_BYTES or self._scheme == "file":
             return self.client
-        most_bytes = 1 << num_bytes.bit_length()  # few sizes, hence few clients
+        most_bytes = 1 << num_bytes.bit_length()  # few sizes, so few clients
         with self._lock:
             if most_bytes not in self._uploading:
                 seconds = upload_seconds(self._timeout_seconds, most_bytes)

@@ -10,9 +10,14 @@ from statistics import fmean
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.controller import Expected, LoadingController
 from kvrag.fusion.fingerprints import MIN_RUN
+from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.policies.base import PromptRows
+from kvrag.fusion.repair import Repair
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
+from kvrag.loading.cost import StoredRows
 from kvrag.loading.prices import fit_prices
 from kvrag.models.tokens import encode
 from kvrag.tune.bootstrap import mean_interval
@@ -27,6 +32,8 @@ POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stag
 RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 _MAX_QUERY_WORDS = 24
+# What a usual question takes, with the template's words around it.
+_QUESTION_TOKENS = 64
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -125,6 +132,30 @@ def calibrate(
         cost=_fit_cost(judged),
         loading=measure_loading(index, options.num_chunks, on_progress),
     )
+
+
+def usual_choice(
+    index: Index, calibration: Calibration, num_chunks: int
+) -> tuple[Repair, Expected] | None:
+    """Return what ``auto`` takes for a prompt of chunks of the index's median length.
+
+    None if the index is empty.
+
+    Parameters
+    ----------
+    num_chunks
+        Chunks of the prompt; the first is exact.
+    """
+    lengths = sorted(map(index.num_rows, index.catalog.keys().values()))
+    if not lengths:
+        return None
+    length = lengths[len(lengths) // 2]
+    starts = [number * length for number in range(1, max(2, num_chunks))]
+    spans = tuple(ReusedSpan(str(start), start, 0, length) for start in starts)
+    records = [StoredRows(str(start), (), length) for start in (0, *starts)]
+    num_tokens = starts[-1] + length + _QUESTION_TOKENS
+    prompt = PromptRows(num_tokens, index.model.spec.num_layers, spans)
+    return LoadingController(calibration=calibration).choose(prompt, _QUESTION_TOKENS, records)
 
 
 def ask_about(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:

@@ -10,7 +10,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.ingest.checks import check_unencrypted
 from kvrag.ingest.contexts import CORPUS, Context, check_filler, parse_context
-from kvrag.ingest.corpus_filler import MOST_DOCUMENTS, join_passages
+from kvrag.ingest.corpus_filler import CHARACTERS_A_TOKEN, MOST_DOCUMENTS, join_passages
 from kvrag.ingest.index import Index
 from kvrag.tune.bootstrap import ratio_interval
 from kvrag.tune.calibrate import CalibrationOptions, ask_about
@@ -19,6 +19,8 @@ from kvrag.tune.judging import judge_policies
 from kvrag.tune.questions import JudgedQuestion
 
 _PLAIN_REUSE = "none"
+# Fewer questions than these say little; rather than ask fewer, take a shorter text.
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,18 @@ def compare_contexts(
     names
         The contexts to compare with its own.
     options
-        The questions.
+        The questions; in a small index, context ``corpus`` leaves out some of them, so that chunks
+        remain for its text.
 
     Raises
     ------
     ParameterError
-        If a context is of the document (questions do not say what precedes their chunks there),
-        does not fit the model, or is ``corpus`` over an encrypted index.
+        If a context, or the index's own, is of the document (questions do not say what precedes
+        their chunks there), does not fit the model, is ``corpus`` over an encrypted index, or is a
+        longer ``corpus`` than the index's own.
     """
     config = index.config
-    contexts = list(dict.fromkeys([config.chunk_context, *map(parse_context, names)]))
-    for one in contexts:
-        _check(index, one)
-    questions = ask_about(index, options)
+    contexts, questions, passages = _prepare(index, names, options)
     judged = judge_policies(
         index.model,
         questions,
@@ -86,7 +87,7 @@ def compare_contexts(
         use_chat_template=options.use_chat_template,
         say=on_progress,
         contexts=list(map(str, contexts)),
-        corpus_filler=config.corpus_filler or _passages(index, questions, contexts),
+        corpus_filler=passages,
         seconds=options.seconds,
     )
     by_context: dict[str, dict[str, list[float]]] = {}
@@ -101,10 +102,30 @@ def compare_contexts(
     return found
 
 
-def check_contexts(index: Index, names: Sequence[str]) -> None:
-    """Raise ParameterError if a context cannot be compared (`compare_contexts`)."""
-    for name in names:
-        _check(index, parse_context(name))
+def check_contexts(index: Index, names: Sequence[str], options: CalibrationOptions) -> None:
+    """Raise ParameterError if contexts cannot be compared (`compare_contexts`)."""
+    if names:
+        _prepare(index, names, options)
+
+
+def _prepare(
+    index: Index, names: Sequence[str], options: CalibrationOptions
+) -> tuple[list[Context], list[JudgedQuestion], str]:
+    """Return the contexts, the index's own first, the questions, and the text of ``corpus``."""
+    config = index.config
+    contexts = list(dict.fromkeys([config.chunk_context, *map(parse_context, names)]))
+    for one in contexts:
+        _check(index, one)
+    wanted = max((one.num_tokens for one in contexts if one.name == CORPUS), default=0)
+    if config.corpus_filler and wanted > config.context_tokens:
+        raise ParameterError(
+            f"context {CORPUS}:{wanted} is longer than the index's own, {config.chunk_context}, "
+            "whose text it would take; compare it on an index with another context"
+        )
+    questions = ask_about(index, options)
+    if not wanted or config.corpus_filler:
+        return contexts, questions, config.corpus_filler
+    return contexts, *_set_aside(index, questions, wanted)
 
 
 def _check(index: Index, context: Context) -> None:
@@ -119,24 +140,26 @@ def _check(index: Index, context: Context) -> None:
     check_filler(context, index.tokenizer, room, config.chunk_tokens)
 
 
-def _passages(
-    index: Index, questions: Sequence[JudgedQuestion], contexts: Sequence[Context]
-) -> str:
-    """Return passages of chunks that no question has; "" if none is wanted."""
-    wanted = [one.num_tokens for one in contexts if one.name == CORPUS]
-    if not wanted:
-        return ""
-    asked = {text for question in questions for text in question.texts}
+def _set_aside(
+    index: Index, questions: list[JudgedQuestion], num_tokens: int
+) -> tuple[list[JudgedQuestion], str]:
+    """Return passages of chunks that no question has, and as many questions as leave enough."""
     texts: dict[str, None] = {}
     index.catalog.each_text(lambda _, text: texts.setdefault(text))
-    others = [text for text in texts if text not in asked]
+    while True:
+        asked = {text for question in questions for text in question.texts}
+        others = [text for text in texts if text not in asked]
+        is_enough = sum(map(len, others)) >= num_tokens * CHARACTERS_A_TOKEN
+        if is_enough or len(questions) == 1 or (others and len(questions) <= _FEW):
+            break
+        questions = questions[::2]
     if not others:
         raise ParameterError(
-            "context corpus: every chunk of the index is in a question, so none is left to be "
-            "encoded after; ask fewer with --questions"
+            f"context corpus: a question holds all {len(texts)} chunks of the index, so none is "
+            "left to be encoded after; ask about fewer with --set chunks=1, or index more documents"
         )
     step = max(1, len(others) // MOST_DOCUMENTS)
-    return join_passages(others[::step][:MOST_DOCUMENTS], max(wanted))
+    return questions, join_passages(others[::step][:MOST_DOCUMENTS], num_tokens)
 
 
 def _kl(judgements: Sequence[Judgement]) -> list[float]:

@@ -83,11 +83,48 @@ def test_a_run_continues_where_it_stopped(
 
     monkeypatch.setattr(ways, "ways", few)
     out = tmp_path / "trials.jsonl"
-    out.write_text(json.dumps({ways.ALONE: 1.0, "again": 0.5}) + "\n")
     given = ["--model", "kvrag-tiny", "--suite", "bridge", "--questions", "2", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["ways", *given])
     ways.main()
-    assert len(out.read_text().splitlines()) == 2
+    first, second = out.read_text().splitlines()
+    # Stopped in the middle of a line.
+    out.write_text(f"{first}\n{second[:40]}")
+    capsys.readouterr()
+    ways.main()
+    assert out.read_text().splitlines()[0] == first
+    assert json.loads(out.read_text().splitlines()[1]).keys() == {"settings", "kl"}
     printed = capsys.readouterr().out
+    assert "question 1 of 2" not in printed
     assert "question 2 of 2" in printed
     assert "2 questions" in printed
+
+    for told, written in {
+        "line 2: expected a trial": f"{first}\nno JSON\n",
+        "line 1: expected a trial": first.replace('"seed": 7', '"seed": 8') + "\n",
+    }.items():
+        out.write_text(written)
+        with pytest.raises(SystemExit):
+            ways.main()
+        assert told in capsys.readouterr().err
+        assert out.read_text() == written
+
+
+def test_wrong_options_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for told, given in {
+        "no-such-model": ["--model", "no-such-model", "--out", str(tmp_path / "out")],
+        "cannot be used": ["--model", "kvrag-tiny", "--out", str(tmp_path)],
+        "expected at least 1": [
+            "--model",
+            "kvrag-tiny",
+            "--questions",
+            "0",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+    }.items():
+        monkeypatch.setattr("sys.argv", ["ways", *given])
+        with pytest.raises(SystemExit):
+            ways.main()
+        assert told in capsys.readouterr().err

@@ -31,6 +31,8 @@ def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
     done = run("calibrate", "-i", index_folder, *SMALL)
     assert done.code == 0, done.err
     assert "agreement over" in done.out
+    assert "'--policy auto' takes " in done.out
+    assert "of usual length, and expects to lose " in done.out
     report = run(*asked).json["report"]
     assert report["policy"].partition("(")[0] in ("none", "query")
     assert 0.0 <= report["expected_loss"] <= 1.0
@@ -142,3 +144,19 @@ def test_contexts_are_compared_and_the_better_one_is_told(run: Run, index_folder
     assert wrong.code == 1
     assert "context document:256 cannot be calibrated" in wrong.err
     assert run("calibrate", "-i", index_folder, "--contexts", ",").code != 0
+
+
+def test_what_cannot_be_kept_is_not_measured(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.tune import calibrate as module
+
+    def measured(*_: object) -> None:
+        raise AssertionError("was measured")
+
+    monkeypatch.setattr(module, "calibrate", measured)
+    (index_folder / "calibration.json").mkdir()
+    done = run("calibrate", "-i", index_folder, *SMALL)
+    assert done.code == 1
+    assert "calibration.json" in done.err
+    assert "directory" in done.err

@@ -75,6 +75,14 @@ def test_brackets_in_values_are_not_markup(capsys: pytest.CaptureFixture[str]) -
     assert "[bold]x[/bold] [/]" in capsys.readouterr().out
 
 
+def test_colons_in_values_are_no_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    console.note("context corpus:100: too short")
+    console.out().print("filler:100: too short")
+    captured = capsys.readouterr()
+    assert captured.err == "context corpus:100: too short\n"
+    assert captured.out == "filler:100: too short\n"
+
+
 def test_escape_sequences_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     console.stream("a\x1b]0;title\x07b\tc\nd\x9b2Je é")
     assert capsys.readouterr().out == "a\ufffd]0;title\ufffdb\tc\nd\ufffd2Je é"

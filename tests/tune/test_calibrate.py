@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from kvrag.fusion.calibration import Calibration
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag.tune.calibrate import CalibrationOptions, calibrate
+from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice
 from kvrag.tune.contexts import check_contexts, compare_contexts
 from tests.support.models import make_model, make_tokenizer
 
@@ -102,10 +103,56 @@ def test_what_a_context_needs_is_checked_first(tmp_path: Path) -> None:
             "nothing": "expected one of",
         }.items():
             with pytest.raises(ParameterError, match=message):
-                check_contexts(index, [name])
-        everything = CalibrationOptions(num_questions=200, max_tokens=2, num_chunks=9)
-        with pytest.raises(ParameterError, match="ask fewer with --questions"):
-            compare_contexts(index, ["corpus:16"], everything)
+                check_contexts(index, [name], CONTEXTS)
+        everything = CalibrationOptions(num_chunks=9)
+        with pytest.raises(ParameterError, match="a question holds all"):
+            check_contexts(index, ["corpus:16"], everything)
+    with make_index(tmp_path / "own", *TEXTS, context="document") as index:
+        check_contexts(index, [], CONTEXTS)
+        with pytest.raises(ParameterError, match="context document:256 cannot be calibrated"):
+            check_contexts(index, ["none"], CONTEXTS)
+    with (
+        make_index(tmp_path / "corpus", *TEXTS, context="corpus:16") as index,
+        pytest.raises(ParameterError, match="longer than the index's own, corpus:16"),
+    ):
+        check_contexts(index, ["corpus:17"], CONTEXTS)
+
+
+def test_a_small_index_leaves_out_questions_for_passages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.tune import contexts as module
+
+    given = []
+    judge = module.judge_policies
+
+    def noting(model, questions, *rest, **options):  # type: ignore[no-untyped-def]
+        given.append((questions, options["corpus_filler"]))
+        return judge(model, questions, *rest, **options)
+
+    monkeypatch.setattr(module, "judge_policies", noting)
+    options = CalibrationOptions(num_questions=200, max_tokens=2, num_chunks=2)
+    with make_index(tmp_path / "i", *TEXTS) as index:
+        found = compare_contexts(index, ["corpus:16"], options)
+        assert [one.context for one in found] == ["none", "corpus:16"]
+    ((questions, text),) = given
+    assert questions
+    assert text
+    assert not any(text[:40] in asked for one in questions for asked in one.texts)
+
+
+def test_what_auto_takes_for_a_usual_prompt_is_known(tmp_path: Path) -> None:
+    with make_index(tmp_path / "i", *TEXTS) as index:
+        found = calibrate(index, CalibrationOptions(num_questions=2, max_tokens=2, num_chunks=2))
+        losing = [replace(one, loss=0.5) for one in found.policies]
+        losing[-1] = replace(losing[-1], loss=0.25)
+        chosen = usual_choice(index, replace(found, policies=tuple(losing)), 5)
+        assert chosen is not None
+        repair, expected = chosen
+        assert repair == losing[-1].make()
+        assert expected.loss == 0.25
+    with make_index(tmp_path / "empty") as index:
+        assert usual_choice(index, found, 5) is None
 
 
 def test_time_ends_the_questions_after_eight(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.policies.base import highest, share_of
 from kvrag.ingest.contexts import SEPARATOR, filler_ids
 from kvrag.ingest.corpus_filler import join_passages
@@ -282,24 +284,62 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7, help="seed of the questions")
     parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines")
     options = parser.parse_args()
+    try:
+        _run(options)
+    except KVRagError as error:
+        parser.error(str(error))
+
+
+def _run(options: argparse.Namespace) -> None:
     model = KVModel.load(options.model)
     sets = options.suite.split(",")
+    settings = {
+        "model": model.fingerprint,
+        "suite": options.suite,
+        "questions": options.questions,
+        "seed": options.seed,
+    }
+    done = _read(options.out, settings)
     questions = load_suite(sets, seed=options.seed, num_questions_per_set=options.questions)
     others = load_suite(sets, seed=options.seed + 1, num_questions_per_set=_OTHERS)
     asked = prompts_that_fit(model, questions, MAX_TOKENS, use_chat_template=True)
     texts = Texts(model, others, questions)
-    done = options.out.read_text("utf-8").splitlines() if options.out.exists() else []
     corrections = _fitted(model, others, texts) if len(done) < len(asked) else {}
     with options.out.open("a", encoding="utf-8") as file:
         for number, one in enumerate(asked[len(done) :], len(done) + 1):
             trial = Trial(model, one)
             tried = ways(trial, one.question.type, texts, corrections)
-            line = json.dumps({way: trial.kl(filled) for way, filled in tried})
-            file.write(line + "\n")
+            found = {way: trial.kl(filled) for way, filled in tried}
+            file.write(json.dumps({"settings": settings, "kl": found}) + "\n")
             file.flush()
-            done.append(line)
+            done.append(found)
             print(f"question {number} of {len(asked)}", flush=True)
-    _print_table([json.loads(line) for line in done])
+    _print_table(done)
+
+
+def _read(path: Path, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the trials in a file, without half a line at its end; make it if there is none."""
+    found = []
+    try:
+        with path.open("ab+") as file:
+            file.seek(0)
+            *whole, half = file.read().split(b"\n")
+            for number, line in enumerate(whole, start=1):
+                try:
+                    trial = json.loads(line)
+                    is_ours = trial["settings"] == settings and ALONE in trial["kl"]
+                except (ValueError, KeyError, TypeError):
+                    is_ours = False
+                if not is_ours:
+                    raise ParameterError(
+                        f"{path}, line {number}: expected a trial of this model, suite, seed and "
+                        "number of questions; name another file"
+                    )
+                found.append(trial["kl"])
+            file.truncate(file.tell() - len(half))
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be used: {error.strerror}") from error
+    return found
 
 
 def _fitted(
