@@ -61,7 +61,7 @@ class Cutter:
         return min(found, config.context_tokens)
 
     def note(self, config: IndexConfig) -> str:
-        """Return a note if the first documents were too short for the context; else ""."""
+        """Return a note if the first documents were too short for the context, or ""."""
         if config.context != CORPUS:
             return ""
         found = self.num_filler_tokens(config)

@@ -32,7 +32,7 @@ POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stag
 RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 _MAX_QUERY_WORDS = 24
-# Of a usual question, with the template's words around it.
+# A usual question, with the words of the template around it.
 _QUESTION_TOKENS = 64
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
