@@ -17,7 +17,7 @@ NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/ho
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all install-vllm test-vllm check docs format install clean sanitize train-tiny \
-	wheels release matrix
+	wheels release matrix notebooks bench-regress
 
 help:
 	@echo "make demo     index a few pages, answer questions about them, and compare with plain prefill"
@@ -26,6 +26,8 @@ help:
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types, layers and the English of the pages"
 	@echo "make docs     build the documentation's site in build/site"
+	@echo "make notebooks  run docs/notebooks and write their pages, with what they print and draw"
+	@echo "make bench-regress  ratios of speed and quality against the last release's (ten minutes)"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
@@ -79,6 +81,16 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/site
 	@echo "build/site/index.html"
 
+notebooks: $(STAMP)
+	@$(BIN)/kvrag models pull smollm2-135m >/dev/null
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.notebooks
+
+# Processor time of one thread. SAVE=x.y.z keeps the results as those of a release.
+bench-regress: $(STAMP)
+	@$(BIN)/kvrag models pull smollm2-135m >/dev/null || true
+	OMP_NUM_THREADS=1 $(BIN)/kvrag bench regress $(if $(SAVE),--save $(SAVE))
+	$(if $(SAVE),$(BIN)/python -m tools.releases)
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -105,12 +117,15 @@ $(RELEASE_STAMP): tools/release-requirements.txt
 	$(RELEASE_PYTHON) -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
+# The folder is emptied first.
+DIST ?= dist
+
 wheels: $(RELEASE_STAMP)
-	$(RELEASE_PYTHON) -m tools.wheels --out dist
+	$(RELEASE_PYTHON) -m tools.wheels --out $(DIST)
 
 # MATRIX names versions of Python; without it, all that are installed.
 matrix: $(RELEASE_STAMP)
-	$(RELEASE_PYTHON) -m tools.matrix $(MATRIX)
+	$(RELEASE_PYTHON) -m tools.matrix --dist $(DIST) $(MATRIX)
 
 release: $(RELEASE_STAMP)
 	@test -n "$(VERSION)" || { echo "name the version: make release VERSION=x.y.z" >&2; exit 2; }

@@ -1,4 +1,7 @@
-"""Each Python block of README.md and of docs/ runs as printed; so does docs/pml.md's markup."""
+"""Each Python block of README.md and of docs/ runs as printed; so does docs/pml.md's markup.
+
+The pages of docs/notebooks/ run whole: `tests/test_notebooks.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ from tests.support.models import make_model, make_tokenizer
 __all__ = ["own_event_loop"]
 
 ROOT = Path(kvrag.__file__).parent.parent
-PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
+PAGES = [
+    "README.md",
+    *(
+        str(page.relative_to(ROOT))
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if page.parent.name != "notebooks"
+    ),
+]
 LEASE = "Ines Varga signed the lease of the harbour house in 2019."
 # What a block may use without saying where it comes from: the text around it does.
 SERVER = "http://127.0.0.1:8000/v1"

@@ -6,6 +6,7 @@ Both continue the same prompt greedily, in turn, in one run. Prefill does not co
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -89,15 +90,12 @@ def run_decode_bench(options: DecodeOptions) -> DecodeRow:
     prompt = "\n\n".join([*texts, random_text(model, _QUESTION_TOKENS, seed=options.num_chunks)])
     with temporary_index(model, texts, _CHUNK_TOKENS) as index:
         engine = KVEngine(index)
-        ids = torch.tensor([engine.prompt_ids(prompt)])
-        plain, ours = [], []
-        for _ in range(options.repeats + 1):
-            plain.append(_plain(model, ids, options.num_tokens))
-            ours.append(_ours(engine, prompt, options.num_tokens))
-    seconds = [median(runs[1:]) / options.num_tokens for runs in (plain, ours)]
+        num_prompt_tokens = len(engine.prompt_ids(prompt))
+        runs = decode_seconds(engine, prompt, options.num_tokens, options.repeats)
+    seconds = [median(way) / options.num_tokens for way in zip(*runs, strict=True)]
     return DecodeRow(
         model=model.name,
-        num_prompt_tokens=ids.shape[1],
+        num_prompt_tokens=num_prompt_tokens,
         num_tokens=options.num_tokens,
         num_threads=torch.get_num_threads(),
         plain_seconds=seconds[0],
@@ -106,11 +104,41 @@ def run_decode_bench(options: DecodeOptions) -> DecodeRow:
     )
 
 
+def decode_seconds(
+    engine: KVEngine,
+    prompt: str,
+    num_tokens: int,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[tuple[float, float]]:
+    """Return seconds of Transformers' generate and of kvrag, each run beside the other.
+
+    Parameters
+    ----------
+    engine, prompt
+        The prompt, over the engine's index.
+    num_tokens
+        Tokens of the answer.
+    repeats
+        Runs of each way; one more runs first and does not count.
+    clock
+        What counts the seconds.
+    """
+    ids = torch.tensor([engine.prompt_ids(prompt)])
+    return [
+        (
+            _plain(engine.index.model, ids, num_tokens, clock),
+            _ours(engine, prompt, num_tokens, clock),
+        )
+        for _ in range(repeats + 1)
+    ][1:]
+
+
 @torch.no_grad()
-def _plain(model: KVModel, ids: torch.Tensor, num_tokens: int) -> float:
+def _plain(model: KVModel, ids: torch.Tensor, num_tokens: int, clock: Callable[[], float]) -> float:
     cache = DynamicCache()
     model.hf(input_ids=ids[:, :-1], **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
-    started = time.perf_counter()
+    started = clock()
     # min_new_tokens: an end of the answer does not count.
     model.hf.generate(  # type: ignore[operator]
         input_ids=ids,
@@ -119,16 +147,16 @@ def _plain(model: KVModel, ids: torch.Tensor, num_tokens: int) -> float:
         min_new_tokens=num_tokens,
         do_sample=False,
     )
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def _ours(engine: KVEngine, prompt: str, num_tokens: int) -> float:
+def _ours(engine: KVEngine, prompt: str, num_tokens: int, clock: Callable[[], float]) -> float:
     fused = engine.fuse(prompt, policy="none", max_tokens=num_tokens)
-    started = time.perf_counter()
+    started = clock()
     decoder = make_decoder(engine.index.model, fused, None)
     logits = fused.logits
     for _ in range(num_tokens):
         logits = decoder.step(int(logits.argmax()))
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     engine.give_back(fused)
     return seconds

@@ -244,7 +244,7 @@ def serve(
         require(module, "serve")
     from kvrag.server.access import read_keys
     from kvrag.server.app import ServerOptions
-    from kvrag.server.running import check_address
+    from kvrag.server.running import check_address, check_origin
     from kvrag.store.server_requests import is_loopback
 
     api_keys = read_keys(keys)
@@ -263,7 +263,7 @@ def serve(
     )
     options = ServerOptions(
         keys=api_keys,
-        origins=tuple(allow_origin or ()),
+        origins=tuple(map(check_origin, allow_origin or ())),
         is_local=is_loopback(host),
         top_k=top_k,
         max_streams=streams,

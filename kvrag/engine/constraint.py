@@ -80,11 +80,12 @@ class Constraint:
         the schema has ``additionalProperties``.
         """
         try:
-            return cls("json_schema", json.dumps(schema))
+            text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise ParameterError(
                 f"json_schema {arguments.shown(schema)}: expected JSON values: {error}"
             ) from error
+        return cls("json_schema", text)
 
     @classmethod
     def regex(cls, pattern: str) -> Self:

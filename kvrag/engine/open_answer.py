@@ -135,7 +135,7 @@ class OpenAnswer:
             return [self._finish("stop")]
         if self._num_logprobs is not None:
             logprob, top = log_probabilities(logits, token, self._num_logprobs)
-            self._logprobs.append(TokenLogprob(token, logprob, self._text.num_whole, top))
+            self._logprobs.append(TokenLogprob(token, logprob, self._text.start_of(token), top))
         deltas = []
         if piece := self._text.push(token):
             deltas.append(AnswerDelta(piece, logprobs=self._tell_logprobs()))

@@ -82,6 +82,7 @@ class PromptFuser:
         if session_store_bytes:
             # Whichever ends first, this object or the index, removes what was stored.
             index.closing.callback(weakref.finalize(self, self.stored.close))
+            index.upkeep.guests.add(self.stored)
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -190,13 +190,14 @@ class StoredSessions:
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._working:
             self._is_closed = True
-            self._sessions = Sessions(0, self._forget)
-            for key in self._keys:
-                with contextlib.suppress(StoreError):
-                    self._index.store.delete(key)
-            if self._keys or self._removed_bytes:
-                self._reclaim()
-            self._keys.clear()
+            self._remove_all(0)
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Remove all records, and write none while the block gives the index another store."""
+        with self._working:
+            self._remove_all(self.max_bytes)
+            yield
 
     # -- private -----------------------------------------------------------------------------
 
@@ -256,6 +257,16 @@ class StoredSessions:
             self._removed_bytes += kept.size_bytes
             if self._removed_bytes > self.max_bytes:
                 self._reclaim()
+
+    def _remove_all(self, room: int) -> None:
+        """Remove all records; from then on, there is so much room."""
+        self._sessions = Sessions(room, self._forget)
+        for key in self._keys:
+            with contextlib.suppress(StoreError):
+                self._index.store.delete(key)
+        if self._keys or self._removed_bytes:
+            self._reclaim()
+        self._keys.clear()
 
     def _reclaim(self) -> None:
         """Have the store reclaim the room of removed records."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.models.tokens import num_continued
 from kvrag.models.tools import CALL_MARKERS
 
 _INCOMPLETE = "\ufffd"
@@ -47,10 +49,15 @@ class TextStream:
         """Number of characters that `push` and `finish` have returned."""
         return self._shown
 
-    @property
-    def num_whole(self) -> int:
-        """Number of characters before incomplete bytes at the end, to which the next token adds."""
-        return len(self.text.rstrip(_INCOMPLETE))
+    def start_of(self, token_id: int) -> int:
+        """Return where the text of the next token will begin, perhaps inside a character."""
+        shown = [one for one in self._token_ids if one not in self._special]
+        return len(self.text) - num_continued(self._tokenizer, shown, token_id)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self._hidden or special_ids_but((), self._tokenizer)
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that has become final."""

@@ -128,11 +128,7 @@ def collect_garbage(
     keeps_unknown
         Keep records that this index does not need: other indexes share the store.
     """
-    num_records = size_bytes = 0
-    for key, size in [] if keeps_unknown else list(store.sizes()):
-        if key.digest not in needed and store.delete(key):
-            num_records += 1
-            size_bytes += size
+    num_records, size_bytes = (0, 0) if keeps_unknown else remove_others(store, needed)
     num_temporary = store.collect_garbage(_TEMPORARY_AGE_SECONDS if keeps_unknown else 0.0)
     newest = time.time() - _TEMPORARY_AGE_SECONDS
     for path in (*folder.glob(".*.tmp"), *profiles.folder.glob(".*.tmp")):
@@ -146,6 +142,16 @@ def collect_garbage(
     for one in unused:
         profiles.delete(one)
     return GcReport(num_records, size_bytes, num_temporary, len(unused))
+
+
+def remove_others(store: Store, needed: Collection[str]) -> tuple[int, int]:
+    """Remove all records but the named ones; return their number and bytes."""
+    num_records = size_bytes = 0
+    for key, size in list(store.sizes()):
+        if key.digest not in needed and store.delete(key):
+            num_records += 1
+            size_bytes += size
+    return num_records, size_bytes
 
 
 def _profiles_in_use(store: Store, needed: Collection[str]) -> set[str]:

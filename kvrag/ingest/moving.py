@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError
+from kvrag.ingest.maintenance import remove_others
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store
 from kvrag.store.capabilities import Flushes, capability
 from kvrag.store.wrapper import read_whole
+
+
+class Guest(Protocol):
+    """What keeps its own records in an index's store."""
+
+    def leaving(self) -> AbstractContextManager[None]:
+        """Remove them; in the block, the index gets another store."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,21 @@ def copy_records(
     if background is not None:
         background.flush()
     return MoveReport(target.url, num_records, size_bytes, num_present, num_lost, 0)
+
+
+def clear_left(left: Store, store: Store, needed: Collection[str]) -> tuple[int, int]:
+    """Remove all but the needed records from a store that the index has left.
+
+    Returns
+    -------
+    (int, int)
+        Their number and bytes; 0 if both stores are one.
+    """
+    if is_same_store(left, store):
+        return 0, 0
+    found = remove_others(left, needed)
+    left.collect_garbage()
+    return found
 
 
 def is_same_store(one: Store, other: Store) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ from kvrag.ingest.encryption import key_check
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import audit_catalog, held_by, lost_since, mend_catalog, store_damage
 from kvrag.ingest.kept import kept_keys
-from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
-from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
+from kvrag.ingest.maintenance import collect_garbage, first_of, remove_others, verify_records
+from kvrag.ingest.moving import Guest, MoveReport, clear_left, copy_records, is_same_store
 from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage
@@ -45,6 +46,11 @@ class Upkeep:
     ----------
     storage, encoders, fitter, writer
         The storage, encoders, fitter and writer of the index.
+
+    Attributes
+    ----------
+    guests
+        What else of this process keeps records in the store.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Upkeep:
         self._encoders = encoders
         self._fitter = fitter
         self._writer = writer
+        self.guests: weakref.WeakSet[Guest] = weakref.WeakSet()
 
     def verify(
         self,
@@ -238,10 +245,14 @@ class Upkeep:
             except BaseException:
                 target.close()
                 raise
-            source, storage.store = storage.store, target
+            with contextlib.ExitStack() as stack:
+                for guest in list(self.guests):
+                    stack.enter_context(guest.leaving())
+                source, storage.store = storage.store, target
             num_removed = 0
             if left is not None:
                 num_removed = sum(map(left.delete, needed))
+                remove_others(left, ())  # nobody needs them there
                 left.collect_garbage()  # reclaims their space
                 left.close()
             source.close()
@@ -273,14 +284,17 @@ class Upkeep:
                     grace_seconds,
                     all_records=delete_shared or storage.log.owns(storage.config.store),
                 )
+            needed = self._needed_keys()
             report = collect_garbage(
                 storage.path,
                 storage.store,
                 storage.profiles,
                 storage.config.profile,
-                needed=self._needed_keys(),
+                needed=needed,
                 keeps_unknown=storage.is_store_shared and not delete_shared,
             )
+            if storage.config.store:
+                report = self._tidy_left(report, needed)
             storage.refresh_vectors()
             return report
 
@@ -367,6 +381,19 @@ class Upkeep:
         # A move was killed while it removed records: the last copies of lost ones stay.
         is_left = not num_lost and (storage.path / KV_FOLDER).is_dir()
         return FileStore(storage.path / KV_FOLDER) if is_left else None
+
+    def _tidy_left(self, report: GcReport, needed: Collection[str]) -> GcReport:
+        """Remove what processes that were killed after a move have left in the index's folder."""
+        left = self._left_by_moving(f"file:{self._storage.path / KV_FOLDER}", 0)
+        if left is None:
+            return report
+        with contextlib.closing(left):
+            num_records, size_bytes = clear_left(left, self._storage.store, needed)
+        return replace(
+            report,
+            num_records=report.num_records + num_records,
+            size_bytes=report.size_bytes + size_bytes,
+        )
 
     def _repair(self, key: ChunkKey) -> None:
         storage = self._storage

@@ -70,7 +70,7 @@ def shape(
     if not offered or tool_choice == "none":
         return Shape((), constraint)
     if forced:
-        return Shape(offered, Constraint.lark(_grammar(tokenizer, forced)))
+        return Shape(offered, _constraint(_grammar(tokenizer, forced), forced))
     if constraint is not None:
         return Shape(offered, _call_or(tokenizer, offered, constraint))
     return Shape(offered)
@@ -104,7 +104,22 @@ def _call_or(tokenizer: PreTrainedTokenizerBase, tools: Tools, other: Constraint
         )
     text = json_in_lark(json.loads(other.text))
     grammar = _grammar(tokenizer, tools).replace("start:", "start: other | ", 1)
-    return Constraint.lark(f"{grammar}other: {text}\n")
+    return _constraint(f"{grammar}other: {text}\n", tools)
+
+
+def _constraint(grammar: str, tools: Tools) -> Constraint:
+    """Return a grammar of calls as a constraint; if it is wrong, name the tool, not the grammar."""
+    try:
+        return Constraint.lark(grammar)
+    except ParameterError:
+        for one in tools:
+            function = one["function"]
+            try:
+                Constraint.json_schema(function.get("parameters") or _ANY_OBJECT)
+            except ParameterError as error:
+                name = arguments.shown(function["name"])
+                raise ParameterError(f"the parameters of the tool {name}: {error}") from error
+        raise
 
 
 def _grammar(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 # How some tokenizers write the token of a byte.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+# Bytes of a character before its last one.
+_MOST_INCOMPLETE = 3
 
 Span = tuple[int, int]
 """First character, and the character after the last."""
@@ -83,6 +87,36 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
     # Decoders drop the space before a text's first word.
     is_later = piece.startswith("\u2581") and not text.startswith(" ")
     return (" " * is_later + text).encode()
+
+
+def num_continued(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], token_id: int
+) -> int:
+    """Return how many characters at the end of a text the next token adds bytes to.
+
+    Such characters are U+FFFD: one for an incomplete character, or one for each of its bytes where
+    tokens are single bytes.
+
+    Parameters
+    ----------
+    tokenizer
+        The tokenizer, which decodes the text.
+    token_ids
+        The text's tokens, without those that it hides; the last three matter.
+    token_id
+        The next token.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for one in token_ids[-_MOST_INCOMPLETE:]:
+        decoder.decode(token_bytes(tokenizer, one))
+    incomplete, _ = decoder.getstate()
+    if not incomplete:
+        return 0
+    # The first byte of the next character would make one of them at once.
+    if decoder.decode(token_bytes(tokenizer, token_id)[:1]).startswith("\ufffd"):
+        return 0
+    piece = str(tokenizer.convert_ids_to_tokens(token_ids[-1]))
+    return len(incomplete) if _BYTE.fullmatch(piece) else 1
 
 
 def overlaps(spans: Sequence[Span], span: Span) -> bool:

@@ -225,8 +225,8 @@ def _add_errors(app: FastAPI) -> None:
         return validation_problem(list(error.errors())).response()
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        response = RequestError(error.status_code, str(error.detail)).response()
+    async def refused(http: Request, error: HTTPException) -> Response:
+        response = _refusal(http, error).response()
         response.headers.update(error.headers or {})
         return response
 
@@ -235,6 +235,23 @@ def _add_errors(app: FastAPI) -> None:
 
     for kind in (RequestError, KVRagError, Exception):
         app.add_exception_handler(kind, failed)
+
+
+def _refusal(http: Request, error: HTTPException) -> RequestError:
+    """Return the problem for an error of the framework, whose words say little."""
+    if isinstance(error.__cause__, RecursionError | ValueError):
+        return RequestError(
+            400,
+            "the body is not valid JSON: it is not in UTF-8, is nested too deeply, or has too long "
+            "a number",
+            code="invalid_json",
+        )
+    if error.status_code in (404, 405):
+        route = f"{http.method} {shown(http.url.path)}"
+        return RequestError(
+            error.status_code, f"there is no route {route}; /openapi.json has all routes"
+        )
+    return RequestError(error.status_code, str(error.detail))
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

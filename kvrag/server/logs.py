@@ -28,10 +28,11 @@ class JSONLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Write kvrag's log to stderr as lines of JSON, and uvicorn's warnings."""
+    """Write kvrag's log to stderr as lines of JSON, and the warnings of all other libraries."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONLines())
-    for name, level in (("kvrag", logging.INFO), ("uvicorn", logging.WARNING)):
+    logging.captureWarnings(True)
+    for name, level in (("kvrag", logging.INFO), ("", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level)

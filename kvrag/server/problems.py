@@ -141,10 +141,11 @@ def validation_problem(errors: list[Any]) -> RequestError:
     first = errors[0]
     branches = [number for number, part in enumerate(first["loc"]) if _is_branch(part)]
     if branches:
-        # A text or a list: the error that is deepest inside says what is wrong.
+        # A text or a list: the error that is deepest inside says what is wrong, and no branch of
+        # another type does.
         union = first["loc"][: branches[0]]
         same = (one for one in errors if one["loc"][: len(union)] == union)
-        first = max(same, key=lambda one: len(one["loc"]))
+        first = max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     # The first part is where the value was: body, query or path.
     place = [str(part) for part in first["loc"][1:] if not _is_branch(part)]
     param = cut(".".join(place)) or None
@@ -154,6 +155,12 @@ def validation_problem(errors: list[Any]) -> RequestError:
             f"unknown parameter {shown(param)}: this server does not support it; leave it out",
             code="unknown_parameter",
             param=param,
+        )
+    if isinstance(first.get("input"), bytes):
+        return RequestError(
+            400,
+            "the body is not sent as JSON; send the header 'Content-Type: application/json'",
+            code="invalid_json",
         )
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")

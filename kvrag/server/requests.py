@@ -143,11 +143,17 @@ class Message(Strict):
     name: str | None = Field(default=None, max_length=_MAX_NAME)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=_MAX_NAME)
+    # Clients send answers back as they came, with these fields; no model reads them.
+    annotations: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_HITS)
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _has_what_its_role_has(self) -> Self:
-        if self.role != "assistant" and self.tool_calls:
-            raise ValueError("tool_calls are an assistant's; leave them out")
+        for name in ("tool_calls", "annotations"):
+            if self.role != "assistant" and getattr(self, name):
+                raise ValueError(f"{name} are an assistant's; leave them out")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id is for messages of role tool, and each of them has one")
         if self.content is None and not self.tool_calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 
@@ -57,6 +58,7 @@ class Server:
             self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         config = uvicorn.Config(
             app,
+            http="h11",  # bounds a request's headers, and httptools does not
             log_config=None,
             access_log=False,
             server_header=False,
@@ -103,3 +105,13 @@ def check_address(host: str, *, has_keys: bool, anyone: bool) -> None:
         f"serving at {shown(host)} without keys would let everybody on the network ask: give "
         "--keys FILE, serve at 127.0.0.1, or say --anyone"
     )
+
+
+def check_origin(origin: str) -> str:
+    """Return an origin as browsers send it. Raises ParameterError if none does."""
+    if origin != "*" and not re.fullmatch("https?://[^/?#@\\s]+", origin.lower()):
+        raise ParameterError(
+            f"--allow-origin {shown(origin)}: expected an origin such as https://app.example, "
+            "without a path, or '*' for all"
+        )
+    return origin.lower()

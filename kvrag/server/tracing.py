@@ -15,6 +15,7 @@ from kvrag.errors import ParameterError
 from kvrag.server.gate import Record
 
 _API = "/v1/"
+_TRACES = "/v1/traces"
 
 
 class Traced:
@@ -98,7 +99,8 @@ def exporting_to(url: str) -> Any:
     Parameters
     ----------
     url
-        The collector's address, such as ``http://127.0.0.1:4318``. Environment variables of
+        The collector's address, such as ``http://127.0.0.1:4318``, with or without the path of its
+        traces. Environment variables of
         OpenTelemetry set the rest, such as ``OTEL_EXPORTER_OTLP_HEADERS``.
 
     Raises
@@ -118,6 +120,7 @@ def exporting_to(url: str) -> Any:
 
     name = os.environ.get("OTEL_SERVICE_NAME", "kvrag")
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
-    exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces")
+    address = url.rstrip("/").removesuffix(_TRACES)
+    exporter = OTLPSpanExporter(endpoint=address + _TRACES)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

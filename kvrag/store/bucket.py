@@ -6,7 +6,9 @@ Amazon S3 and compatible services, Google Cloud, Azure; a folder too, as the buc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,16 +16,19 @@ from urllib.parse import urlsplit
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
 from kvrag.store.extras import require
+from kvrag.store.remote import upload_seconds
 
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
 _MAX_RETRIES = 2
+_LEAST_UPLOAD_BYTES = 1 << 20
 # The library reports a missing permission only in words, whatever the operation.
 _REFUSALS = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "redential")
 _MOST_TEXT = 300
 # Names of the options for region, endpoint and permission to do without TLS, by kind of bucket.
 _CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
@@ -47,11 +52,13 @@ class Bucket:
         ``s3://BUCKET[/PREFIX]``, ``gs://BUCKET[/PREFIX]`` or ``az://CONTAINER[/PREFIX]``; also
         ``file:///FOLDER``, which is created.
     endpoint
-        URL of another server that speaks the same protocol (MinIO, Ceph, an emulator).
+        URL of another server that speaks the same protocol (MinIO, Ceph, an emulator). For S3,
+        None takes AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL from the environment, if set.
     region
         Region of an S3 bucket; None takes the environment's.
     timeout_seconds
-        How long a server may send nothing before it counts as unreachable.
+        How long a server may send nothing before it counts as unreachable. An upload may take as
+        long for each MiB.
 
     Attributes
     ----------
@@ -81,19 +88,27 @@ class Bucket:
             raise ParameterError(f"a bucket is {known}; found {shown(url)}")
         self.url = url.rstrip("/")
         self._scheme = scheme
+        self._make: Callable[[float], Any] = lambda seconds: stores.from_url(
+            self.url, **_connection(scheme, endpoint, region, seconds)
+        )
+        self._timeout_seconds = timeout_seconds
+        self._uploading: dict[int, Any] = {}
+        self._lock = threading.Lock()
         try:
             if scheme == "file":
                 self.client = stores.LocalStore(place, mkdir=True)
             else:
-                self.client = stores.from_url(
-                    self.url, **_connection(scheme, endpoint, region, timeout_seconds)
-                )
+                self.client = self._make(timeout_seconds)
         except (self.errors_of.BaseError, ValueError, OSError) as error:
             told = f", and {_CREDENTIALS[scheme]} set" if scheme in _CREDENTIALS else ""
             raise ParameterError(
                 f"not a bucket of {scheme}: {_text_of(error)}; expected {scheme}://BUCKET/PREFIX"
                 f"{told}"
             ) from error
+
+    def upload(self, name: str, content: bytes, **options: Any) -> None:
+        """Write an object with the library's options. Its errors are the library's."""
+        self.obstore.put(self._client_for(len(content)), name, content, **options)
 
     def check(self) -> None:
         """Raise StoreError unless the bucket answers and lets this process in."""
@@ -127,7 +142,7 @@ class Bucket:
         """
         with self.errors("write to"):
             try:
-                self.obstore.put(self.client, name, content, mode="create")
+                self.upload(name, content, mode="create")
             except self.errors_of.AlreadyExistsError:
                 return False
         return True
@@ -135,12 +150,23 @@ class Bucket:
     def put(self, name: str, content: bytes) -> None:
         """Write an object in place of any of that name."""
         with self.errors("write to"):
-            self.obstore.put(self.client, name, content)
+            self.upload(name, content)
 
     def delete(self, name: str) -> None:
         """Remove an object, if there is one."""
         with contextlib.suppress(AbsentError), self.errors("delete from"):
             self.obstore.delete(self.client, name)
+
+    def _client_for(self, num_bytes: int) -> Any:
+        """Return a client that waits as long as an upload of that size may take."""
+        if num_bytes < _LEAST_UPLOAD_BYTES or self._scheme == "file":
+            return self.client
+        most_bytes = 1 << num_bytes.bit_length()  # few sizes, so few clients
+        with self._lock:
+            if most_bytes not in self._uploading:
+                seconds = upload_seconds(self._timeout_seconds, most_bytes)
+                self._uploading[most_bytes] = self._make(seconds)
+            return self._uploading[most_bytes]
 
     @contextlib.contextmanager
     def errors(self, action: str) -> Iterator[None]:
@@ -182,6 +208,10 @@ def _connection(
     scheme: str, endpoint: str | None, region: str | None, timeout_seconds: float
 ) -> dict[str, Any]:
     config: dict[str, Any] = {}
+    if endpoint is None and scheme == "s3":
+        # As the provider's own tools: without TLS where the endpoint's URL says so.
+        named = map(os.environ.get, _ENDPOINTS)
+        endpoint = next(filter(None, named), None)
     if endpoint is not None:
         _check_endpoint(endpoint)
         name = "base_url" if scheme == "gs" else "endpoint"

@@ -28,7 +28,14 @@ from kvrag.store.http_protocol import (
     read_token,
 )
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
-from kvrag.store.remote import HeadedRecord, Options, RemoteStore, file_path, seconds
+from kvrag.store.remote import (
+    HeadedRecord,
+    Options,
+    RemoteStore,
+    file_path,
+    seconds,
+    upload_seconds,
+)
 
 SCHEMES = ("http", "https")
 DEFAULT_TIMEOUT_SECONDS = 5.0
@@ -288,6 +295,10 @@ class HttpStore(RemoteStore):
                 watching = record.reading(connection) if record else contextlib.nullcontext()
                 with watching:
                     try:
+                        if connection.sock is None:
+                            connection.connect()
+                        patience = upload_seconds(self._timeout_seconds, len(body or b""))
+                        connection.sock.settimeout(patience)
                         connection.request(
                             method,
                             self._prefix + path,

@@ -91,6 +91,7 @@ class ObjectStore(RemoteStore):
         self.url = bucket.url
         self._bucket = bucket.client
         self._obstore = bucket.obstore
+        self._upload = bucket.upload
         self._errors_of = bucket.errors_of
         self._errors = bucket.errors
         self.metrics = StoreMetrics(url.partition(":")[0])
@@ -111,7 +112,7 @@ class ObjectStore(RemoteStore):
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; further reads of that one are refused."""
         with self._errors("write to"):
-            self._obstore.put(self._bucket, _name_of(key), record)
+            self._upload(_name_of(key), record)
         self.metrics.wrote(len(record))
 
     def open(self, key: ChunkKey) -> ObjectRecord | None:

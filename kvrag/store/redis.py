@@ -37,7 +37,6 @@ from kvrag.store.redis_format import (
     END,
     LIST,
     MAGIC,
-    MOST_PIECE_BYTES,
     split_record,
 )
 from kvrag.store.remote import Options, RemoteStore, seconds
@@ -51,6 +50,7 @@ GRACE_SECONDS = 60
 _UPLOAD_SECONDS = 3600
 _MAX_CONNECTIONS = 64
 _PAGE = 1000
+_MOST_WAITING_BYTES = 16 << 20
 
 
 class RedisRecord:
@@ -310,7 +310,7 @@ class RedisStore(RemoteStore):
                 part = view[ends[number - 1] : ends[number]]
                 pipeline.set(piece, part, ex=_UPLOAD_SECONDS)
                 waiting += part.nbytes
-                if waiting >= MOST_PIECE_BYTES:
+                if waiting >= _MOST_WAITING_BYTES:
                     pipeline.execute()
                     waiting = 0
             if waiting:

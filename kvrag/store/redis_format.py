@@ -7,7 +7,8 @@ import struct
 from kvrag.recordformat import piece_ends
 
 _LEAST_PIECE_BYTES = 64 << 10
-MOST_PIECE_BYTES = 16 << 20
+# A piece must pass within the timeout, on slow lines too.
+MOST_PIECE_BYTES = 1 << 20
 # Bytes read with the list: a record's header, or all of a small record.
 _MOST_HEAD_BYTES = 64 << 10
 _LEAST_HEAD_BYTES = 4096

@@ -15,6 +15,17 @@ Options = Mapping[str, tuple[str, Callable[[str], Any]]]
 """Maps an option's name in a URL to an argument's name and a parser (which raises ValueError)."""
 
 
+_BYTES_PER_TIMEOUT = 1 << 20
+
+
+def upload_seconds(timeout_seconds: float, num_bytes: int) -> float:
+    """Return how long an upload may take: the timeout, and once more for each MiB.
+
+    The answer follows the upload, so its time looks like a server's silence.
+    """
+    return timeout_seconds * (1 + num_bytes / _BYTES_PER_TIMEOUT)
+
+
 class RemoteStore(CountedStore, ABC):
     """A store that `kvrag.store.registry.open_store` opens by its scheme, with a circuit breaker.
 

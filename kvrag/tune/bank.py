@@ -95,7 +95,7 @@ class ChunkBank:
             if chunk_id not in self._chunks:
                 self._chunks[chunk_id] = self._chunk(chunk_id, passage)
                 self._matcher.add(chunk_id, passage.text)
-        # After a filler, a chunk alone is for the one prompt in many that begins with it: `require`.
+        # After a filler, `require` encodes a chunk alone for the one prompt in many that needs it.
         self._encode_missing(
             [one for chunk in self._chunks.values() for one in chunk.required()], on_progress
         )

@@ -32,7 +32,7 @@ POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stag
 RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 _MAX_QUERY_WORDS = 24
-# A usual question, with the words of the template around it.
+# What a usual question takes, with the template's words around it.
 _QUESTION_TOKENS = 64
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 

@@ -117,6 +117,18 @@ def test_a_server_with_keys_from_start_to_stop(index_path: Path, tmp_path: Path)
     assert "fox" not in log
 
 
+def test_a_collector_that_is_not_there(index_path: Path) -> None:
+    """Answers do not depend on it, and the log stays lines of JSON."""
+    soon = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    with running(index_path, "--trace", "http://127.0.0.1:9", **soon) as process:
+        assert httpx.get(f"{process.url}/models").status_code == 200
+        lines = [process.stderr.readline() for _ in range(2)]
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=60)
+    log = [json.loads(line) for line in [*lines, *rest.splitlines()]]
+    assert any("export" in one["event"] for one in log if one["level"] != "info")
+
+
 @pytest.mark.slow
 def test_the_environments_key(index_path: Path) -> None:
     with running(index_path, KVRAG_SERVER_KEY=KEY) as process:
@@ -138,6 +150,8 @@ def test_the_environments_key(index_path: Path) -> None:
         (["--host", "999.1.1.1"], "without keys"),
         (["--host", "999.1.1.1", "--anyone"], "cannot listen at 999.1.1.1"),
         (["--policy", "none:scale=x"], "scale"),
+        (["--allow-origin", "app.example"], "expected an origin"),
+        (["--allow-origin", "https://app.example/"], "expected an origin"),
         (["--keys", "missing.toml"], "is not a file of keys"),
     ],
 )

@@ -22,6 +22,7 @@ from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.base import StoredRecord
+from kvrag.store.registry import open_store
 from kvrag.store.wrapper import StoreWrapper
 from kvrag.testing.bench_top import TEXTS, relative_difference
 from kvrag.testing.store_contract import stored
@@ -394,6 +395,56 @@ def test_what_a_killed_process_left_is_garbage_and_no_damage(own: Index) -> None
     assert set(own.store.keys()) == chunk_keys(own)
     # A process that is still there takes it for lost.
     assert dict(tell(engine, root_of((0, 1), QUESTIONS[0])).report.misses) == {MISS_LOST: 1}
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_move_in_the_same_process(tmp_path: Path, model: KVModel, is_own: bool) -> None:
+    """The old store keeps nothing of a conversation, and the new one is used from then on."""
+    elsewhere = {} if is_own else {"store": f"file:{tmp_path / 'old'}"}
+    with make(tmp_path / "index", model, **elsewhere) as index:
+        old, engine = index.store.url, storing(index)
+        prompt = root_of((0, 1), QUESTIONS[0])
+        first = tell(engine, prompt)
+        keys, (_kept,) = chunk_keys(index), kept_of(engine)
+        index.upkeep.move(f"file:{tmp_path / 'new'}")
+        left = set(open_store(old).keys())
+        assert left == (set() if is_own else keys)
+        assert set(index.store.keys()) == keys
+        assert engine.stored_bytes == 0
+        second = next_of(prompt, first.text, (), QUESTIONS[1])
+        moved = tell(engine, second)
+        # It is not lost: it was given up.
+        assert (moved.report.num_kept, moved.report.misses) == (0, {})
+        assert moved.text == ask(KVEngine(index, max_tokens=5), second).text
+        assert tell(engine, second).report.num_kept > 50
+        assert len(set(index.store.keys()) - keys) >= 1
+    assert set(open_store(f"file:{tmp_path / 'new'}").keys()) == keys
+
+
+def test_a_move_by_another_process_and_a_kill(tmp_path: Path, model: KVModel) -> None:
+    make(tmp_path / "index", model).close()
+    served = Index.open(tmp_path / "index", model=model)
+    engine = storing(served)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    first = tell(engine, prompt)
+    own = served.store.url
+    with Index.open(tmp_path / "index", model=model) as other:
+        other.upkeep.move(f"file:{tmp_path / 'new'}")
+    # The process goes on in the old store: what it had there is lost, and the answer is right.
+    second = next_of(prompt, first.text, (), QUESTIONS[1])
+    lost = tell(engine, second, ratio=1.0)
+    assert lost.text == ask(KVEngine(served, max_tokens=5), second, ratio=1.0).text
+    assert lost.report.misses[MISS_LOST] == 1
+    assert tell(engine, second, ratio=1.0).report.num_kept > 50
+    assert len(list(open_store(own).keys())) == len(kept_of(engine)) >= 1
+    engine._fuser.stored._process = -1  # as if it were killed: it removes nothing
+    del engine
+    served.close()
+    with Index.open(tmp_path / "index", model=model) as index:
+        assert index.upkeep.gc().num_records >= 1
+        assert index.upkeep.gc().num_records == 0
+        assert index.upkeep.verify().ok
+    assert list(open_store(own).keys()) == []
 
 
 def test_a_fork_leaves_the_records_of_its_parent(

@@ -127,11 +127,14 @@ def test_a_full_queue_refuses(rag: Rag) -> None:
         (b"", "application/json", 400, "invalid_value"),
         (b"{", "application/json", 400, "invalid_json"),
         (b"\xff\xfe", "application/json", 400, "invalid_json"),
-        (b"[" * 100_000, "application/json", 400, None),
+        (b"[" * 100_000, "application/json", 400, "invalid_json"),
+        (b'{"model": "\xe9"}', "application/json", 400, "invalid_json"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", 400, "invalid_json"),
         (b'{"model": "model", "messages": "x"}', "application/json", 400, "invalid_value"),
         (b'{"model": NaN}', "application/json", 400, "invalid_value"),
         (b'{"model": "\\ud800"}', "application/json", 400, "invalid_value"),
-        (json.dumps(CHAT).encode(), "text/plain", 400, "invalid_value"),
+        (json.dumps(CHAT).encode(), "text/plain", 400, "invalid_json"),
+        (json.dumps(CHAT).encode(), "application/x-www-form-urlencoded", 400, "invalid_json"),
         (b" " * (MAX_PROMPT_BYTES + 1), "application/json", 413, None),
     ],
 )
@@ -205,7 +208,15 @@ def test_a_body_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch)
 def test_wrong_routes(served: Served, path: str, method: str, status: int) -> None:
     answer = httpx.request(method, served.server.url + path)
     assert answer.status_code == status
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert f"no route {method} '{path}'" in error["message"]
+
+
+def test_endless_headers_are_refused(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000)
+        assert b" 400 " in connection.recv(100)
 
 
 def test_another_host_is_refused_without_keys(served: Served) -> None:

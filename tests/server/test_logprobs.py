@@ -90,10 +90,9 @@ def test_a_completions_tokens(client: OpenAI, is_streamed: bool) -> None:
         numbers += choice.logprobs.token_logprobs
     assert b"".join(map(as_bytes, tokens)).decode(errors="replace") == text != ""
     assert offsets == sorted(offsets)
-    before = ["", *tokens]
-    for number, token in enumerate(tokens):
-        if "bytes:" not in before[number] + token:
-            assert text[offsets[number] :].startswith(token)
+    for offset, token in zip(offsets, tokens, strict=True):
+        if "bytes:" not in token:
+            assert text[offset:].startswith(token)
     for token, logprob, top in zip(tokens, numbers, tops, strict=True):
         assert len(top) == 2
         assert next(iter(top)) == max(top, key=lambda one: top[one]) == token

@@ -157,6 +157,23 @@ def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
     assert len((last.delta.model_extra or {})["annotations"]) == 4
 
 
+def test_an_answer_is_sent_back_as_it_came(client: OpenAI, served: Served) -> None:
+    """As clients do: the object itself, or all its fields, null or not."""
+    asked: list[Any] = [{"role": "user", "content": QUESTION}]
+    options: Any = {"model": served.rag, "max_tokens": 4}
+    message = client.chat.completions.create(messages=asked, **options).choices[0].message
+    assert message.annotations
+    texts = []
+    for turn in ({"role": "assistant", "content": message.content}, message, message.model_dump()):
+        further = [*asked, turn, {"role": "user", "content": "Which dog?"}]
+        again = client.chat.completions.create(messages=further, **options)
+        texts.append(again.choices[0].message.content)
+    assert len(set(texts)) == 1
+    whose = asked[0] | {"annotations": message.model_dump()["annotations"]}
+    with pytest.raises(openai.BadRequestError, match="annotations are an assistant's"):
+        client.chat.completions.create(messages=[whose], **options)
+
+
 def test_earlier_turns_stay_in_a_retrieved_prompt(client: OpenAI, served: Served) -> None:
     turns: list[Any] = [
         {"role": "user", "content": "Where is Varn?"},
@@ -209,6 +226,8 @@ def test_the_models_are_listed(client: OpenAI) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role", "Input should be"),
         ({"stop": ["a", 3]}, "stop.1", "valid string"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 items"),
+        ({"stop": {"a": 1}}, "stop", "valid string"),
         (
             {"tool_choice": {"type": "function", "function": {"name": 3}}},
             "tool_choice.function.name",

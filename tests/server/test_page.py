@@ -251,6 +251,29 @@ def test_a_full_queue_a_stopped_server_and_another_try(new_page: NewPage, rag: R
 
 
 @pytest.mark.slow
+def test_what_went_wrong_is_in_sight_and_is_told_again(new_page: NewPage, rag: Rag) -> None:
+    history_path(rag.path).unlink(missing_ok=True)
+    with serving(rag.index, ServerOptions(keeps_history=True)) as served:
+        page = new_page(viewport={"width": 390, "height": 400})
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        ask(page, served, "Who? " * 60)
+        page.get_by_role("alert").wait_for()
+        field = page.get_by_label("Your question").bounding_box()
+        bounds = page.get_by_role("alert").bounding_box()
+        assert 0 <= bounds["y"] <= field["y"] - bounds["height"]
+        page.locator(".conversation").wait_for(state="attached")
+        page.reload()
+        page.get_by_role("button", name="Menu").click()
+        page.locator(".conversation").click()
+        page.get_by_text("This answer was not finished.").wait_for()
+        assert page.get_by_text("The model said nothing").count() == 0
+        page.unroute("**/v1/chat/completions")
+        page.get_by_role("button", name="Try again").click()
+        page.locator(".card").first.wait_for()
+        assert page.get_by_text("This answer was not finished.").count() == 0
+
+
+@pytest.mark.slow
 def test_an_index_without_documents(new_page: NewPage, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     with (
@@ -305,7 +328,7 @@ def test_the_report_and_another_answer_beside_the_first(
     assert report.get_by_role("img").get_attribute("aria-label").startswith(f"{total} tokens")
     assert report.get_by_text("Plain prefill (estimate)").is_visible()
     page.get_by_text("Where the tokens come from").click()
-    assert report.get_by_role("cell", name=re.compile("ships.md, chunk")).first.is_visible()
+    assert report.get_by_role("cell", name=re.compile("ships.md, passage [1-9]")).first.is_visible()
     page.get_by_text("The prompt's text, coloured").click()
     assert "the odd ship" in report.locator(".prompt-text").inner_text()
     assert serious_findings(page) == []

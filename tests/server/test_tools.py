@@ -107,6 +107,16 @@ def test_response_formats(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPa
             "objekt",
         ),
         ({"tool_choice": "required"}, "without tools"),
+        (
+            {
+                "tools": [
+                    TOOL,
+                    {"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}},
+                ],
+                "tool_choice": "required",
+            },
+            "the parameters of the tool .*a.*: json_schema .*Invalid type: x",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "content is missing"),

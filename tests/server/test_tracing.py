@@ -138,7 +138,8 @@ def test_a_failure_is_an_error(
     assert attributes(request)["kvrag.status"] == 500
 
 
-def test_spans_are_sent_to_a_collector() -> None:
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
+def test_spans_are_sent_to_a_collector(path: str) -> None:
     received: list[tuple[str, bytes]] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -159,13 +160,13 @@ def test_spans_are_sent_to_a_collector() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(thread.join)
         stack.callback(server.shutdown)
-        provider = exporting_to(f"http://127.0.0.1:{server.server_port}/")
+        provider = exporting_to(f"http://127.0.0.1:{server.server_port}{path}")
         with provider.get_tracer("kvrag").start_as_current_span("chat model"):
             pass
         provider.shutdown()
     server.server_close()
-    ((path, body),) = received
-    assert path == "/v1/traces"
+    ((where, body),) = received
+    assert where == "/v1/traces"
     (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
     named = {one.key: one.value.string_value for one in resource.resource.attributes}
     assert named["service.name"] == "kvrag"

@@ -99,6 +99,15 @@ def test_nobody_there(credentials: None) -> None:
         ObjectStore("s3://bucket", endpoint=endpoint, timeout_seconds=0.3)
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_the_environment_names_an_endpoint_without_tls(
+    s3_server: S3Server, credentials: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, s3_server.endpoint)
+    with pytest.raises(StoreError, match="there is no such bucket"):
+        ObjectStore("s3://nobody-made-this")
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "ftp://bucket/x", "s3:bucket", "bucket"])
 def test_bad_urls(url: str) -> None:
     with pytest.raises(ParameterError):

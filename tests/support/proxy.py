@@ -16,13 +16,15 @@ class FaultyProxy:
     Modes: ``good``; ``slow`` (each answer waits three seconds), ``silent`` (nothing is answered),
     ``dead`` (connections are refused), ``half-closed`` (the answer stops after 3,000 bytes and the
     connection is closed), ``throttled`` (1 MB/s), ``wrong`` (a bit of every 1,000th byte of large
-    answers is flipped).
+    answers is flipped), ``narrow`` (requests pass at 2 MB/s).
     """
 
     def __init__(self, port: int) -> None:
         self.mode = "good"
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
+        # A small buffer, inherited by connections: who sends to a narrow line has to wait.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         self.port = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -69,7 +71,9 @@ class FaultyProxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 mode = self.mode
-                if is_answer and mode != "good":
+                if mode == "narrow" and not is_answer:
+                    time.sleep(len(data) / 2e6)
+                if is_answer and mode not in ("good", "narrow"):
                     if mode == "dead":
                         break
                     if mode == "silent":

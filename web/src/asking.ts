@@ -150,7 +150,9 @@ export class Asking {
           view.add(piece);
           this.follow();
         });
+        const follows = this.isAtEnd;
         view.end(maxTokens);
+        if (follows) view.element.scrollIntoView({ block: "nearest" });
         this.announce(`Answer complete: ${turn.answer}`);
       },
       (problem) => {
@@ -244,8 +246,11 @@ export class Asking {
 
   /** Keep the end of the answer in sight, unless the person has scrolled away from it. */
   private follow(): void {
-    const end = this.thread.scrollHeight - this.thread.clientHeight - this.thread.scrollTop;
-    if (end < 80) this.thread.scrollTop = this.thread.scrollHeight;
+    if (this.isAtEnd) this.thread.scrollTop = this.thread.scrollHeight;
+  }
+
+  private get isAtEnd(): boolean {
+    return this.thread.scrollHeight - this.thread.clientHeight - this.thread.scrollTop < 80;
   }
 
   private showButton(): void {

@@ -165,6 +165,11 @@ function fold(label: string, ...children: Node[]): HTMLElement {
   return h("details", { class: "fold" }, h("summary", {}, label), ...children);
 }
 
+/** Why a part is as it is; passages are counted from one, as everywhere on the page. */
+function reason(part: Part): string {
+  return part.why.replace(/, chunk (\d+)$/, (_, number) => `, passage ${Number(number) + 1}`);
+}
+
 function reasons(parts: Part[]): HTMLElement {
   const numbers = new Map<string, [Part, number]>();
   for (const part of parts) {
@@ -181,7 +186,16 @@ function reasons(parts: Part[]): HTMLElement {
       h(
         "table",
         {},
-        h("thead", {}, h("tr", {}, ...["Tokens", "State", "Why"].map((one) => h("th", { scope: "col" }, one)))),
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            h("th", { scope: "col", class: "figure" }, "Tokens"),
+            ...["State", "Why"].map((one) => h("th", { scope: "col" }, one)),
+          ),
+        ),
         h(
           "tbody",
           {},
@@ -191,7 +205,7 @@ function reasons(parts: Part[]): HTMLElement {
               {},
               h("td", { class: "figure" }, number.toLocaleString("en")),
               h("td", {}, part.state),
-              h("td", {}, part.why.replace(/^.*[\\/]/, "") || "–"),
+              h("td", {}, reason(part).replace(/^.*[\\/]/, "") || "–"),
             ),
           ),
         ),
@@ -208,7 +222,7 @@ function promptText(parts: Part[]): HTMLElement {
     "aria-label": "The prompt's text",
   });
   for (const part of parts) {
-    text.append(h("span", { class: `said ${part.state}`, title: `${part.state}: ${part.why}` }, part.text));
+    text.append(h("span", { class: `said ${part.state}`, title: `${part.state}: ${reason(part)}` }, part.text));
   }
   return fold("The prompt's text, coloured", text);
 }

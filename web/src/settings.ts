@@ -47,12 +47,9 @@ export class Settings {
       h(
         "div",
         { class: "controls" },
-        h("label", { for: "policy" }, "Repair policy"),
-        this.policy,
-        h("label", { for: "ratio" }, "Reused tokens to repair"),
-        this.ratio,
-        h("label", { for: "passages" }, "Passages to read"),
-        this.passages,
+        h("label", {}, "Repair policy", this.policy),
+        h("label", {}, "Reused tokens to repair", this.ratio),
+        h("label", {}, "Passages to read", this.passages),
       ),
     );
     this.show();

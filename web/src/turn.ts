@@ -78,15 +78,18 @@ export class TurnView {
   end(maxTokens: number): void {
     const { answer, finish, citations } = this.turn;
     this.text.removeAttribute("aria-busy");
-    clear(this.text, reflowed(answer) || h("span", { class: "faint" }, "The model said nothing."));
     const why = {
       stop: "",
       length: `The answer was cut after ${count(maxTokens, "token")}.`,
       stopped: "You stopped this answer.",
       failed: "This answer was not finished.",
     }[finish];
+    const nothing = why ? "" : h("span", { class: "faint" }, "The model said nothing.");
+    clear(this.text, reflowed(answer) || nothing);
+    const isCut = finish === "stopped" || finish === "failed";
     clear(
       this.buttons,
+      isCut && h("button", { type: "button", onclick: () => this.actions.again() }, "Try again"),
       h(
         "button",
         { type: "button", onclick: () => this.actions.compareWithPrefill() },
@@ -116,6 +119,7 @@ export class TurnView {
     this.text.removeAttribute("aria-busy");
     clear(this.text, this.turn.answer);
     clear(this.after, failure(problem, () => this.actions.again()));
+    this.after.scrollIntoView({ block: "nearest" });
   }
 
   beginComparison(): void {

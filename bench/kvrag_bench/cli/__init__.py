@@ -25,6 +25,7 @@ COMMANDS = {
     "recognition": "kvrag_bench.cli.recognition:bench_recognition",
     "serve": "kvrag_bench.cli.serve:bench_serve",
     "peers": "kvrag_bench.cli.peers:bench_peers",
+    "regress": "kvrag_bench.cli.regress:bench_regress",
 }
 
 app = typer.Typer(

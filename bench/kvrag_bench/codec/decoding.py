@@ -35,7 +35,7 @@ from kvrag_bench.shapes import random_model, random_text
 
 
 @dataclass(frozen=True)
-class _Context:
+class Context:
     """A prompt's chunks, a buffer for them, and their positions."""
 
     model: KVModel
@@ -62,38 +62,45 @@ def context_rows(
             f"a context of {num_tokens} tokens does not fit the {model.max_positions} of "
             f"{model.name}"
         )
-    context = _prepare(model, options, on_progress)
+    context = prepare_context(model, options, on_progress)
     # Texts of other seeds than the context's.
     count = max(4, -(-options.fit_tokens // options.context_tokens))
     fit = []
     for number in range(count):
         on_progress(f"computing chunk {number + 1} of {count} to fit")
-        fit += _chunk(model, options.context_tokens, 10_000 + number)
+        fit += random_chunk(model, options.context_tokens, 10_000 + number)
     for label, size, codec in _codecs(model, fit, options, on_progress):
         on_progress(f"decoding {num_tokens} tokens of {label}, {options.repeats + 1} times")
         yield replace(_row(context, label, codec, options.repeats), group_layers=size)
 
 
-def _prepare(
+def prepare_context(
     model: KVModel, options: CodecBenchOptions, on_progress: Callable[[str], None]
-) -> _Context:
+) -> Context:
+    """Compute a context's chunks, make room for them, and time plain prefill of as many tokens."""
     chunks = []
     for number in range(options.context_chunks):
         on_progress(f"computing chunk {number + 1} of {options.context_chunks} of the context")
-        chunks += _chunk(model, options.context_tokens, number)
+        chunks += random_chunk(model, options.context_tokens, number)
     num_tokens = sum(kv.num_tokens for kv in chunks)
-    ids = torch.arange(num_tokens)[None] % 4096 + 3
     on_progress(f"plain prefill of {num_tokens} tokens")
     # The chunks before it have warmed the model up.
-    with model.lock, torch.no_grad():
-        started = time.perf_counter()
-        model.hf(input_ids=ids, logits_to_keep=1)
-        prefill = time.perf_counter() - started
+    started = time.perf_counter()
+    plain_prefill(model, num_tokens)
+    prefill = time.perf_counter() - started
     fused = FusedKV(model.spec, num_tokens, num_tokens)
-    return _Context(model, chunks, fused, model.tables(num_tokens), prefill)
+    return Context(model, chunks, fused, model.tables(num_tokens), prefill)
 
 
-def _chunk(model: KVModel, num_tokens: int, seed: int) -> list[ChunkKV]:
+def plain_prefill(model: KVModel, num_tokens: int) -> None:
+    """Compute any tokens with plain Transformers."""
+    ids = torch.arange(num_tokens)[None] % 4096 + 3
+    with model.lock, torch.no_grad():
+        model.hf(input_ids=ids, logits_to_keep=1)
+
+
+def random_chunk(model: KVModel, num_tokens: int, seed: int) -> list[ChunkKV]:
+    """Return the KV of a chunk of random text."""
     text = random_text(model, num_tokens, seed)
     ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     return model.prefill(model.default_prefix_ids(), [ids])
@@ -139,9 +146,9 @@ def _codecs(
             yield name, size, PipelineCodec(profile, name, level.name)
 
 
-def _row(context: _Context, label: str, codec: Codec, repeats: int) -> CodecRow:
+def _row(context: Context, label: str, codec: Codec, repeats: int) -> CodecRow:
     records = [codec.encode(KEY, kv) for kv in context.chunks]
-    times = [_decode(context, codec, records) for _ in range(repeats + 1)][1:]
+    times = [decode_context(context, codec, records) for _ in range(repeats + 1)][1:]
     whole = [sum(parts) for parts in times]
     num_tokens = context.fused.num_tokens
     num_bytes = sum(len(record) for record in records)
@@ -164,7 +171,7 @@ def _row(context: _Context, label: str, codec: Codec, repeats: int) -> CodecRow:
     )
 
 
-def _decode(context: _Context, codec: Codec, records: Sequence[bytes]) -> tuple[float, float]:
+def decode_context(context: Context, codec: Codec, records: Sequence[bytes]) -> tuple[float, float]:
     """Return seconds until all whole numbers are known, and from there to the buffer.
 
     Codecs without whole numbers take all their time in the second part.

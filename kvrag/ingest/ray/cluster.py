@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from kvrag.store.extras import require
 
 # The least that ids and offsets take: a full packet is then always a separate block.
 _BYTES_PER_TOKEN = 8
+_OWN_ERROR = re.compile(r"kvrag\.errors\.\w+: (.+)")
 _BARS = "ray.data._internal.progress"
 
 
@@ -47,12 +49,19 @@ def connected(options: RayOptions) -> Iterator[Any]:
         ) from error
     except ray.exceptions.RayError as error:
         raise ClusterError(
-            f"the cluster of Ray gave up ({type(error).__name__}: {error}); finished work is kept, "
-            "and the same command goes on"
+            f"the cluster of Ray gave up ({reason_of(error)}); finished work is kept, and the same "
+            "command goes on. Its workers have the environment of 'ray start', not this command's"
         ) from error
     finally:
         if is_ours:
             ray.shutdown()
+
+
+def reason_of(error: Exception) -> str:
+    """Return what ended an actor: Ray puts its whole traceback into the message."""
+    lines = str(error).splitlines()
+    named = [found[1] for line in lines if (found := _OWN_ERROR.match(line))]
+    return named[-1] if named else f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"
 
 
 def _connect(ray: Any, address: str | None) -> None:

@@ -23,7 +23,7 @@ from kvrag.store.base import Store
 from kvrag.store.files import store_error
 from kvrag.store.wrapper import read_whole
 
-PART_BYTES = 16 << 20
+PART_BYTES = 4 << 20
 _THREADS = 8
 
 

@@ -21,6 +21,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import PlannedDocument
 from kvrag.ingest.ray import RayOptions
+from kvrag.ingest.ray.cluster import reason_of
 from kvrag.ingest.ray.collecting import assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
@@ -225,3 +226,14 @@ def table(rows: list[dict[str, Any]]) -> Any:
     import pyarrow as pa
 
     return pa.Table.from_pylist(rows)
+
+
+def test_of_a_worker_that_cannot_begin_only_the_reason_is_told() -> None:
+    died = RuntimeError(
+        "The actor died because of an error raised in its creation task, ray::Worker.__init__()\n"
+        '  File "cluster.py", line 1, in __init__\n'
+        "kvrag.errors.StoreError: cannot open s3://b/kv: access is refused; set the credentials"
+    )
+    assert reason_of(died) == "cannot open s3://b/kv: access is refused; set the credentials"
+    assert reason_of(RuntimeError("The node\nis gone")) == "RuntimeError: The node"
+    assert reason_of(RuntimeError()) == "RuntimeError: no reason"

@@ -1,0 +1,245 @@
+"""`kvrag bench regress`: what counts as a change, the files of releases, and their pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.errors import ParameterError
+from kvrag_bench import shapes
+from kvrag_bench.regress import quality, speed
+from kvrag_bench.regress.compare import Verdict, compare
+from kvrag_bench.regress.results import (
+    QUALITY,
+    SPEED,
+    Entry,
+    Results,
+    last_before,
+    read_releases,
+    release_path,
+    results_here,
+    write_results,
+)
+from tests.cli.conftest import Run, run
+from tools.releases import PICTURES, RELEASES, draw
+
+__all__ = ["run"]
+
+TIMED = Entry(SPEED, "fused", "of plain prefill's time", (0.10, 0.11, 0.12, 0.10, 0.11, 0.12))
+LOST = Entry(QUALITY, "tiny, none", "nats", tuple(0.01 * n for n in range(1, 21)))
+
+
+def results(*entries: Entry, version: str = "0.2.0", processor: str = "fast") -> Results:
+    return Results(version, processor, {"torch": "2.9"}, entries)
+
+
+def verdict(before: Entry, now: Entry, processor: str = "fast") -> Verdict:
+    (change,) = compare(results(before), results(now, processor=processor))
+    return change.verdict
+
+
+def scaled(entry: Entry, factor: float) -> Entry:
+    return replace(entry, values=tuple(factor * value for value in entry.values))
+
+
+class TestCompare:
+    @pytest.mark.parametrize(
+        ("factor", "expected"),
+        [(1, Verdict.SAME), (1.15, Verdict.SAME), (1.3, Verdict.WORSE), (0.7, Verdict.BETTER)],
+    )
+    def test_timings_change_if_all_are_greater_or_less(
+        self, factor: float, expected: Verdict
+    ) -> None:
+        assert verdict(TIMED, scaled(TIMED, factor)) == expected
+
+    def test_one_slow_round_is_noise(self) -> None:
+        slow = replace(TIMED, values=(*TIMED.values[:5], 9.0))
+        assert verdict(TIMED, slow) == Verdict.SAME
+
+    def test_timings_of_another_processor_are_not_judged(self) -> None:
+        assert verdict(TIMED, scaled(TIMED, 3), processor="slow") == Verdict.OTHER_MACHINE
+
+    @pytest.mark.parametrize(
+        ("factor", "expected"),
+        [(1.004, Verdict.SAME), (1.02, Verdict.WORSE), (0.98, Verdict.BETTER)],
+    )
+    def test_cases_are_paired(self, factor: float, expected: Verdict) -> None:
+        # The intervals of the two means overlap widely; those of the differences do not.
+        assert verdict(LOST, scaled(LOST, factor), processor="slow") == expected
+
+    def test_cases_that_move_both_ways_are_noise(self) -> None:
+        moved = (value + (0.06 if n % 2 else -0.05) for n, value in enumerate(LOST.values))
+        assert verdict(LOST, replace(LOST, values=tuple(moved))) == Verdict.SAME
+
+    def test_other_cases_are_not_compared(self) -> None:
+        (change,) = compare(results(LOST), results(replace(LOST, values=LOST.values[:9])))
+        assert (change.verdict, change.share) == (Verdict.OTHER_CASES, None)
+
+    def test_figures_that_one_run_lacks(self) -> None:
+        changes = compare(results(TIMED), results(LOST))
+        assert [(one.before, one.now, one.verdict) for one in changes] == [
+            (None, LOST, Verdict.NEW),
+            (TIMED, None, Verdict.GONE),
+        ]
+        assert [one.verdict for one in compare(None, results(LOST))] == [Verdict.NEW]
+
+    def test_the_share(self) -> None:
+        (change,) = compare(results(TIMED), results(scaled(TIMED, 1.3)))
+        assert change.share == pytest.approx(0.3)
+
+
+class TestFiles:
+    def test_results_come_back_in_the_order_of_releases(self, tmp_path: Path) -> None:
+        for version in ("0.10.0", "0.2.0", "0.9.1"):
+            write_results(results(TIMED, LOST, version=version), tmp_path / f"{version}.json")
+        found = read_releases(tmp_path)
+        assert [one.version for one in found] == ["0.2.0", "0.9.1", "0.10.0"]
+        assert found[0] == results(TIMED, LOST)
+        assert last_before(found, None) == found[2]
+        assert last_before(found, "0.10.0") == found[1]
+        assert last_before(found, "0.2.0") is None
+
+    def test_no_folder_no_releases(self, tmp_path: Path) -> None:
+        assert read_releases(tmp_path / "none") == []
+
+    @pytest.mark.parametrize(
+        ("change", "expected"),
+        [
+            (lambda said: said.update(format=9), "format 9"),
+            (lambda said: said.update(version="0.3.0"), "0.3.0"),
+            (lambda said: said.pop("processor"), "processor"),
+            (lambda said: said["entries"][0].update(values=[]), "at least one"),
+            (lambda said: said["entries"][0].update(values=["nan"]), "finite"),
+            (lambda said: said["entries"][0].update(group="taste"), "taste"),
+            (lambda said: said["entries"][0].update(more=1), "more"),
+        ],
+    )
+    def test_a_file_that_is_no_results(self, tmp_path: Path, change: Any, expected: str) -> None:
+        path = tmp_path / "0.2.0.json"
+        write_results(results(TIMED), path)
+        said = json.loads(path.read_text())
+        change(said)
+        path.write_text(json.dumps(said))
+        with pytest.raises(ParameterError, match=rf"0\.2\.0\.json.*{expected}.*--save 0\.2\.0"):
+            read_releases(tmp_path)
+
+    def test_versions_and_folders_that_are_none(self, tmp_path: Path) -> None:
+        with pytest.raises(ParameterError, match=r"'next'.*0\.2\.0"):
+            release_path(tmp_path, "next")
+        with pytest.raises(ParameterError, match="create it"):
+            release_path(tmp_path / "none", "0.2.0")
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+        """Stand in for minutes of measuring; return what is found instead."""
+        found = [TIMED, LOST]
+        monkeypatch.setattr(speed, "speed_entries", lambda options, say: found[:1])
+        monkeypatch.setattr(quality, "rate_entries", lambda say: [])
+        monkeypatch.setattr(quality, "tiny_entries", lambda say: found[1:])
+        monkeypatch.setattr(quality, "smollm2_entries", lambda say: [])
+        return found
+
+    def test_a_run_is_compared_with_the_last_release(
+        self, run: Run, tmp_path: Path, measured: list[Entry]
+    ) -> None:
+        first = run("bench", "regress", "--releases", tmp_path, "--save", "0.2.0")
+        assert (first.code, [path.name for path in tmp_path.iterdir()]) == (0, ["0.2.0.json"])
+        assert "no earlier release" in first.out
+        assert read_releases(tmp_path)[0].version == "0.2.0"
+        assert run("bench", "regress", "--releases", tmp_path).out.count("within noise") == 2
+        measured[0] = scaled(TIMED, 1.5)
+        done = run("bench", "regress", "--releases", tmp_path)
+        assert done.code == 1
+        assert "+50.0%" in done.out
+        assert "worse" in done.out
+
+    def test_json(self, run: Run, tmp_path: Path, measured: list[Entry]) -> None:
+        write_results(replace(results_here([LOST]), version="0.1.0"), tmp_path / "0.1.0.json")
+        measured[1] = scaled(LOST, 0.5)
+        done = run("bench", "regress", "--releases", tmp_path, "--json")
+        assert [(one["now"]["name"], one["verdict"]) for one in done.json] == [
+            ("fused", "not measured then"),
+            ("tiny, none", "better"),
+        ]
+
+    def test_bad_input_is_named_before_any_work(
+        self, run: Run, tmp_path: Path, measured: list[Entry]
+    ) -> None:
+        measured.clear()
+        (tmp_path / "0.1.0.json").write_text("{")
+        for arguments in (("--save", "next"), ("--releases", tmp_path)):
+            done = run("bench", "regress", *arguments)
+            assert done.code == 1
+            assert not done.out
+            assert str(arguments[1]) in " ".join(done.err.split())
+
+
+@pytest.mark.slow
+def test_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {
+        **shapes.SHAPES["smollm2-135m"],
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    monkeypatch.setitem(shapes.SHAPES, "little", tiny)
+    options = speed.SpeedOptions("little", 2, 70, 300, 4, rounds=2)
+    entries = list(speed.speed_entries(options, lambda _: None))
+    assert len({entry.name for entry in entries}) == len(entries) == 9
+    for entry in entries:
+        assert (entry.group, len(entry.values)) == (SPEED, 2)
+        assert min(entry.values) > 0
+    starts = [entry.value for entry in entries if entry.name.startswith("start-up")]
+    assert min(starts) > 1  # kvrag takes longer than Python alone
+
+
+@pytest.mark.slow
+def test_quality_is_measured() -> None:
+    def entries() -> Iterator[Entry]:
+        yield from quality.rate_entries(lambda _: None)
+        yield from quality.tiny_entries(lambda _: None, num_questions=2)
+
+    found = {entry.name: entry for entry in entries()}
+    assert list(found) == [
+        "rate of transform:1",
+        "error of transform:1",
+        "kvrag-tiny, none",
+        "kvrag-tiny, two_stage",
+        "kvrag-tiny, none, transform:1",
+        "kvrag-tiny, two_stage, transform:1",
+    ]
+    assert 0.5 < found["rate of transform:1"].value < 2
+    assert len(found["kvrag-tiny, none"].values) == 2
+    changes = compare(results(*found.values()), results(*entries()))
+    assert {one.verdict for one in changes} == {Verdict.SAME}
+
+
+def test_the_pictures_show_every_release() -> None:
+    releases = read_releases(RELEASES)
+    assert releases
+    for group, path in PICTURES.items():
+        picture = path.read_text()
+        for entry in releases[-1].entries:
+            assert (f">{entry.name}<" in picture) == (entry.group == group), entry.name
+        for release in releases:
+            assert f">{release.version}<" in picture, "run 'python -m tools.releases'"
+
+
+def test_a_picture_of_several_releases(tmp_path: Path) -> None:
+    releases = [results(TIMED), results(TIMED, replace(TIMED, name="new"), version="0.3.0")]
+    path = tmp_path / "speed.svg"
+    draw(releases, SPEED, path)
+    assert path.read_text().count(">0.2.0<") == 1
+    assert path.read_text().count(">0.3.0<") == 2
+    before = path.read_bytes()
+    draw(releases, SPEED, path)
+    assert path.read_bytes() == before
