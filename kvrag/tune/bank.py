@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
 from kvrag.codec.base import Codec, EncodedChunk
-from kvrag.codec.raw import RawCodec
 from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
@@ -96,17 +95,9 @@ class ChunkBank:
             if chunk_id not in self._chunks:
                 self._chunks[chunk_id] = self._chunk(chunk_id, passage)
                 self._matcher.add(chunk_id, passage.text)
-        # After a filler, a chunk alone is for the one prompt in many that begins with it. Raw
-        # records of a chunk have one size, so what it takes to store both is known without it.
-        is_later = self._context.is_filler and set(self._shelves) == {RawCodec.label}
+        # After a filler, `require` encodes a chunk alone for the one prompt in many that needs it.
         self._encode_missing(
-            [
-                one
-                for chunk in self._chunks.values()
-                for number, one in enumerate(chunk.encodings())
-                if not (number and is_later)
-            ],
-            on_progress,
+            [one for chunk in self._chunks.values() for one in chunk.required()], on_progress
         )
 
     def require(self, layout: Layout) -> None:
@@ -146,14 +137,18 @@ class ChunkBank:
         return open_kv
 
     def stored(self, codec: str, passages: Iterable[Passage]) -> tuple[int, int]:
-        """Return the size of all records of some chunks, and the chunks' number of tokens."""
+        """Return the size of the records that ingestion stores, and the chunks' number of tokens.
+
+        After a filler, the record of a chunk alone is not among them (`Chunk.is_optional`).
+        """
         num_bytes = num_tokens = 0
         for passage in passages:
             chunk = self._chunks[self._id(passage)]
             store = self._shelves[codec].store
-            records = [store.open(self._key(one)) for one in chunk.encodings()]
-            size_bytes = next(record.size_bytes for record in records if record is not None)
-            num_bytes += sum(size_bytes if one is None else one.size_bytes for one in records)
+            for one in chunk.required():
+                record = store.open(self._key(one))
+                assert record is not None, "a bank encodes these first"
+                num_bytes += record.size_bytes
             num_tokens += len(chunk.token_ids)
         return num_bytes, num_tokens
 
