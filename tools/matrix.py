@@ -45,7 +45,7 @@ TESTS = (
     "tests/cli/test_doctor.py",
 )
 _TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "psutil")
-_EXTRAS = "embed,langchain,serve,ingest"
+_EXTRAS = "bench,embed,langchain,serve,ingest"
 _UV = (sys.executable, "-m", "uv")
 
 
@@ -108,6 +108,7 @@ def _try(version: str, resolution: str, dist: Path, scratch: Path) -> bool:
             *install,
             *("--resolution", resolution, "--find-links", str(dist)),
             *("--reinstall-package", "kvrag", "--only-binary", "kvrag"),
+            *("--reinstall-package", "kvrag-bench"),
             f"kvrag[{_EXTRAS}]=={current_version(ROOT)}",
         ),
         (*install, *pinned, "psutil"),
