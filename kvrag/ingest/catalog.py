@@ -42,7 +42,7 @@ _NUM_TOKENS = (
     "(CASE WHEN typeof(token_ids) = 'blob' AND typeof(num_tokens) = 'integer' "
     "AND LENGTH(token_ids) = 4 * num_tokens THEN num_tokens ELSE 0 END)"
 )
-_HAS_KEY = "(kv_key = ?1 OR row IN (SELECT row FROM other_keys WHERE kv_key = ?1))"
+_HAS_KEY = "(kv_key = :key OR row IN (SELECT row FROM other_keys WHERE kv_key = :key))"
 
 
 class Catalog(TableReads, CatalogMending, CatalogUpgrade):
@@ -85,7 +85,7 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
     def files_under(self, folder: str) -> list[str]:
         """Return the known files at any depth under a folder."""
         start = folder.rstrip("/") + "/"
-        where = "WHERE substr({}, 1, ?1) = ?2"
+        where = "WHERE substr({}, 1, ?) = ?"
         values = (len(start), start)
         paths = {one.path for one in self._sound_files(where.format("path"), values)}
         documents = self._sound_documents(where.format("file"), values)
@@ -258,7 +258,7 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         """Return id, source and ordinal of the chunks that share one record."""
         return self._rows(
             f"SELECT chunk_id, source, ordinal FROM chunks WHERE {_HAS_KEY} ORDER BY row",
-            (key.digest,),
+            {"key": key.digest},
         )
 
     @checked
@@ -267,7 +267,7 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         `audit` has found one.
         """
         for row in self._rows(
-            f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE {_HAS_KEY} ORDER BY row", (key.digest,)
+            f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE {_HAS_KEY} ORDER BY row", {"key": key.digest}
         ):
             if self._is_sound(row):
                 for one in self._chunk(row).encodings():

@@ -115,9 +115,9 @@ class RowWriter(SoundRows):
     def _next_row(self) -> int:
         # Rows with higher numbers are not ours.
         numbers = self._connection.execute(
-            "SELECT seq FROM sqlite_sequence WHERE name = 'chunks' AND seq < ?1 "
-            "UNION ALL SELECT MAX(row) FROM chunks WHERE row < ?1",
-            (_LARGEST_ROW,),
+            "SELECT seq FROM sqlite_sequence WHERE name = 'chunks' AND seq < :last "
+            "UNION ALL SELECT MAX(row) FROM chunks WHERE row < :last",
+            {"last": _LARGEST_ROW},
         ).fetchall()
         return 1 + max((row for (row,) in numbers if isinstance(row, int)), default=0)
 

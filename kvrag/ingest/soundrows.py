@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,9 @@ class SoundRows(CatalogFile):
         self.num_noted += 1
         self.on_damage(f"{self.path}: {what}")
 
-    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def _rows(
+        self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
         """Return rows; none, and a note of the damage, if they cannot be read."""
         try:
             return self._connection.execute(statement, values).fetchall()

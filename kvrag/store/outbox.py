@@ -107,7 +107,7 @@ class Outbox:
             return False
         with self._using() as connection:
             done = connection.execute(
-                "DELETE FROM pending WHERE key = ?1 AND number = COALESCE(?2, number)",
+                "DELETE FROM pending WHERE key = ? AND number = COALESCE(?, number)",
                 (key.digest, number),
             )
             return done.rowcount > 0

@@ -125,7 +125,8 @@ class IndexWriter:
 
     def _note_end(self, segment: int, end: int) -> None:
         self._connection.execute(
-            "INSERT INTO segments VALUES (?1, ?2) ON CONFLICT (number) DO UPDATE SET end = ?2",
+            "INSERT INTO segments VALUES (?, ?) "
+            "ON CONFLICT (number) DO UPDATE SET end = excluded.end",
             (segment, end),
         )
 
