@@ -7,6 +7,7 @@ Figures of different runs are not comparable: machines differ and drift; the rat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.controller import make_choice, takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag.ingest.contexts import parse_context
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.floor import FloorMeter
@@ -48,6 +50,9 @@ class TTFTOptions:
         Share that policies with a ratio recompute.
     repeats
         Timed runs, of which the median is reported; one more runs first and does not count.
+    contexts
+        What chunks are encoded after (`kvrag.ingest.contexts`), a row for each; None takes the
+        default of new indexes.
     compute
         What kvrag's linear layers compute in (`KVModel.load`). Plain prefill stays in the type of
         the weights.
@@ -61,22 +66,26 @@ class TTFTOptions:
     policies: Sequence[str] = ("none", DEFAULT_POLICY)
     ratio: float = 0.15
     repeats: int = 3
+    contexts: Sequence[str | None] = (None,)
     compute: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.question_tokens, self.repeats, *self.chunk_tokens)
-        if not self.chunk_tokens or not self.policies or min(counts) < 1:
+        if not self.chunk_tokens or not self.policies or not self.contexts or min(counts) < 1:
             raise ParameterError(
                 "bench ttft: chunks, tokens and repeats must be 1 or more, and at least one chunk "
-                "length and one policy must be given"
+                "length, one policy and one context must be given"
             )
         for policy in self.policies:
             make_choice(policy)
+        for context in self.contexts:
+            if context is not None:
+                parse_context(context)
 
 
 @dataclass(frozen=True)
 class TTFTRow:
-    """One policy on one prompt.
+    """One policy on one prompt, over chunks encoded after one context.
 
     Attributes
     ----------
@@ -101,6 +110,7 @@ class TTFTRow:
     """
 
     model: str
+    context: str
     policy: str
     ratio: float | None
     num_chunks: int
@@ -152,15 +162,20 @@ def _rows(
         random_text(model, chunk_tokens, seed=chunk_tokens * 1000 + i)
         for i in range(options.num_chunks)
     ]
-    with temporary_index(model, texts, chunk_tokens) as index:
+    with ExitStack() as stack:
+        indexes = [
+            stack.enter_context(temporary_index(model, texts, chunk_tokens, context=context))
+            for context in options.contexts
+        ]
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
         say(f"prefill of {chunk_tokens * len(texts)} tokens, {2 * options.repeats + 2} times")
-        engine = KVEngine(index, session_bytes=0)
+        engine = KVEngine(indexes[0], session_bytes=0)
         plain = _prefills(engine, prompt, options.repeats)
         for policy in options.policies:
             say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
-            yield _row(index, prompt, policy, options, chunk_tokens, plain, meter)
+            for index in indexes:
+                yield _row(index, prompt, policy, options, chunk_tokens, plain, meter)
 
 
 def _row(
@@ -188,6 +203,7 @@ def _row(
     floor = meter.measure(report)
     return TTFTRow(
         model=index.model.name,
+        context=str(index.config.chunk_context),
         policy=policy,
         ratio=ratio,
         num_chunks=options.num_chunks,

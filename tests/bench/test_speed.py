@@ -43,6 +43,22 @@ def test_ttft_rows_have_the_promised_columns() -> None:
         assert row.floor_seconds > 0
 
 
+def test_ttft_over_several_contexts() -> None:
+    options = TTFTOptions(
+        shape="test",
+        num_chunks=2,
+        chunk_tokens=(40,),
+        policies=("none",),
+        repeats=1,
+        contexts=("none", "filler:64"),
+    )
+    rows = list(run_ttft_bench(options))
+    assert [row.context for row in rows] == ["none", "filler:64"]
+    assert rows[0].context_tokens == rows[1].context_tokens == 81
+    with pytest.raises(ParameterError, match="context"):
+        TTFTOptions(contexts=("before",))
+
+
 def test_the_ingest_row_is_a_ratio_of_its_own_figures() -> None:
     rows = run_ingest_bench(
         IngestOptions(

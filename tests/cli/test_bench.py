@@ -28,6 +28,7 @@ class FakeRow:
     select_share: float = 0.02
     work_ratio: float = 1.08
     prefill_speedup: float = 1.6
+    context: str = "filler:512"
     compute: str = "float32"
 
 
@@ -60,6 +61,8 @@ def test_table_for_a_person(run: Run, asked: list[Any]) -> None:
     assert done.code == 0, done.err
     assert "deviation 15%" in done.out
     assert "5.0x" in done.out
+    assert "filler:512" in done.out
+    assert asked[0].contexts == (None,)
     assert asked[0].chunk_tokens == (7, 9)
 
 

@@ -30,6 +30,13 @@ def bench_ttft(
     ratio: Annotated[
         float, typer.Option(help="Share that policies which take one recompute.")
     ] = 0.15,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Contexts to encode chunks after, with commas. Default: as 'kvrag ingest'.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = None,
     question_tokens: b.QuestionTokensOption = 30,
     repeats: b.RepeatsOption = 3,
     compute: o.ComputeOption = None,
@@ -51,6 +58,7 @@ def bench_ttft(
         ratio=ratio,
         question_tokens=question_tokens,
         repeats=repeats,
+        contexts=(None,) if context is None else lists.names(context, "--context"),
         compute=compute,
     )
     with console.progress("measuring") as say:
@@ -150,8 +158,9 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", no_wrap=True)
+    table.add_column("encoded after", no_wrap=True)
     for name in (
-        "context",
+        "prompt",
         "plain",
         "prefill",
         "kvrag",
@@ -168,6 +177,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
         policy = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
         table.add_row(
             policy,
+            "nothing" if row.context == "none" else row.context,
             f"{row.context_tokens:,} tokens",
             console.format_seconds(row.plain_ttft_seconds),
             f"{row.prefill_speedup:.2f}x",
