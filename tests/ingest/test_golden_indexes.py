@@ -1,0 +1,64 @@
+"""Indexes as kvrag wrote them in each format, kept as files: opened and used, or refused.
+
+Each holds one document in kvrag-tiny's KV, with the codec ``raw``. Its name begins with the format
+version. Two kinds of stores and two states of version 5 have files of their own.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import IndexFormatError
+from kvrag.ingest.config import FORMAT_VERSION, OLDEST_VERSION
+from kvrag.ingest.index import Index
+
+GOLDEN = Path(__file__).parent / "golden"
+FILES = sorted(path.stem for path in GOLDEN.glob("*.zip"))
+TEXT = "Ines keeps the ledger of Varn."
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with zipfile.ZipFile(GOLDEN / f"{name}.zip") as archive:
+        archive.extractall(folder)
+    return folder / "index"
+
+
+def version_of(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def test_there_is_a_file_of_each_format_version() -> None:
+    assert {version_of(name) for name in FILES} == set(range(1, FORMAT_VERSION + 1))
+
+
+@pytest.mark.parametrize("name", [one for one in FILES if version_of(one) >= OLDEST_VERSION])
+def test_an_index_of_an_earlier_format_is_used(name: str, tmp_path: Path) -> None:
+    path = unpacked(name, tmp_path)
+    for _ in range(2):  # as it was found, and as that left it
+        with Index.open(path) as index:
+            assert index.upkeep.verify().ok
+            assert index.search("who keeps the ledger", 1)[0].chunk.text == TEXT
+            engine = KVEngine(index)
+            prompt = f"{TEXT}\n\nQuestion: Who keeps the ledger of Varn?\nAnswer:"
+            answer = engine.generate(prompt, policy="none", max_tokens=4)
+            # Newer indexes expect a template before the chunk, so it is not exact here.
+            assert answer.report.num_exact + answer.report.num_reused == 13
+            assert answer.text == engine.generate(prompt, reuse=False, max_tokens=4).text
+    with Index.open(path) as index:
+        report = index.add([Document("ledger.txt", TEXT), Document("ferry.txt", "It leaves.")])
+        assert (report.unchanged, report.added) == (("ledger.txt",), ("ferry.txt",))
+        assert index.upkeep.verify().ok
+
+
+@pytest.mark.parametrize("name", [one for one in FILES if version_of(one) < OLDEST_VERSION])
+def test_an_index_that_is_too_old_is_refused_and_left_as_it_is(name: str, tmp_path: Path) -> None:
+    path = unpacked(name, tmp_path)
+    before = {one: one.read_bytes() for one in path.rglob("*") if one.is_file()}
+    with pytest.raises(IndexFormatError, match=f"found {version_of(name)};.*ingest again"):
+        Index.open(path)
+    assert {one: one.read_bytes() for one in path.rglob("*") if one.is_file()} == before
