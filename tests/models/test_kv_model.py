@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.fusion.policies.deviation import DeviationPolicy
@@ -217,11 +224,23 @@ def test_positions_that_depend_on_the_length_are_refused(scaling: str) -> None:
         RotaryPositions(Rotary(), [None])
 
 
-def test_other_families_are_refused_by_name() -> None:
-    model = OPTForCausalLM(
-        OPTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=400)
-    )
-    with pytest.raises(UnsupportedModelError, match=r"'opt' is not supported: learned positions"):
+_SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 400}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (OPTConfig(**_SMALL, num_attention_heads=2), "'opt' is not supported: learned positions"),
+        (MambaConfig(**_SMALL), "'mamba' is not supported: state-space or convolution layers"),
+        (
+            Qwen3NextConfig(**_SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=8),
+            "'qwen3_next' is not supported: linear attention or state-space layers",
+        ),
+    ],
+)
+def test_other_families_are_refused_by_name(config: PreTrainedConfig, reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedModelError, match=reason):
         KVModel(model, make_tokenizer())
 
 
