@@ -107,6 +107,7 @@ def measure_shared(
         compact_seconds = time.perf_counter() - started
 
         on_progress("opening cold")
+        os.sync()  # another machine would not wait for what this one has just written
         with _machine(folder / "reader"):
             started = time.perf_counter()
             reader = Index.open(url, embedding=embedding)
