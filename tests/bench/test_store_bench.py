@@ -94,6 +94,9 @@ def test_command_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert told.code == 0, told.err
     assert kept in told.out
     assert len(list(FileStore(tmp_path / "kept").keys())) == 2
+    refused = run("bench", "store", "--folder", str(tmp_path / "none"))
+    assert refused.code == 1
+    assert "expected a folder that exists" in refused.err
     refused = run("bench", "store", "--parts", "reads,all")
     assert refused.code == 1
     assert "--parts 'all': expected reads, readers, million, crash, soak" in refused.err

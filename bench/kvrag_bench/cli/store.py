@@ -83,6 +83,8 @@ def bench_store(
     unknown = [part for part in chosen if part not in _PARTS]
     if unknown:
         raise ParameterError(f"--parts {unknown[0]!r}: expected {', '.join(_PARTS)}")
+    if folder is not None and not folder.is_dir():
+        raise ParameterError(f"--folder {str(folder)!r}: expected a folder that exists")
     from kvrag.cli.opening import quiet_libraries
 
     quiet_libraries()
