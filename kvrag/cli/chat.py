@@ -15,9 +15,9 @@ from kvrag.arguments import shown
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
-from kvrag.cli.names import like
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag.similar import like
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings

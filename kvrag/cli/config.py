@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrag.cli import console, names
+from kvrag import similar
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.command import Command, settings_file
 from kvrag.errors import ParameterError
@@ -61,7 +62,7 @@ def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
         if name not in known:
             raise ParameterError(
                 f"there is no command 'kvrag {' '.join(command[: number + 1])}'"
-                f"{names.like(name, known)}" + (f"; expected {', '.join(known)}" if known else "")
+                f"{similar.like(name, known)}" + (f"; expected {', '.join(known)}" if known else "")
             )
         found = found.get_command(root, name)
     if not isinstance(found, Command):

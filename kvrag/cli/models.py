@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag import similar
 from kvrag.arguments import shown
-from kvrag.cli import console, names
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
 from kvrag.errors import ModelLoadError, ParameterError
@@ -73,7 +74,7 @@ def pull(
     if model is None:
         known = [one.name for one in NAMED_MODELS]
         raise ParameterError(
-            f"model {shown(name)}: 'pull' knows {', '.join(known)}{names.like(name, known)}"
+            f"model {shown(name)}: 'pull' knows {', '.join(known)}{similar.like(name, known)}"
         )
     if not model.is_installed:
         console.note(f"running: {model.install_command}")

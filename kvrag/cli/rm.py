@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console, names
+from kvrag import similar
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
 from kvrag.errors import ParameterError
@@ -65,7 +66,7 @@ def rm(
         if os.path.abspath(one).strip("/") == "":  # noqa: PTH100  (it is compared as text)
             fail(f"{one}: the root folder would mean every file; for that, write the pattern '/**'")
             continue
-        alike = names.suggestion(_alike(one, rows))
+        alike = similar.suggestion(_alike(one, rows))
         fail(f"{one}: no document of the index has this name{alike}")
     if as_json:
         console.print_json(
@@ -168,11 +169,11 @@ def _alike(name: str, sources: Iterable[str]) -> list[str]:
     end = os.path.basename(name.rstrip("/"))  # noqa: PTH119
     by_end = [
         one
-        for alike in names.alike(end, sorted(set(ends.values())))
+        for alike in similar.alike(end, sorted(set(ends.values())))
         for one in shown
         if ends[one] == alike
     ]
-    return list(dict.fromkeys([*by_end, *names.alike(name, shown)]))
+    return list(dict.fromkeys([*by_end, *similar.alike(name, shown)]))
 
 
 def _print(rows: Sequence[DocumentRow], num_chunks: int, index: Path, dry_run: bool) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag import arguments
-from kvrag.cli import console, names
+from kvrag import arguments, similar
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.command import given
 from kvrag.cli.listening import until_told
@@ -92,8 +92,8 @@ def serve_kv(
                 )
             raise ParameterError(
                 f"--store {without_password(store)}: there is no folder {folder}"
-                f"{names.like(folder.name, names.beside(folder))}; name one that exists, or give "
-                "--writable to start with an empty one"
+                f"{similar.like(folder.name, similar.beside(folder))}; name one that exists, or "
+                "give --writable to start with an empty one"
             )
     opened = _store_of(index) if store is None else open_store(store)
     try:

@@ -19,8 +19,7 @@ from typing import Any
 
 import typer
 
-from kvrag import arguments
-from kvrag.cli import names
+from kvrag import arguments, similar
 from kvrag.cli.options import EVERYDAY
 from kvrag.errors import ParameterError
 from kvrag.regularfile import read_regular
@@ -197,7 +196,7 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
     key = keys.get(name)
     if key is None:
         raise ParameterError(
-            f"{origin}: {command} has no option {arguments.shown(name)}{names.like(name, keys)}; "
+            f"{origin}: {command} has no option {arguments.shown(name)}{similar.like(name, keys)}; "
             "it has " + ", ".join(sorted(keys))
         )
     if not key.accepts(value):
@@ -328,7 +327,7 @@ def _entries(
             if name not in COMMON:
                 raise ParameterError(
                     f"{origin()}: {arguments.shown(name)} is no key for all "
-                    f"commands{names.like(name, COMMON)}; "
+                    f"commands{similar.like(name, COMMON)}; "
                     f"expected {', '.join(COMMON)} outside tables; one command's option belongs in "
                     "its table, such as [query]"
                 )
@@ -338,7 +337,7 @@ def _entries(
         if name not in known:
             raise ParameterError(
                 f"{origin()}: there is no command 'kvrag {arguments.cut(' '.join(here))}'"
-                f"{names.like(name, known)}; expected {', '.join(known)}"
+                f"{similar.like(name, known)}; expected {', '.join(known)}"
             )
         command = group.get_command(context, name)
         if hasattr(command, "list_commands"):

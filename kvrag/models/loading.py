@@ -18,11 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvrag import arguments
+from kvrag import arguments, similar
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.models.tokens import num_equal
 from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import convert
+from kvrag.weights.named import NAMED_MODELS
 from kvrag.weights.sources import find_gguf
 
 EMBEDDED_MODEL = "kvrag-tiny"
@@ -100,10 +101,14 @@ def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
             return loader.from_pretrained(reference, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(
-            f"could not load {arguments.shown(reference)}: {error}. Expected a folder or hub "
-            "repository with "
-            "config.json, tokenizer.json and *.safetensors (pickled weights are not read)"
+            f"could not load {arguments.shown(reference)}{_alike(reference)}: {error}. Expected a "
+            "folder or hub repository with config.json, tokenizer.json and *.safetensors (pickled "
+            "weights are not read)"
         ) from error
+
+
+def _alike(reference: str) -> str:
+    return similar.like(reference, [model.name for model in NAMED_MODELS])
 
 
 def load_tokenizer(reference: str | Path) -> PreTrainedTokenizerBase:
