@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvrag.ingest.config import VECTORS_NAME, write_atomically
 from kvrag.ingest.graph import Graph
 from kvrag.ingest.schema import NO_GENERATION
 from kvrag.ingest.vectorheader import HEADER, MAGIC, VERSION
-from kvrag.ingest.vectors import Flat, VectorIndex
+from kvrag.ingest.vectors import CatalogVersion, Flat, VectorIndex
 from kvrag.regularfile import open_regular
 
 logger = logging.getLogger("kvrag")
@@ -45,6 +46,8 @@ class CurrentVectors:
         self._dim = dim
         self._refreshing = threading.Lock()
         self._found: VectorIndex | None = None
+        # Versions whose vectors are those of the last one.
+        self._alike: list[CatalogVersion] = []
 
     def get(self) -> VectorIndex:
         """Return the vectors; reads the cache or the catalog if necessary.
@@ -59,6 +62,17 @@ class CurrentVectors:
                 self._found = self._found.update(self._catalog)
             return self._found
 
+    def keep(self, former: CatalogVersion) -> None:
+        """Note that since a version of the catalog, only its generation has changed."""
+        now = self._catalog.version()
+        if now[1] != former[1] or NO_GENERATION in (now[0], former[0]):
+            return
+        with self._refreshing:
+            earlier = self._alike if self._alike[-1:] == [former] else [former]
+            self._alike = [*earlier, now]
+            if self._found is not None and self._found.version == former:
+                self._found.version = now
+
     def refresh(self, cached: tuple[int, bytes] | None) -> None:
         """Bring a graph and its cache up to date, or make them (`Storage.refresh_vectors`).
 
@@ -69,7 +83,7 @@ class CurrentVectors:
         present = self.get()
         with self._refreshing:
             tidied = present.tidied(catalog)
-            if tidied is present and cached == catalog.version():
+            if tidied is present and (cached == catalog.version() or self._is_kept(cached)):
                 return
             if catalog.num_noted == num_noted:
                 self._write(tidied)
@@ -82,6 +96,9 @@ class CurrentVectors:
         cached = _read(self._path, catalog, self._dim)
         if cached is not None and cached.version == catalog.version():
             return cached
+        if cached is not None and self._is_kept(cached.version):
+            cached.version = catalog.version()
+            return cached
         num_noted = catalog.num_noted
         found = cached.update(catalog) if cached else VectorIndex.read(catalog, self._dim)
         # Damaged vectors are left out, and counted, each time.
@@ -90,6 +107,15 @@ class CurrentVectors:
         if isinstance(found.body, Flat) and len(found.rows) > vectorheader.GRAPH_FROM:
             logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", self._path.parent)
         return found
+
+    def _is_kept(self, former: CatalogVersion | None) -> bool:
+        """Return whether a version's vectors are those of now; its cache is stamped then."""
+        version = self._catalog.version()
+        if self._alike[-1:] != [version] or former not in self._alike:
+            return False
+        with contextlib.suppress(OSError):
+            _stamp(self._path, self._catalog, former, version)
+        return True
 
     def _write(self, found: VectorIndex) -> None:
         with contextlib.suppress(StoreError):
@@ -111,7 +137,27 @@ def _write(path: Path, catalog: Catalog, found: VectorIndex) -> None:
         found.size_bytes,
         *found.version,
     )
-    write_atomically(path, HEADER.pack(*said, _seal(catalog, said, rows, body)), rows, body)
+    digest = _digest(rows, body)
+    write_atomically(path, HEADER.pack(*said, digest, _seal(catalog, said, digest)), rows, body)
+
+
+def _stamp(
+    path: Path, catalog: Catalog, former: CatalogVersion | None, version: CatalogVersion
+) -> None:
+    """Write a later version into the header of a sound cache of a former one."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        header = os.pread(descriptor, HEADER.size, 0)
+        if len(header) < HEADER.size:
+            return
+        *said, digest, seal = HEADER.unpack(header)
+        # Another process may have replaced the cache.
+        if tuple(said[-2:]) == former and seal == _seal(catalog, said, digest):
+            said[-2:] = version
+            # If only a part of it is written, the seal does not fit: the cache is made again.
+            os.pwrite(descriptor, HEADER.pack(*said, digest, _seal(catalog, said, digest)), 0)
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
@@ -122,14 +168,15 @@ def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
         return None
     if len(content) < HEADER.size:
         return None
-    *said, seal = HEADER.unpack_from(content)
+    *said, digest, seal = HEADER.unpack_from(content)
     magic, version, found_dim, is_graph, count, _, *of = said
     rows, body = content[HEADER.size :][: 16 * count], content[HEADER.size + 16 * count :]
     if (
         (magic, version, found_dim) != (MAGIC, VERSION, dim)
         or len(rows) != 16 * count
         or (not is_graph and len(body) != 4 * dim * count)
-        or _seal(catalog, said, rows, body) != seal
+        or _seal(catalog, said, digest) != seal
+        or _digest(rows, body) != digest
     ):
         return None
     numbers = np.frombuffer(rows[: 8 * count], "<i8").astype(np.int64)
@@ -142,9 +189,12 @@ def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
     return VectorIndex((of[0], of[1]), numbers, marks, flat, is_gone)
 
 
-def _seal(catalog: Catalog, said: Sequence[Any], *parts: bytes | memoryview) -> bytes:
-    """Return the catalog's seal of a cache, which covers a faster digest of the vectors."""
+def _seal(catalog: Catalog, said: Sequence[Any], digest: bytes) -> bytes:
+    return catalog.seal(HEADER.pack(*said, digest, b""))
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
-    return catalog.seal(HEADER.pack(*said, digest.digest()))
+    return digest.digest()

@@ -14,9 +14,9 @@ GRAPH_FROM = 50_000
 """With more vectors than this, a graph finds the nearest ones."""
 
 MAGIC = b"KVRAGVEC"
-VERSION = 3
-HEADER = struct.Struct("<8sIIQQQq16s16s")
-"""Magic, version, dim, is a graph, count, memory, generation, documents, seal."""
+VERSION = 4
+HEADER = struct.Struct("<8sIIQQQq16s16s16s")
+"""Magic, version, dim, is a graph, count, memory, generation, documents, digest, seal."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def vector_stats(folder: Path) -> VectorStats:
     with contextlib.suppress(OSError), open_regular(folder / VECTORS_NAME) as file:
         content = file.read(HEADER.size)
         if len(content) == HEADER.size:
-            magic, version, _, is_graph, count, memory, *written, _ = HEADER.unpack(content)
+            magic, version, _, is_graph, count, memory, *written, _, _ = HEADER.unpack(content)
             if (magic, version) == (MAGIC, VERSION):
                 return VectorStats(count, memory, bool(is_graph), (written[0], written[1]))
     return VectorStats()

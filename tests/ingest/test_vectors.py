@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest import vectorheader, vectors
+from kvrag.ingest import vectorfile, vectorheader, vectors
 from kvrag.ingest.graph import Graph
 from kvrag.ingest.index import Index
+from kvrag.ingest.rows import Change
+from kvrag.ingest.vectorfile import CurrentVectors
 from kvrag.ingest.vectors import Flat, VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
@@ -197,6 +199,62 @@ def test_a_damaged_graph_is_replaced(index: Index, model: KVModel, small_graphs:
         again.upkeep.gc()
         assert again.stats().has_graph
         assert sources(again, "heron")[0] == "heron"
+
+
+@pytest.mark.parametrize("graph_from", [8, 50_000])
+def test_a_version_that_changes_nothing_keeps_the_vectors(
+    index: Index, graph_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
+    filled(index)
+    sources(index, "heron")
+    catalog, dim = index.catalog, index.config.embedding_dim
+    first, former = CurrentVectors(index.path, catalog, dim), catalog.version()
+    kept = first.get()
+    for _ in range(2):
+        before = catalog.version()
+        catalog.apply_here(Change())
+        first.keep(before)
+    others = [CurrentVectors(index.path, catalog, dim) for _ in range(2)]
+    for other in others:
+        other.keep(former)
+    read: list[object] = []
+    monkeypatch.setattr(VectorIndex, "update", lambda self, _: read.append(self) or self)
+    assert first.get() is kept
+    assert others[0].get().version == catalog.version()  # which is in the file from now on
+    assert CurrentVectors(index.path, catalog, dim).get().version == catalog.version()
+    assert not read
+    # A change of vectors ends it.
+    monkeypatch.undo()
+    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
+    before = catalog.version()
+    index.delete(sources=["heron"])
+    for one in (first, others[1]):
+        one.keep(before)
+        assert len(one.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
+
+
+def test_only_a_sound_cache_of_the_former_version_is_stamped(
+    index: Index, tmp_path: Path, small_graphs: None
+) -> None:
+    filled(index)
+    cache, catalog = index.path / "vectors.cache", index.catalog
+    version = catalog.version()
+    later = version[0] + 1, version[1]
+    good = cache.read_bytes()
+    for wrong in (good[:20], good[:10] + b"x" + good[11:]):
+        cache.write_bytes(wrong)
+        vectorfile._stamp(cache, catalog, version, later)
+        assert cache.read_bytes() == wrong
+    cache.write_bytes(good)
+    vectorfile._stamp(cache, catalog, later, (later[0] + 1, b"0" * 16))
+    assert cache.read_bytes() == good
+    target = tmp_path / "target"
+    cache.rename(target)
+    cache.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        vectorfile._stamp(cache, catalog, version, later)
+    assert target.read_bytes() == good
 
 
 @pytest.mark.parametrize("graph_from", [8, 50_000])

@@ -146,6 +146,7 @@ class SharedLog:
     def _carry_out(self, delta: Delta) -> bool:
         """Do to the view what made a version; return whether the view is at it."""
         storage, catalog = self._storage, self._storage.catalog
+        former = catalog.version()
         change: Change | Drop = Change()
         if delta.content is not None:
             where = f"the segment of version {delta.version} in {self._segments.url}"
@@ -162,6 +163,8 @@ class SharedLog:
                 catalog.apply_here(change)
         except IndexFormatError:
             return False
+        if delta.content is None:
+            storage.vectors.keep(former)
         return catalog.generation() == delta.version
 
     def _adopt(self, head: Manifest) -> None:
