@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ _CHUNKS_PER_DOCUMENT = 1000
 _DOCUMENTS_PER_COMMIT = 20
 _NUM_COMMITTED = 1000
 _NUM_SEARCHES = 200
+_FILES = ("catalog.sqlite", "vectors.cache", "words.cache")
+_WRITTEN_AT_ONCE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class SharedRow:
         Size of what a new machine reads, and its parts for each chunk.
     cold_open_seconds, first_search_seconds
         Opening on a machine without a view, and the first search by a vector after it.
+    write_seconds
+        Writing as many bytes as the base has to that machine's disk, and nothing else.
     warm_open_seconds
         Opening where there is a view.
     search_seconds, slow_search_seconds
@@ -67,6 +72,7 @@ class SharedRow:
     words_bytes_per_chunk: float
     cold_open_seconds: float
     first_search_seconds: float
+    write_seconds: float
     warm_open_seconds: float
     search_seconds: float
     slow_search_seconds: float
@@ -89,7 +95,18 @@ class _NoText(Embedding):
 def measure_shared(
     folder: Path, url: str, num_chunks: int, on_progress: Callable[[str], None]
 ) -> SharedRow:
-    """Make a shared index at a URL where there is none, and use it from two machines."""
+    """Make a shared index at a URL where there is none, and use it from two machines.
+
+    The machine that only reads keeps its view in the folder that ``KVRAG_VIEWS`` names.
+    """
+    views = os.environ.get("KVRAG_VIEWS") or folder
+    with tempfile.TemporaryDirectory(prefix="kvrag-", dir=views) as other:
+        return _measured(folder, Path(other), url, num_chunks, on_progress)
+
+
+def _measured(
+    folder: Path, other: Path, url: str, num_chunks: int, on_progress: Callable[[str], None]
+) -> SharedRow:
     given = clustered(num_chunks + _NUM_COMMITTED, _DIM)
     embedding = _NoText()
     with _machine(folder / "writer"):
@@ -108,7 +125,7 @@ def measure_shared(
 
         on_progress("opening cold")
         os.sync()  # another machine would not wait for what this one has just written
-        with _machine(folder / "reader"):
+        with _machine(other):
             started = time.perf_counter()
             reader = Index.open(url, embedding=embedding)
             cold_open_seconds = time.perf_counter() - started
@@ -123,6 +140,9 @@ def measure_shared(
             started = time.perf_counter()
             reader = Index.open(url, embedding=embedding)
             warm_open_seconds = time.perf_counter() - started
+        base_bytes = sum(sizes[name] for name in _FILES)
+        os.sync()
+        write_seconds = _seconds_to_write(other / "bytes", base_bytes)
         with reader:
             on_progress("searching")
             reader.search_by_vector(given[0], 10)
@@ -146,18 +166,18 @@ def measure_shared(
             started = time.perf_counter()
             reader.refresh()
             idle_refresh_seconds = time.perf_counter() - started
-    files = ("catalog.sqlite", "vectors.cache", "words.cache")
     return SharedRow(
         url=url.partition("?")[0],
         num_chunks=num_chunks,
         build_seconds=build_seconds,
         compact_seconds=compact_seconds,
-        base_bytes=sum(sizes[name] for name in files),
+        base_bytes=base_bytes,
         catalog_bytes_per_chunk=sizes["catalog.sqlite"] / num_chunks,
         vectors_bytes_per_chunk=sizes["vectors.cache"] / num_chunks,
         words_bytes_per_chunk=sizes["words.cache"] / num_chunks,
         cold_open_seconds=cold_open_seconds,
         first_search_seconds=first_search_seconds,
+        write_seconds=write_seconds,
         warm_open_seconds=warm_open_seconds,
         search_seconds=statistics.median(seconds),
         slow_search_seconds=statistics.quantiles(seconds, n=20)[-1],
@@ -178,6 +198,17 @@ def _change(given: NDArray[np.float32], first: int, end: int) -> Change:
         ]
         change.put.append((source_of(begin), None, "0" * 40, {}, rows))
     return change
+
+
+def _seconds_to_write(path: Path, num_bytes: int) -> float:
+    content = os.urandom(_WRITTEN_AT_ONCE)
+    started = time.perf_counter()
+    with path.open("wb") as file:
+        for first in range(0, num_bytes, _WRITTEN_AT_ONCE):
+            file.write(content[: num_bytes - first])
+    seconds = time.perf_counter() - started
+    path.unlink()
+    return seconds
 
 
 @contextmanager
