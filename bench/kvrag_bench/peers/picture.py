@@ -40,7 +40,7 @@ def draw_peers(rows: Sequence[PeerRow], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("seconds to the first token (less is better)")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside upper center", ncols=len(VISITS), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
