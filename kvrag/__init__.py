@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.limits import ParseLimits
     from kvrag.models.kv_model import KVModel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Resolved on first use, so that `import kvrag` and `kvrag --help` load no torch.
 _PUBLIC = {
