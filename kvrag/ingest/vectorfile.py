@@ -83,7 +83,7 @@ class CurrentVectors:
         present = self.get()
         with self._refreshing:
             tidied = present.tidied(catalog)
-            if tidied is present and (cached == catalog.version() or self._is_kept(cached)):
+            if tidied is present and (cached == catalog.version() or self._taken_over(cached)):
                 return
             if catalog.num_noted == num_noted:
                 self._write(tidied)
@@ -96,7 +96,7 @@ class CurrentVectors:
         cached = _read(self._path, catalog, self._dim)
         if cached is not None and cached.version == catalog.version():
             return cached
-        if cached is not None and self._is_kept(cached.version):
+        if cached is not None and self._taken_over(cached.version):
             cached.version = catalog.version()
             return cached
         num_noted = catalog.num_noted
@@ -108,8 +108,8 @@ class CurrentVectors:
             logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", self._path.parent)
         return found
 
-    def _is_kept(self, former: CatalogVersion | None) -> bool:
-        """Return whether a version's vectors are those of now; its cache is stamped then."""
+    def _taken_over(self, former: CatalogVersion | None) -> bool:
+        """Stamp a version's cache as that of now if the vectors are the same; return whether so."""
         version = self._catalog.version()
         if self._alike[-1:] != [version] or former not in self._alike:
             return False

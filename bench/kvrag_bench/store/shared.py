@@ -97,7 +97,7 @@ def measure_shared(
 ) -> SharedRow:
     """Make a shared index at a URL where there is none, and use it from two machines.
 
-    The machine that only reads keeps its view in the folder that ``KVRAG_VIEWS`` names.
+    The machine that only reads keeps its view in the folder that ``KVRAG_VIEWS`` names, if any.
     """
     views = os.environ.get("KVRAG_VIEWS") or folder
     with tempfile.TemporaryDirectory(prefix="kvrag-", dir=views) as other:
