@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
-from kvrag.native import VisibleKeys, attend
+from kvrag.models.packed import PackedWeight
+from kvrag.native import FewRowsLinear, Int8Linear, VisibleKeys, attend
 
 
 def operations_spent(work: Callable[[], object]) -> int:
@@ -22,34 +24,45 @@ def operations_spent(work: Callable[[], object]) -> int:
     Those of attention in PyTorch count whether a mask hides their result or not. The compiled
     kernel, which PyTorch does not see, carries out only those of keys that a row sees.
     """
-    in_kernel = 0
-
-    def counted(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        visible: VisibleKeys,
-        **options: Any,
-    ) -> Any:
-        nonlocal in_kernel
-        in_kernel += _in_kernel(query, value, visible)
-        return attend(query, key, value, visible, **options)
-
     counter = FlopCounterMode(
         display=False,
         # PyTorch prices its GPU kernels only.
         custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _on_cpu},
     )
-    with counter, patch.object(attention, "attend", counted):
+    unseen = 0
+
+    def counting(compute: Callable[..., Any], price: Callable[..., int]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal unseen
+            before = counter.get_total_flops()
+            result = compute(*arguments, **options)
+            # Where no kernels were compiled, PyTorch sees the products of their reference.
+            unseen += price(result, *arguments) - (counter.get_total_flops() - before)
+            return result
+
+        return counted
+
+    with ExitStack() as stack:
+        stack.enter_context(counter)
+        stack.enter_context(patch.object(attention, "attend", counting(attend, _in_attention)))
+        for layer in (FewRowsLinear, Int8Linear, PackedWeight):
+            counted = counting(layer.__call__, _in_linear)
+            stack.enter_context(patch.object(layer, "__call__", counted))
         work()
-    return int(counter.get_total_flops()) + in_kernel
+    return int(counter.get_total_flops()) + unseen
+
+
+def _in_linear(result: torch.Tensor, _: object, rows: torch.Tensor) -> int:
+    return 2 * rows.numel() * result.shape[-1]
 
 
 def _on_cpu(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop(query_shape, key_shape, value_shape))
 
 
-def _in_kernel(query: torch.Tensor, value: torch.Tensor, visible: VisibleKeys) -> int:
+def _in_attention(
+    _: object, query: torch.Tensor, __: object, value: torch.Tensor, visible: VisibleKeys
+) -> int:
     num_heads, _, head_dim = query.shape
     num_visible = torch.as_tensor(visible.last_keys) + 1
     if visible.window is not None:

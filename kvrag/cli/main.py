@@ -107,8 +107,19 @@ def models(context: typer.Context) -> None:
         guarded(list_models)()
 
 
+def _let_waiting_threads_sleep() -> None:
+    """Bound the time that OpenMP's threads spin, unless the environment says how they wait.
+
+    A thread that spins keeps the core from the thread that it waits for, where other programs
+    take the cores too. Must run before PyTorch is imported. docs/results/speed.md has figures.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
+
+
 def run() -> None:
     """Run the command line and exit with its code."""
+    _let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +21,7 @@ from kvrag.models.precision import INT8
 from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-_Layers = list[tuple[nn.Linear, Forward]]
+_Layers = list[tuple[dict[str, Any], Forward]]
 
 # Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
 _LEAST_PACKED = 5
@@ -52,20 +53,20 @@ def fast_linears(model: nn.Module, precision: str, *, each_row: bool = False) ->
     known = _layers.setdefault(model, {})
     layers = known.get((precision, each_row))
     if layers is None:
-        found = list(_forwards(model, precision, packs=not each_row))
-        layers = known[precision, each_row] = found
-    before = [(layer, layer.__dict__.get("forward")) for layer, _ in layers]
+        found = _forwards(model, precision, packs=not each_row)
+        layers = known[precision, each_row] = [(vars(layer), forward) for layer, forward in found]
+    # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
+    before = [own.get("forward") for own, _ in layers]
     try:
-        for layer, forward in layers:
-            # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
-            layer.__dict__["forward"] = forward
+        for own, forward in layers:
+            own["forward"] = forward
         yield
     finally:
-        for layer, original in before:
+        for (own, _), original in zip(layers, before, strict=True):
             if original is None:
-                layer.__dict__.pop("forward", None)
+                own.pop("forward", None)
             else:
-                layer.__dict__["forward"] = original
+                own["forward"] = original
 
 
 def _forwards(

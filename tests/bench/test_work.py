@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
+from kvrag.models import linears
 from kvrag.models.attention import MassObserver, RowMask, _row_attention
 from kvrag_bench.work import operations_spent
 
@@ -23,3 +26,16 @@ def test_attention_counts_what_rows_see() -> None:
     assert spent(RowMask(positions, 0, None, look)) == 4 * 6 * 16 * (11 + 41 + 91)
     # PyTorch multiplies masked keys too.
     assert spent(RowMask(positions, 0, None), torch.float16) >= 4 * 6 * 16 * 3 * 91
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+def test_linear_layers_count_whatever_computes_them(num_rows: int, precision: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32))
+    rows = torch.randn(num_rows, 64)
+
+    def compute() -> None:
+        with torch.inference_mode(), linears.fast_linears(model, precision):
+            model(rows)
+
+    assert operations_spent(compute) == 2 * num_rows * (64 * 96 + 96 * 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,32 @@ def test_unknown_command_is_a_usage_error(run: Run) -> None:
     done = run("ingset")
     assert done.code == 2
     assert "ingset" in done.err
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "10000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_threads_spin_for_a_bounded_time_unless_the_environment_says_how_they_wait(
+    given: dict[str, str], used: dict[str, str]
+) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    code = (
+        "import os, sys; sys.argv = ['kvrag', '--version']\n"
+        "from kvrag.cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit: pass\n"
+        f"print({{name: os.environ[name] for name in {names} if name in os.environ}})\n"
+    )
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=others | given
+    )
+    assert done.stdout.splitlines()[-1] == str(used)
 
 
 def test_runs_as_a_module(tmp_path: Path) -> None:
