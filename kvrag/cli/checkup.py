@@ -131,10 +131,15 @@ def _optional_packages() -> Iterator[Finding]:
 
 def _plugins() -> Iterator[Finding]:
     """Check what other distributions register."""
-    from kvrag.codec.names import LEVELS, PLAIN
-    from kvrag.codec.registry import get_codec
-    from kvrag.fusion.policies.registry import POLICIES, parameters_of
-    from kvrag.store.registry import REMOTE, store_class
+    try:
+        from kvrag.codec.names import LEVELS, PLAIN
+        from kvrag.codec.registry import get_codec
+        from kvrag.fusion.policies.registry import POLICIES, parameters_of
+        from kvrag.store.registry import REMOTE, store_class
+    except ImportError as error:
+        # What is missing is a finding of its own.
+        yield Finding("plugins", "problem", f"cannot be checked: {error}")
+        return
 
     tables: list[tuple[str, Collection[str], Callable[[str], object]]] = [
         (REMOTE.group, REMOTE.built_in, store_class),
@@ -231,9 +236,9 @@ def _disk(place: Path) -> Finding:
 
 def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
     """Return findings about the index, and the model reference that it records."""
-    from kvrag.ingest.index import Index
-
     try:
+        from kvrag.ingest.index import Index
+
         with Index.open(path, store=store) as index:
             stats = index.stats()
             findings = [
@@ -255,9 +260,8 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
             remedy = "give yourself write access to ingest into it"
             findings.append(Finding("index", "warning", "read-only: queries work", remedy))
         return findings, reference
-    except (KVRagError, OSError) as error:
-        remedy = f"kvrag ingest PATH... --index {path}"
-        return [Finding("index", "problem", str(error), remedy)], None
+    except (KVRagError, OSError, ImportError) as error:
+        return [Finding("index", "problem", str(error))], None  # It says what to do.
 
 
 def _model(reference: str) -> list[Finding]:
@@ -268,7 +272,7 @@ def _model(reference: str) -> list[Finding]:
 
         quiet_libraries()
         model = KVModel.load(reference)
-    except (KVRagError, OSError) as error:
+    except (KVRagError, OSError, ImportError) as error:
         remedy = "pass --model with a supported model's folder"
         return [Finding("model", "problem", str(error), remedy)]
     spec = model.spec

@@ -67,5 +67,10 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (
+            f"{error.name} cannot be imported, which kvrag needs here: {error}. 'kvrag doctor' "
+            "shows what is missing; 'pip install --upgrade kvrag' installs it"
+        )
     kind = type(error).__name__
     return f"unexpected {kind}: {error} (`kvrag --debug ...` shows where; please report it)"

@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.errors import IndexFormatError, StoreError
 from kvrag.ingest import words
+from kvrag.ingest.config import newer_error
 from kvrag.ingest.connection import (
     FileStamp,
     catalog_error,
@@ -107,6 +108,8 @@ class CatalogFile:
         self.is_old = (application, version) == (APPLICATION_ID, 2)
         if (application, version) != (APPLICATION_ID, SCHEMA_VERSION) and not self.is_old:
             self._connection.close()
+            if application == APPLICATION_ID and version > SCHEMA_VERSION:
+                raise newer_error(path, f"at most schema {SCHEMA_VERSION}", version)
             raise IndexFormatError(
                 f"{path} is not a catalog of this version of kvrag: expected schema "
                 f"{SCHEMA_VERSION}, found application {application:#x} schema {version}; "

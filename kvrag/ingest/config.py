@@ -225,6 +225,14 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def newer_error(path: Path, expected: str, found: int) -> IndexFormatError:
+    """Return the error of a file that a later version of kvrag wrote."""
+    return IndexFormatError(
+        f"{path} was written by a newer kvrag: expected {expected}, found {found}. Upgrade kvrag "
+        "(pip install --upgrade kvrag); the index is as it was"
+    )
+
+
 def _foreign(path: Path, what: str) -> IndexFormatError:
     return IndexFormatError(
         f"{path} does not describe an index that this version of kvrag can read: {what}; "
@@ -252,6 +260,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("kind") != _KIND:
         raise _foreign(path, f"its 'kind' is not {_KIND!r}")
     version = values.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise newer_error(path, f"at most format version {FORMAT_VERSION}", version)
     if type(version) is not int or not OLDEST_VERSION <= version <= FORMAT_VERSION:
         raise _foreign(path, f"format version {FORMAT_VERSION} expected, found {shown(version)}")
     values = {**_DEFAULTS, **values}

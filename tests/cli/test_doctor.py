@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -97,6 +100,22 @@ def test_an_old_package_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) 
     found = findings(run)["numpy"]
     assert found.status == "problem"
     assert found.remedy == "pip install 'numpy>=99.0'"
+
+
+def test_without_torch_the_rest_is_still_checked(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"sys.argv = ['kvrag', 'doctor', '--json', '--index', {str(tmp_path)!r}]\n"
+        "from kvrag.cli.main import run; run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    found = {row["name"]: row for row in json.loads(done.stdout)["findings"]}
+    for name in ("plugins", "index"):
+        assert found[name]["status"] == "problem"
+        assert "torch" in found[name]["detail"]
+    assert found["numpy"]["status"] == "ok"
 
 
 def test_forced_offline_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

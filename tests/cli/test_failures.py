@@ -41,6 +41,14 @@ def test_unexpected_errors_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.count("\n") == 1
 
 
+def test_a_missing_package_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_raising(ModuleNotFoundError("No module named 'xxhash'", name="xxhash")) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: xxhash cannot be imported")
+    assert "kvrag doctor" in shown
+    assert "pip install" in shown
+
+
 def test_interrupt_is_130() -> None:
     assert run_raising(KeyboardInterrupt()) == 130
 

@@ -16,6 +16,7 @@ from kvrag.errors import IndexFormatError
 from kvrag.ingest import plan
 from kvrag.ingest.config import FORMAT_VERSION, OLDEST_VERSION
 from kvrag.ingest.index import Index
+from kvrag.ingest.schema import SCHEMA_VERSION
 from kvrag.models.kv_model import KVModel
 from tests.support.older import make_older
 
@@ -54,6 +55,10 @@ def test_each_version_of_an_index_is_opened_or_refused_with_a_remedy(
         shutil.copytree(index.path, folder)
         path = folder / "index.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
+        if version > FORMAT_VERSION:
+            with pytest.raises(IndexFormatError, match=r"newer kvrag.*Upgrade kvrag"):
+                Index.open(folder, model=model)
+            continue
         # Version 5 always has a checksum: without one it is no index of that version.
         if not OLDEST_VERSION <= version < FORMAT_VERSION:
             with pytest.raises(IndexFormatError, match=r"ingest (again )?into a new"):
@@ -64,6 +69,18 @@ def test_each_version_of_an_index_is_opened_or_refused_with_a_remedy(
             assert "ledger" in opened.search("harbour ledger", 1)[0].chunk.text
     # The table of docs/compatibility.md.
     assert (OLDEST_VERSION, FORMAT_VERSION) == (3, 5)
+
+
+def test_a_catalog_of_a_newer_kvrag_is_left_as_it_is(index: Index, docs: Path) -> None:
+    index.add(docs)
+    index.close()
+    path = index.path / "catalog.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = path.read_bytes()
+    with pytest.raises(IndexFormatError, match=r"newer kvrag.*Upgrade kvrag"):
+        Index.open(index.path)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("column", ["text = 'another'", "token_ids = x'05000000'", "kv_key = 'z'"])
