@@ -137,7 +137,7 @@ def _plugins() -> Iterator[Finding]:
         from kvrag.fusion.policies.registry import POLICIES, parameters_of
         from kvrag.store.registry import REMOTE, store_class
     except ImportError as error:
-        # What is missing is a finding of its own.
+        # Another finding names what is missing.
         yield Finding("plugins", "problem", f"cannot be checked: {error}")
         return
 
