@@ -27,7 +27,7 @@ help:
 	@echo "make check    lint, types, layers and the English of the pages"
 	@echo "make docs     build the documentation's site in build/site"
 	@echo "make notebooks  run docs/notebooks and write their pages, with what they print and draw"
-	@echo "make bench-regress  ratios of speed and quality against the last release's (ten minutes)"
+	@echo "make bench-regress  ratios of speed and quality against the last release's (seven minutes of processor time)"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
