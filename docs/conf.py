@@ -18,6 +18,8 @@ exclude_patterns = ["results/README.md"]
 
 # Headings are linked to as GitHub names them.
 myst_heading_anchors = 4
+# An image may have a width: `![alt](file.png){width=240px}`.
+myst_enable_extensions = ["attrs_inline"]
 suppress_warnings = ["myst.header"]
 
 autodoc_typehints = "description"
