@@ -33,6 +33,8 @@ suppress_warnings = ["myst.header"]
 
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+# Pydantic adds them to every model.
+autodoc_default_options = {"exclude-members": "model_config,model_post_init"}
 # Libraries of extras need not be installed.
 autodoc_mock_imports = ["vllm"]
 napoleon_google_docstring = False

@@ -37,6 +37,11 @@ def test_pictures_are_markdown(page: Path) -> None:
     assert not re.findall(r"<(?:img|source|video|object)\b.*", page.read_text("utf-8"))
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text("utf-8")
+    assert set(kvrag.__all__) <= set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+
+
 def named_pages(page: Path) -> set[Path]:
     """Return the pages that a page links to, or lists in the site's contents."""
     text = page.read_text("utf-8")
