@@ -24,10 +24,10 @@ help:
 	@echo "make test     the tests, except slow ones (minutes)"
 	@echo "make test-all make check and make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
-	@echo "make check    lint, types, layers and the English of the pages"
+	@echo "make check    lint, types, layers, spelling and the English of the pages"
 	@echo "make docs     build the documentation's site in build/site"
 	@echo "make notebooks  run docs/notebooks and write their pages, with what they print and draw"
-	@echo "make bench-regress  ratios of speed and quality against the last release's (ten minutes)"
+	@echo "make bench-regress  ratios of speed and quality against the last release's (seven minutes of processor time)"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
@@ -72,6 +72,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell *.md docs kvrag bench tools
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.prose --python
 

@@ -1,4 +1,4 @@
-"""LinkTokens between the pages: every file and every heading that one names is there."""
+"""Links between the pages: every file and every heading that one names is there."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         other = (page.parent / name) if name else page
         assert other.exists(), f"{target}: no such file"
         assert not anchor or anchor in anchors(other), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pictures_are_markdown(page: Path) -> None:
+    # The site holds only the files that Markdown names.
+    assert not re.findall(r"<(?:img|source|video|object)\b.*", page.read_text("utf-8"))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text("utf-8")
+    assert set(kvrag.__all__) <= set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
 
 
 def named_pages(page: Path) -> set[Path]:

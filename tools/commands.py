@@ -1,16 +1,21 @@
-"""Write the tables of docs/cli.md from the commands themselves: ``python -m tools.commands``."""
+"""What docs say of the commands, from the commands themselves.
+
+``python -m tools.commands`` writes the tables of `docs/cli.md`. The site's page of all options is
+made while the site is built (`docs/conf.py`): sphinx-click knows Click's classes, and Typer has its
+own copies of them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer.main import get_command
 
-from kvrag.cli.command import Command
+from kvrag.cli.command import PANEL, Command
 from kvrag.cli.main import app
 from kvrag.cli.options import RESEARCH
 from kvrag.cli.settings import HARMLESS
@@ -20,19 +25,54 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 _APART = ("bench", "train")
 
 
-def commands() -> Iterator[tuple[str, Command]]:
-    """Yield the commands but those of `bench` and `train`, each with its whole name."""
+def commands(apart: Iterable[str] = _APART) -> Iterator[tuple[str, Command]]:
+    """Yield the commands but those of some groups, each with its whole name."""
     root = get_command(app)
-    yield from _below(root, typer.Context(root), "")
+    yield from _below(root, typer.Context(root), "", frozenset(apart))
 
 
-def _below(group: Any, context: Any, before: str) -> Iterator[tuple[str, Command]]:
+def _below(
+    group: Any, context: Any, before: str, apart: frozenset[str]
+) -> Iterator[tuple[str, Command]]:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if isinstance(command, Command):
             yield f"{before}{name}", command
-        elif name not in _APART:
-            yield from _below(command, context, f"{before}{name} ")
+        elif name not in apart:
+            yield from _below(command, context, f"{before}{name} ", apart)
+
+
+def reference() -> str:
+    """Return every command with all its arguments, options and keys of ``--set``, as Markdown."""
+    parts = []
+    shared: list[tuple[str, ...]] = []
+    for name, command in commands(apart=()):
+        context = typer.Context(command)
+        usage = " ".join(["kvrag", name, *command.collect_usage_pieces(context)])
+        parts.append(f"## `kvrag {name}`\n\n{_plain(command.help or '')}\n\n```text\n{usage}\n```")
+        panels: dict[str, list[tuple[str, ...]]] = {}
+        for parameter in command.get_params(context):
+            record = parameter.get_help_record(context)
+            if record is not None:
+                panel = parameter.rich_help_panel or "Arguments"
+                panels.setdefault(panel, []).append((f"`{record[0]}`", _plain(record[1])))
+        shared = panels.pop(PANEL)
+        keys = [
+            (f"`{key.name}`", _default(key.default), _plain(key.text))
+            for key in command.keys.values()
+            if key.panel == RESEARCH
+        ]
+        parts += [
+            f"**{panel}**\n\n{_table(('name', 'is'), rows)}" for panel, rows in panels.items()
+        ]
+        if keys:
+            parts.append(f"**Keys of `--set`**\n\n{_table(('name', 'default', 'is'), keys)}")
+    return "\n\n".join(["Every command has:", _table(("name", "is"), shared), *parts, ""])
+
+
+def _plain(text: str) -> str:
+    """Return Markdown that shows a text of ``--help`` as a terminal does."""
+    return re.sub(r"([`*_<\[\]])", r"\\\1", text.replace("\\[", "["))
 
 
 def tables() -> dict[str, str]:

@@ -17,7 +17,7 @@ from kvrag.cli import settings as s
 from kvrag.cli.failures import guard, guarded
 from kvrag.cli.options import RESEARCH
 
-_PANEL = "Settings"
+PANEL = "Settings"
 _FILE = "kvrag.file"
 _FOUND = "kvrag.settings"
 _POLICY = "policy"
@@ -33,7 +33,7 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> Any:
         """Return the parameters, with ``--help`` in the panel of the shared options."""
         params = super().get_params(ctx)
-        params[-1].rich_help_panel = _PANEL  # type: ignore[attr-defined]
+        params[-1].rich_help_panel = PANEL  # type: ignore[attr-defined]
         return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -118,7 +118,7 @@ def make_command(name: str, function: Callable[..., Any], settings: Mapping[str,
             _put_into_panel(parameter, key.panel)
     for shared in _as_command("shared", _shared).params:
         shared.expose_value = False
-        _put_into_panel(shared, _PANEL)
+        _put_into_panel(shared, PANEL)
         command.params.append(shared)
     return command
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -450,6 +451,20 @@ class TestHelp:
     def test_the_page_says_what_the_commands_say(self) -> None:
         page = commands.PAGE.read_text()
         assert page == commands.written(page), "run: python -m tools.commands"
+
+    def test_the_reference_lists_every_option_and_key_of_every_command(self) -> None:
+        shared, *sections = commands.reference().split("\n## `kvrag ")
+        by_name = {section.partition("`")[0]: section for section in sections}
+        found = dict(commands.commands(apart=()))
+        assert by_name.keys() == found.keys()
+        assert {"query", "pml run", "bench ttft", "train links"} <= found.keys()
+        for name, command in found.items():
+            for parameter in command.params:
+                is_key = parameter.rich_help_panel == RESEARCH
+                shown = parameter.name.replace("_", "-") if is_key else parameter.opts[0]
+                listed = set(re.findall(r"[\w-]+", shared + by_name[name]))
+                if parameter.param_type_name == "option":
+                    assert shown in listed, f"kvrag {name}: {shown}"
 
 
 def test_a_moved_key_can_be_named_everywhere(
