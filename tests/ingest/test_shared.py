@@ -462,6 +462,19 @@ def test_a_bucket_that_does_not_answer_leaves_the_version(
     assert index.search_words("keeper", 1)
 
 
+@pytest.mark.parametrize("url", ["s4://bucket/index", "S3://bucket/index", "redis://here/0"])
+def test_a_url_of_another_scheme_is_no_folder(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = r"a shared index is s3://BUCKET/PREFIX.*found"
+    with pytest.raises(ParameterError, match=expected):
+        Index.open(url)
+    with pytest.raises(ParameterError, match=expected):
+        Index.create(url, model="kvrag-tiny")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path))
     place = read_place("s3://bucket/a/b/?endpoint=http://x:9000&timeout=2")

@@ -19,6 +19,8 @@ from kvrag.store.extras import require
 _BYTES_PER_TOKEN = 8
 _OWN_ERROR = re.compile(r"kvrag\.errors\.\w+: (.+)")
 _BARS = "ray.data._internal.progress"
+_HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)")
+_PATIENCE = 10.0  # seconds
 
 
 @contextlib.contextmanager
@@ -66,13 +68,16 @@ def reason_of(error: Exception) -> str:
 
 def _connect(ray: Any, address: str | None) -> None:
     try:
+        if found := _HOST_AND_PORT.fullmatch(address or ""):
+            # Ray itself tries for minutes.
+            socket.create_connection((found[1], int(found[2])), _PATIENCE).close()
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.WARNING,
             **({"include_dashboard": False} if address == "local" else {}),
         )
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise ClusterError(
             f"the cluster of Ray at {address or 'the default address'} cannot be used ({error}); "
             "start it with 'ray start --head', or leave the address out"

@@ -22,6 +22,8 @@ from kvrag.store.files import store_error
 from kvrag.store.registry import parse_bytes
 from kvrag.store.remote import seconds
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 DEFAULT_VIEWS_BYTES = 100_000_000_000
 
 _BUCKET_OPTIONS: dict[str, tuple[str, Any]] = {
@@ -75,19 +77,20 @@ class Place:
 
 
 def is_shared_url(path: Any) -> bool:
-    """Return whether an index's path is the URL of a shared index."""
-    scheme, colon, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
-    return bool(colon) and scheme in (*SCHEMES, "file")
+    """Return whether an index's path is a URL; `read_place` refuses those of other schemes."""
+    return isinstance(path, str) and _URL.match(path) is not None
 
 
 def read_place(url: str) -> Place:
     """Read the URL of a shared index. Raises ParameterError."""
     place, mark, query = url.partition("?")
     scheme, _, rest = place.partition("://")
-    if not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
+    is_known = scheme in SCHEMES or (scheme == "file" and rest.startswith("/"))
+    if not is_known or not rest.strip("/"):
         raise ParameterError(
-            f"a shared index is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
-            f"file:///FOLDER; found {arguments.shown(url)}"
+            "a shared index is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
+            "file:///FOLDER, and an index on this machine a folder without ://; found "
+            f"{arguments.shown(url)}"
         )
     known = ("key_file",) if scheme == "file" else (*_BUCKET_OPTIONS, "key_file")
     try:

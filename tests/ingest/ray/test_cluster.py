@@ -7,18 +7,21 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvrag.errors import KVRagError, ParameterError
+from kvrag.errors import ClusterError, KVRagError, ParameterError
 from kvrag.ingest.index import Index
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
+from kvrag.ingest.ray.cluster import connected
 from kvrag.models.kv_model import KVModel
 from tests.ingest.ray.conftest import content
 from tests.support.models import make_model, make_tokenizer
+from tests.support.servers import free_port
 
 # Ray warns of its own settings, and leaves sockets to the garbage collector.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -134,6 +137,18 @@ def test_the_command_reads_parquet_and_says_what_a_run_takes(cluster: Any, tmp_p
     assert "KV by codec, at most: raw" in said
     assert "hours on 1 worker, which cost" in said
     assert "documents: 6 new" in run()
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_a_cluster_that_does_not_answer_is_told_at_once(prefix: str) -> None:
+    pytest.importorskip("ray.data", reason="kvrag[ray] is not installed")
+    began = time.monotonic()
+    with (
+        pytest.raises(ClusterError, match=r"cannot be used \(.*refused.*ray start --head"),
+        connected(RayOptions(f"{prefix}127.0.0.1:{free_port()}")),
+    ):
+        pass
+    assert time.monotonic() - began < 60  # Ray itself tries for minutes.
 
 
 def test_an_index_that_a_cluster_cannot_fill_is_refused(
