@@ -43,6 +43,7 @@ _ONLY = {
             "anyone",
         ),
         *("allow_origin", "no_history", "allow_upload", "streams", "waiting", "grace", "trace"),
+        "refresh",
     ),
     _VLLM: ("artefacts", "only_asked", "any_version", "show"),
 }

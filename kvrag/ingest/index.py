@@ -118,8 +118,8 @@ class Index(SearchMethods):
             When another process is creating an index there.
         """
         settings = IndexSettings(**options)
-        if isinstance(path, str) and is_shared_url(path):
-            return cls(*make_shared(path, model, settings))
+        if is_shared_url(path):
+            return cls(*make_shared(str(path), model, settings))
         return cls(*make_index(path, model, settings))
 
     @classmethod
@@ -174,8 +174,8 @@ class Index(SearchMethods):
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
-        if isinstance(path, str) and is_shared_url(path):
-            return cls(*open_shared(path, model, embedding, device, store, compute))
+        if is_shared_url(path):
+            return cls(*open_shared(str(path), model, embedding, device, store, compute))
         return cls(*open_index(path, model, embedding, device, store, compute, mend=mend))
 
     def refresh(self) -> int:

@@ -462,7 +462,9 @@ def test_a_bucket_that_does_not_answer_leaves_the_version(
     assert index.search_words("keeper", 1)
 
 
-@pytest.mark.parametrize("url", ["s4://bucket/index", "S3://bucket/index", "redis://here/0"])
+@pytest.mark.parametrize(
+    "url", ["s4://bucket/index", "S3://bucket/index", "redis://here/0", "s3:/bucket/index"]
+)
 def test_a_url_of_another_scheme_is_no_folder(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +474,8 @@ def test_a_url_of_another_scheme_is_no_folder(
         Index.open(url)
     with pytest.raises(ParameterError, match=expected):
         Index.create(url, model="kvrag-tiny")
+    with pytest.raises(ParameterError, match=expected):
+        Index.open(Path("s3://bucket/index"))
     assert list(tmp_path.iterdir()) == []
 
 

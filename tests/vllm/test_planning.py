@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +33,7 @@ from kvrag.llms.vllm.checks import check_engine
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.http import HTTPServer
+from kvrag.llms.vllm.opening import open_index
 from kvrag.llms.vllm.options import engine_options, serve_command
 from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
@@ -51,6 +55,31 @@ def planner(served: Index) -> Iterator[Planner]:
     artefacts = ArtefactStore(served)
     yield Planner(served, ConnectorSettings(str(served.path)), artefacts)
     artefacts.close()
+
+
+def test_a_shared_index_is_served_and_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/bucket/index"
+    monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "one"))
+    with Index.create(url, model="kvrag-tiny", embedding="hashing") as index:
+        index.add([Document("first", TEXTS[0])])
+    settings = ConnectorSettings(url)
+    options = engine_options(settings)
+    assert options["kv_transfer_config"]["kv_connector_extra_config"]["index"] == url
+    if importlib.util.find_spec("vllm") is not None:
+        assert any(url in part for part in serve_command(settings, host="here", port=1))
+    with open_index(settings) as opened:
+        monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "another machine"))
+        with Index.open(url) as writer:
+            writer.add([Document("second", TEXTS[1])])
+        until = time.monotonic() + 60
+        while opened.stats().num_documents < 2:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        planner = Planner(opened, settings, ArtefactStore(opened))
+        plan = planner.plan(KVEngine(opened).prompt_ids(make_prompt(1)), None)
+        assert isinstance(plan, LoadPlan), plan
 
 
 # -- finding -------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from kvrag.store.files import store_error
 from kvrag.store.registry import parse_bytes
 from kvrag.store.remote import seconds
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# A path object has one slash where the URL had two.
+_URL = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://|({'|'.join(SCHEMES)}|file):")
 
 DEFAULT_VIEWS_BYTES = 100_000_000_000
 
@@ -78,7 +79,7 @@ class Place:
 
 def is_shared_url(path: Any) -> bool:
     """Return whether an index's path is a URL; `read_place` refuses those of other schemes."""
-    return isinstance(path, str) and _URL.match(path) is not None
+    return isinstance(path, str | Path) and _URL.match(str(path)) is not None
 
 
 def read_place(url: str) -> Place:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvrag import arguments
 from kvrag.errors import EngineError
 from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES
+from kvrag.llms.vllm.opening import config_of
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.models.shards import check_shards
 
@@ -31,8 +31,10 @@ def check_engine(
         If the model's heads cannot be shared by the engine's workers.
     IndexNotFoundError, IndexFormatError
         If there is no index, or its configuration is damaged.
+    StoreError
+        If a shared index cannot be reached.
     """
-    config = IndexConfig.load(arguments.resolved_path(settings.index, "index"))
+    config = config_of(settings)
     parallel = vllm_config.parallel_config
     check_shards(vllm_config.model_config.hf_text_config, parallel.tensor_parallel_size)
     for what in ("prefill_context_parallel_size", "decode_context_parallel_size"):

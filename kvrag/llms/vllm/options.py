@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kvrag import arguments
 from kvrag.fusion.controller import calibrated
-from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
+from kvrag.llms.vllm.opening import config_of, place_of
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.loading import resolve_model
@@ -32,9 +30,10 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
         If there is no index, or its configuration is damaged.
     ModelLoadError
         If the folder of the index's model is gone.
+    StoreError
+        If a shared index cannot be reached.
     """
-    folder = arguments.resolved_path(settings.index, "index")
-    config = IndexConfig.load(folder)
+    config = config_of(settings)
     return {
         "model": resolve_model(config.model),
         "dtype": config.dtype,
@@ -44,7 +43,7 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
             "kv_connector_module_path": "kvrag.llms.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings.to_extra_config() | {"index": str(folder)},
+            "kv_connector_extra_config": settings.to_extra_config() | {"index": place_of(settings)},
         },
     }
 
@@ -94,6 +93,6 @@ def serve_command(
 
 def _check_opening(settings: ConnectorSettings) -> None:
     """Raise the errors now that the engine's processes would otherwise raise a minute later."""
-    with Index.open(Path(settings.index), store=settings.store) as index:
+    with Index.open(place_of(settings), store=settings.store) as index:
         ArtefactStore(index, settings.artefacts).close()
         calibrated(settings.make_policy(), lambda: index.calibration)

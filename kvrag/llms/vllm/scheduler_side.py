@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.fusion.report import FusionReport
-from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
+from kvrag.llms.vllm.opening import open_index
 from kvrag.llms.vllm.plan import LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings
 from kvrag.llms.vllm.transfer import Load, StepOutcome
@@ -47,7 +46,7 @@ class SchedulerSide:
     """
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        self._index = Index.open(Path(settings.index), store=settings.store)
+        self._index = open_index(settings)
         self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._planner = Planner(self._index, settings, self._artefacts)
         self._known: dict[str, _Known] = {}

@@ -29,7 +29,7 @@ class ConnectorSettings:
     Attributes
     ----------
     index
-        The folder of the index.
+        The folder of the index, or the URL of a shared one.
     store
         URL of the store of its KV, instead of the recorded one.
     artefacts
@@ -59,7 +59,8 @@ class ConnectorSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.index, str) or not self.index:
             raise ParameterError(
-                f"kv_connector_extra_config: index {shown(self.index)}: expected the index's folder"
+                f"kv_connector_extra_config: index {shown(self.index)}: expected the index's "
+                "folder or URL"
             )
         self.make_policy()
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from kvrag.errors import EngineError
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import StoppedError
-from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.cores import PROCESS_CORES
+from kvrag.llms.vllm.opening import open_index
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.sharing import Part
 from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
@@ -174,7 +173,7 @@ class WorkerSide:
     ) -> None:
         self._part = part or Part()
         self._model = model
-        self._index = Index.open(Path(settings.index), model=model, store=settings.store)
+        self._index = open_index(settings, model)
         self._engine = KVEngine(self._index, links="off", load_threads=2)
         self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._pages: Pages | None = None
