@@ -44,6 +44,7 @@ TESTS = (
     "tests/fusion/test_policies.py",
     "tests/models/test_kv_model.py",
     "tests/ingest/test_index.py",
+    "tests/loading/test_cost.py",
     "tests/cli/test_startup.py",
     "tests/cli/test_doctor.py",
 )
