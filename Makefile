@@ -2,8 +2,11 @@
 # A second run installs nothing: the stamp is newer than what it was made from.
 
 VENV ?= .venv
-# Extra pip arguments for torch alone, say an index of CPU builds:
+# PyPI's torch for Linux brings gigabytes of CUDA packages. uv knows where PyTorch's CPU builds are:
+#   make test UV_TORCH_BACKEND=cpu
+# Extra arguments for torch alone, say another index:
 #   make test TORCH_FLAGS="--index-url URL"
+UV_TORCH_BACKEND ?=
 TORCH_FLAGS ?=
 # The first interpreter that runs and is new enough; `make PYTHON=... ` overrides it.
 PYTHON ?= $(firstword $(foreach p,python3 python python3.13 python3.12 python3.11,\
@@ -11,6 +14,8 @@ PYTHON ?= $(firstword $(foreach p,python3 python python3.13 python3.12 python3.1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL_TORCH := $(if $(UV_TORCH_BACKEND),$(PIP) install -c tools/release-requirements.txt uv && \
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python,$(PIP) install)
 STAMP := $(VENV)/.kvrag-installed
 # What the compiled module is made of: a change builds it anew.
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
@@ -124,13 +129,14 @@ DIST ?= dist
 wheels: $(RELEASE_STAMP)
 	$(RELEASE_PYTHON) -m tools.wheels --out $(DIST)
 
-# MATRIX names versions of Python; without it, all that are installed.
+# MATRIX names versions of Python, or paths; without it, all that are installed.
 matrix: $(RELEASE_STAMP)
 	$(RELEASE_PYTHON) -m tools.matrix --dist $(DIST) $(MATRIX)
 
+# ALSO names the interpreter of the other wheels, or else it is looked for; ADD=... brings them later.
 release: $(RELEASE_STAMP)
 	@test -n "$(VERSION)" || { echo "name the version: make release VERSION=x.y.z" >&2; exit 2; }
-	$(RELEASE_PYTHON) -m tools.release $(VERSION)
+	$(RELEASE_PYTHON) -m tools.release $(VERSION) $(if $(ALSO),--also $(ALSO)) $(if $(ADD),--add $(ADD))
 
 train-tiny: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag_train.tiny --out build/tiny
@@ -150,7 +156,7 @@ $(BIN)/python:
 # each other, so pip has to be given both at once.
 $(STAMP): pyproject.toml bench/pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
 	@echo "kvrag: installing into $(VENV) (once; some minutes)"
-	$(PIP) install $(TORCH_FLAGS) -c constraints-dev.txt torch
+	$(INSTALL_TORCH) $(TORCH_FLAGS) -c constraints-dev.txt torch
 	$(PIP) install -c constraints-dev.txt -e '.[dev]' -e ./bench
 	@touch $@
 

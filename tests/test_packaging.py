@@ -100,6 +100,27 @@ def test_dependencies_are_bounded_on_both_sides() -> None:
     assert [name for name in foreign if ">=" not in name or "<" not in name] == []
 
 
+def test_hosted_runs_take_cpu_builds_of_torch() -> None:
+    for name, command in (("ci", "bash .ci/run"), ("release", "make matrix MATRIX=")):
+        text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
+        step = text.partition(f"- run: {command}")[2].partition("\n      - ")[0]
+        assert "UV_TORCH_BACKEND: cpu" in step, name
+
+
+@pytest.mark.parametrize(("backend", "installer"), [("", "-m pip"), ("cpu", "-m uv pip")])
+def test_make_installs_torch_from_where_it_is_told(backend: str, installer: str) -> None:
+    shown = subprocess.run(
+        ["make", "-n", "none/.kvrag-installed", "VENV=none", f"UV_TORCH_BACKEND={backend}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    ).stdout
+    (line,) = (line for line in shown.splitlines() if line.endswith("constraints-dev.txt torch"))
+    last = line.rpartition(" && ")[2]
+    assert last.startswith(f"none/bin/python {installer} ")
+
+
 def test_readme_names_things_that_exist() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks

@@ -1,11 +1,15 @@
 """Makes a release, all but its upload: ``make release VERSION=x.y.z``.
 
-    python -m tools.release VERSION
+    python -m tools.release VERSION [--also PYTHON]
 
 Works in a clone of this checkout's commit: writes the version and the changelog's section, commits
 and tags, builds and checks the wheels, and writes what they are made of (``sbom.json``) and how
 (``provenance.json``). Only then do commit and tag come to the checkout, and the files to ``dist``;
 where a step fails, the checkout stays as it was.
+
+Python 3.11 makes wheels for itself alone, and 3.12 those for all later versions. Hence a second
+interpreter builds too: the one named, or what is found of these two. Where there is none,
+``--add PYTHON`` adds its wheels to a release that is made.
 """
 
 from __future__ import annotations
@@ -23,11 +27,16 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from tools import interpreters
+from tools.interpreters import UV
 
 ROOT = Path(__file__).parent.parent
 _UNRELEASED = "## [Unreleased]\n"
 _TOOLS = ("abi3audit", "auditwheel", "build", "cyclonedx-bom", "nanobind", "scikit-build-core")
 _TOOLS += ("twine", "uv", "ziglang")
+_VERSION = re.compile(r"(0|[1-9][0-9]*)(\.(0|[1-9][0-9]*)){2}")
 
 # Where the version stands, and a pattern of what stands around it.
 PLACES: Mapping[str, tuple[str, ...]] = {
@@ -45,19 +54,45 @@ def main() -> None:
     """Parse the arguments and make the release."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("version", help="the new version, such as 0.2.0")
-    version = parser.parse_args().version
+    parser.add_argument("--also", metavar="PYTHON", help="a second interpreter, which builds too")
+    parser.add_argument(
+        "--add", metavar="PYTHON", help="add an interpreter's wheels to this release, already made"
+    )
+    given = parser.parse_args()
+    version = given.version
+    other = "3.12" if sys.version_info < (3, 12) else "3.11"
+    also = given.also or interpreters.find(other)
+    lacking = None if also or given.add else other
     try:
         with tempfile.TemporaryDirectory(prefix="kvrag-release-") as scratch:
-            clone = prepare(ROOT, version, Path(scratch) / "kvrag")
-            build(clone, version)
-            take_over(ROOT, clone, version)
+            clone = Path(scratch) / "kvrag"
+            if given.add:
+                add(ROOT, version, given.add, clone)
+            else:
+                prepare(ROOT, version, clone)
+                build(clone, version, also)
+                take_over(ROOT, clone, version)
     except ReleaseError as error:
         sys.exit(f"no release: {error}")
-    print(
-        f"kvrag {version} is committed and tagged here, and its files are in dist. To publish it:\n"
-        f"  git push origin HEAD v{version}\n"
-        "  python -m twine upload dist/*.whl dist/*.tar.gz"
-    )
+    print(closing(version, lacking))
+
+
+def closing(version: str, lacking: str | None) -> str:
+    """Say what to do with a release, and first what it lacks: a version of Python."""
+    lines = [f"kvrag {version} is committed and tagged here, and its files are in dist."]
+    if lacking:
+        served = "3.12 and newer" if lacking == "3.12" else lacking
+        lines += [
+            f"INCOMPLETE: no Python {lacking} was found to build with, so Python {served} would get"
+            " the wheel without compiled kernels. Add those first, which describes dist anew:",
+            f"  make release VERSION={version} ADD=/path/to/python{lacking}",
+        ]
+    lines += [
+        "To publish it:",
+        f"  git push origin HEAD v{version}",
+        "  python -m twine upload dist/*.whl dist/*.tar.gz",
+    ]
+    return "\n".join(lines)
 
 
 def prepare(root: Path, version: str, clone: Path) -> Path:
@@ -66,10 +101,10 @@ def prepare(root: Path, version: str, clone: Path) -> Path:
     Raises
     ------
     ReleaseError
-        If the version is no later one, the checkout has changes, the tag exists, or the changelog
-        has nothing to release.
+        If the version is no later one, the checkout has changes, the tag exists, git does not know
+        who commits, or the changelog has nothing to release.
     """
-    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+    if not _VERSION.fullmatch(version):
         raise ReleaseError(f"version: expected three numbers, such as 0.2.0, found {version!r}")
     before = current_version(root)
     if _numbers(version) <= _numbers(before):
@@ -79,52 +114,145 @@ def prepare(root: Path, version: str, clone: Path) -> Path:
         raise ReleaseError(f"the checkout has changes: commit them or put them aside\n{changed}")
     if _git(root, "tag", "--list", f"v{version}"):
         raise ReleaseError(f"the tag v{version} exists: name another version")
+    identity = {setting: _setting(root, setting) for setting in ("user.name", "user.email")}
     _git(root, "clone", "--quiet", "--no-hardlinks", str(root), str(clone))
     _write_version(clone, version)
     log = clone / "CHANGELOG.md"
     log.write_text(dated(log.read_text("utf-8"), version), "utf-8")
-    for setting in ("user.name", "user.email"):
-        _git(clone, "config", setting, _git(root, "config", setting))
+    for setting, value in identity.items():
+        _git(clone, "config", setting, value)
     _git(clone, "commit", "--quiet", "--all", "--message", f"Version {version}")
     _git(clone, "tag", "--annotate", f"v{version}", "--message", f"kvrag {version}")
     return clone
 
 
-def build(clone: Path, version: str) -> None:
+def build(clone: Path, version: str, also: str | None) -> None:
     """Build and check the files in the clone's ``dist``, and describe them there."""
     dist = clone / "dist"
     _run(clone, sys.executable, "-m", "tools.wheels", "--out", str(dist))
+    python = platform.python_version()
+    if also:
+        python += f", {_build_with(also, clone, dist)}"
+    _write_sbom(clone, dist / "sbom.json")
+    _write_provenance(clone, version, python)
+
+
+def add(root: Path, version: str, python: str, clone: Path) -> None:
+    """Build with one more interpreter for the release in `root`, and describe its files anew.
+
+    Raises
+    ------
+    ReleaseError
+        If ``dist`` has the files of another release or of none.
+    """
+    try:
+        before = json.loads((root / "dist" / "provenance.json").read_text("utf-8"))
+    except FileNotFoundError:
+        before = {"version": "none"}
+    if before["version"] != version:
+        raise ReleaseError(f"dist: expected the files of {version}, found {before['version']}")
+    tag = f"v{version}"
+    _git(root, "clone", "--quiet", "--no-hardlinks", "--branch", tag, str(root), str(clone))
+    built = _build_with(python, clone, root / "dist")
+    _write_provenance(root, version, f"{before['python']}, {built}")
+
+
+def _build_with(python: str, clone: Path, dist: Path) -> str:
+    """Add to `dist` the compiled wheels that another interpreter makes; return its version."""
+    environment = clone / "build" / "python"
+    own = str(environment / "bin" / "python")
+    _run(clone, *UV, "venv", "--quiet", "--python", python, str(environment))
+    wanted = ("--python", own, "-r", "tools/release-requirements.txt")
+    _run(clone, *UV, "pip", "install", "--quiet", *wanted)
+    beside = clone / "build" / "dist"
+    _run(clone, own, "-m", "tools.wheels", "--out", str(beside))
+    adopt(beside, dist)
+    return _run(clone, own, "-c", "import platform; print(platform.python_version())").strip()
+
+
+def adopt(beside: Path, dist: Path) -> None:
+    """Copy compiled wheels to `dist`.
+
+    Raises
+    ------
+    ReleaseError
+        If one is there already, so that the interpreter added nothing.
+    """
+    for wheel in sorted(beside.glob("*manylinux*.whl")):
+        if (dist / wheel.name).exists():
+            raise ReleaseError(f"dist has {wheel.name}: name a Python that makes another wheel")
+        shutil.copy(wheel, dist)
+
+
+def _write_sbom(clone: Path, path: Path) -> None:
+    """Write what an installation of kvrag without extras brings."""
     wanted = clone / "build" / "requirements.txt"
     wanted.parent.mkdir(exist_ok=True)
-    compiled = ("pip", "compile", "--quiet", "--no-header", "--output-file", str(wanted))
-    _run(clone, sys.executable, "-m", "uv", *compiled, "pyproject.toml")
-    sbom = ("--output-reproducible", "--output-file", str(dist / "sbom.json"), str(wanted))
-    _run(clone, sys.executable, "-m", "cyclonedx_py", "requirements", *sbom)
-    described = json.dumps(provenance(clone, version), indent=2) + "\n"
-    (dist / "provenance.json").write_text(described)
+    resolved = ("--generate-hashes", "--no-header", "--output-file", str(wanted), "pyproject.toml")
+    _run(clone, *UV, "pip", "compile", "--quiet", *resolved)
+    described = ("--pyproject", "pyproject.toml", "--mc-type", "library", "--output-reproducible")
+    into = ("--output-file", str(path), str(wanted))
+    _run(clone, sys.executable, "-m", "cyclonedx_py", "requirements", *described, *into)
+    check_sbom(json.loads(path.read_text("utf-8")), current_version(clone))
 
 
-def provenance(clone: Path, version: str) -> dict[str, object]:
+def check_sbom(sbom: dict[str, Any], version: str) -> None:
+    """Check that a list of components is kvrag's, and that each component can be recognised.
+
+    Raises
+    ------
+    ReleaseError
+        If it names another product, or a component has no version or no hash.
+    """
+    product = sbom.get("metadata", {}).get("component", {})
+    found = (product.get("name"), product.get("version"), bool(product.get("licenses")))
+    if found != ("kvrag", version, True):
+        raise ReleaseError(f"sbom.json: expected kvrag {version} and its licence, found {product}")
+    if not sbom.get("components"):
+        raise ReleaseError("sbom.json: expected components, found none")
+    for one in sbom["components"]:
+        files = one.get("externalReferences", ())
+        if not one.get("version") or not any(file.get("hashes") for file in files):
+            raise ReleaseError(f"sbom.json: expected a version and hashes of {one['name']}")
+
+
+def _write_provenance(root: Path, version: str, python: str) -> None:
+    described = json.dumps(provenance(root, version, python), indent=2) + "\n"
+    (root / "dist" / "provenance.json").write_text(described)
+
+
+def provenance(root: Path, version: str, python: str) -> dict[str, object]:
     """Return what the files of ``dist`` are, and from what and by what they were made."""
     return {
         "version": version,
-        "commit": _git(clone, "rev-parse", "HEAD"),
+        "commit": _git(root, "rev-parse", f"v{version}^{{commit}}"),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
+        "python": python,
         "system": platform.platform(),
         "tools": {name: metadata.version(name) for name in _TOOLS},
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted((clone / "dist").iterdir())
+            for path in sorted((root / "dist").iterdir())
             if path.name != "provenance.json"
         },
     }
 
 
 def take_over(root: Path, clone: Path, version: str) -> None:
-    """Bring the clone's commit, tag and files to the checkout."""
-    _git(root, "fetch", "--quiet", str(clone), f"refs/tags/v{version}:refs/tags/v{version}")
-    _git(root, "merge", "--quiet", "--ff-only", f"v{version}")
+    """Bring the clone's commit, tag and files to the checkout.
+
+    Raises
+    ------
+    ReleaseError
+        If the checkout has changed since it was cloned; it stays as it is, without the tag.
+    """
+    tag = f"refs/tags/v{version}"
+    _git(root, "fetch", "--quiet", "--no-tags", str(clone), tag)
+    try:
+        _git(root, "merge", "--quiet", "--ff-only", "FETCH_HEAD")
+    except ReleaseError as error:
+        raise ReleaseError(f"the checkout changed meanwhile: make it again\n{error}") from error
+    _git(root, "fetch", "--quiet", "--no-tags", str(clone), f"{tag}:{tag}")
     if (clone / "dist").is_dir():
         shutil.rmtree(root / "dist", ignore_errors=True)
         shutil.copytree(clone / "dist", root / "dist")
@@ -168,12 +296,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
+def _setting(root: Path, name: str) -> str:
+    try:
+        return _git(root, "config", name)
+    except ReleaseError:
+        remedy = f'git config --global {name} "..."'
+        raise ReleaseError(f"git's {name} is not set, and a commit needs it: {remedy}") from None
+
+
 def _git(folder: Path, *arguments: str) -> str:
     return _run(folder, "git", *arguments).strip()
 
 
 def _run(folder: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = interpreters.environment()
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode:
         raise ReleaseError(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}{done.stderr}")
     return done.stdout

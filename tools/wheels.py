@@ -18,12 +18,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 GLIBC = "2.28"
-PROCESSORS = ("x86_64", "aarch64")
+# Each with the number that stands for it in an ELF file.
+PROCESSORS = {"x86_64": 62, "aarch64": 183}
 
 
 def main() -> None:
@@ -61,9 +63,40 @@ def check(out: Path) -> None:
     if not compiled:
         sys.exit(f"{out}: expected a wheel with compiled kernels, found none")
     for name in compiled:
+        if found := unfit(Path(name)):
+            sys.exit(f"{name}: {found}")
         _run([sys.executable, "-m", "auditwheel", "show", name])
         if "-abi3-" in name:
             _run([sys.executable, "-m", "abi3audit", "--strict", name])
+
+
+def unfit(wheel: Path) -> str | None:
+    """Say what keeps a wheel's Python from importing its compiled modules; None if nothing does.
+
+    Python looks for a module by its suffix, which names version and processor as the wheel's tag
+    does. What a wheel for another processor holds cannot be tried here.
+    """
+    _, abi, platform = wheel.stem.rsplit("-", 2)
+    (processor,) = (name for name in PROCESSORS if platform.endswith(f"_{name}"))
+    suffix = (
+        ".abi3.so" if abi == "abi3" else _suffix(f"cpython-{abi.removeprefix('cp')}", processor)
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        modules = [name for name in archive.namelist() if Path(name).suffix == ".so"]
+        if not modules:
+            return "expected a compiled module, found none"
+        for name in modules:
+            if not name.endswith(suffix):
+                return f"expected a compiled module that ends in {suffix}, found {name}"
+            with archive.open(name) as module:
+                machine = int.from_bytes(module.read(20)[18:], "little")
+            if machine != PROCESSORS[processor]:
+                return f"{name}: expected code for {processor}, found ELF machine {machine}"
+    return None
+
+
+def _suffix(version: str, processor: str) -> str:
+    return f".{version}-{processor}-linux-gnu.so"
 
 
 def _compiled(source: Path, processor: str, out: Path, scratch: Path) -> None:
@@ -83,8 +116,10 @@ def _compiled(source: Path, processor: str, out: Path, scratch: Path) -> None:
         "--wheel",
         {
             "CXX": str(tools["c++"]),
-            # The wheel's tag, in place of the building machine's.
+            # The wheel's tag and the module's suffix, in place of the building machine's. (The
+            # stable ABI's suffix names no processor, and stays.)
             "_PYTHON_HOST_PLATFORM": f"linux-{processor}",
+            "SETUPTOOLS_EXT_SUFFIX": _suffix(str(sys.implementation.cache_tag), processor),
         },
         f"cmake.define.KVRAG_PROCESSOR={processor}",
         f"cmake.define.CMAKE_AR={tools['ar']}",

@@ -23,7 +23,9 @@ def fit_prices(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     while used:
         # Relative errors count: a short prompt's estimate should be as good as a long one's.
         weights = 1.0 / times
-        found, *_ = np.linalg.lstsq(features[:, used] * weights[:, None], times * weights)
+        found, *_ = np.linalg.lstsq(
+            features[:, used] * weights[:, None], times * weights, rcond=None
+        )
         if (found >= 0.0).all():
             prices[used] = found
             break

