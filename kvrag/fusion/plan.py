@@ -182,7 +182,7 @@ def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading
     loading
         How to load stored KV.
     """
-    layout = _without_misplaced(model, layout)
+    layout = _with_sink(_without_misplaced(model, layout))
     num_layers = model.spec.num_layers
     if num_layers == 1:
         # K/V of the only layer depend on no other token, so the stored ones are exact.
@@ -222,6 +222,24 @@ def covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
     for span in spans:
         marks[span.prompt_start : span.prompt_end] = b"\1" * span.length
     return torch.frombuffer(marks, dtype=torch.bool)
+
+
+def _with_sink(layout: Layout) -> Layout:
+    """Leave the prompt's first token out of a span that is not exact.
+
+    Attention that finds nothing rests on a prompt's first token, whose keys and values are unlike
+    all others (Xiao et al., arXiv 2309.17453 §3.1). Those of a chunk's first token, which was
+    encoded after other text, cannot take their place.
+    """
+    if not layout.spans or layout.num_kept:
+        return layout
+    first, *others = layout.spans
+    if first.prompt_start or first.num_compressed or layout.is_exact(first):
+        return layout
+    rest = replace(
+        first, prompt_start=1, chunk_start=first.chunk_start + 1, length=first.length - 1
+    )
+    return replace(layout, spans=(rest, *others))
 
 
 def _without_misplaced(model: KVModel, layout: Layout) -> Layout:

@@ -42,6 +42,32 @@ def test_spans_are_exact_or_inexact_and_all_else_is_fresh(bench: Bench) -> None:
     assert set(plan.fresh.tolist()) == set(range(len(plan.layout.token_ids))) - covered
 
 
+def test_a_prompts_first_token_is_computed_unless_it_is_exact(bench: Bench) -> None:
+    exact = bench.lay_out(bench.prompt(*ORDER))
+    assert exact.spans[0].prompt_start == exact.prefix_length
+    cut = exact.prefix_length + 1
+    # The same prompt without its head and its first chunk's first token: nothing is exact there.
+    first, *others = exact.spans
+    spans = [replace(first, prompt_start=0, chunk_start=1, length=first.length - 1)]
+    spans += [replace(one, prompt_start=one.prompt_start - cut) for one in others]
+    layout = replace(
+        exact,
+        token_ids=exact.token_ids[cut:],
+        spans=tuple(spans),
+        prefix_length=0,
+        has_prefix=exact.prefix_length == 0,
+    )
+    plan = plan_fusion(bench.model, layout, Repair(NonePolicy()))
+    assert plan.fresh[0] == 0
+    rest = plan.spans[0]
+    assert (rest.prompt_start, rest.chunk_start, rest.length) == (1, 2, first.length - 2)
+    assert plan.spans[1:] == layout.spans[1:]
+    # An exact first chunk, and rows that are kept, stay whole.
+    assert plan_fusion(bench.model, exact, Repair(NonePolicy())).spans == exact.spans
+    kept = replace(layout, num_kept=spans[0].prompt_end)
+    assert plan_fusion(bench.model, kept, Repair(NonePolicy())).spans == layout.spans[1:]
+
+
 def test_without_a_record_its_tokens_are_fresh_and_the_miss_is_counted(bench: Bench) -> None:
     plan = planned(bench, Repair(BoundaryPolicy(ratio=0.2)))
     lost, chosen = plan.inexact[0], plan.inexact[1]
