@@ -17,7 +17,7 @@ from kvrag.ingest.runner import Run
 
 @dataclass
 class Assembled:
-    """A document whose chunks have all arrived; `parts` are in order."""
+    """A document whose parts have arrived, in order."""
 
     parts: list[Part] = field(default_factory=list)
 
@@ -25,6 +25,11 @@ class Assembled:
     def planned(self) -> PlannedDocument:
         """The document, without its text."""
         return self.parts[0].planned
+
+    @property
+    def num_missing(self) -> int:
+        """The number of its chunks that have not arrived."""
+        return self.planned.num_chunks - sum(len(part.chunks) for part in self.parts)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its chunks, in order."""
@@ -34,6 +39,8 @@ class Assembled:
     def computed(self, key_of: KeyOf) -> Computed:
         """Return what is written to the catalog, or the reason why nothing is."""
         reason = next((part.reason for part in self.parts if part.reason), "")
+        if not reason and self.num_missing:
+            reason = f"{self.num_missing} of its {self.planned.num_chunks} chunks did not arrive"
         if reason:
             return self.planned, reason
         return self.planned, [
@@ -44,15 +51,18 @@ class Assembled:
 
 
 def assemble(parts: Iterable[Part]) -> Iterator[Assembled]:
-    """Yield documents from their parts, which arrive in order."""
+    """Yield documents from their parts, which arrive in order; one may lack some (`computed`)."""
     whole = Assembled()
-    num_chunks = 0
     for part in parts:
-        whole.parts.append(part)
-        num_chunks += len(part.chunks)
-        if num_chunks == part.num_chunks:
+        if whole.parts and whole.planned.source != part.planned.source:
             yield whole
-            whole, num_chunks = Assembled(), 0
+            whole = Assembled()
+        whole.parts.append(part)
+        if not whole.num_missing or (part.reason and not part.chunks):
+            yield whole
+            whole = Assembled()
+    if whole.parts:
+        yield whole
 
 
 class Collector:
@@ -86,13 +96,15 @@ class Collector:
         parts = self._parts(packets)
         if self._run.dry_run:  # their chunks stay where they were counted
             for part in parts:
-                self._note(part)
+                if self._note(part) and part.reason:
+                    self._committer.fail(part.planned, f"{part.planned.source}: {part.reason}")
+            self._committer.list_failures()
             return
         for document in assemble(parts):
             if not self._note(document.parts[0]):
                 continue
             self._waiting.append(document)
-            num_tokens += document.parts[0].num_tokens
+            num_tokens += document.planned.num_tokens
             if num_tokens >= COMMIT_TOKENS:
                 self._commit()
                 num_tokens = 0
@@ -123,8 +135,8 @@ class Collector:
                 return False
             self._sources.add(source)
         (plan.changed if part.is_known else plan.added).append(source)
-        plan.num_chunks += part.num_chunks
-        plan.num_tokens += part.num_tokens
+        plan.num_chunks += part.planned.num_chunks
+        plan.num_tokens += part.planned.num_tokens
         if part.control_strings:
             self._run.control_strings[source] = part.control_strings
         return True

@@ -257,7 +257,7 @@ class RayRunner:
             parts = (part for packet in packets() for part in packet.parts)
             for document in assemble(parts):
                 window += list(document.chunks())
-                num_tokens += document.parts[0].num_tokens
+                num_tokens += document.planned.num_tokens
                 if num_tokens >= COMMIT_TOKENS:
                     missing = _missing(run, window)
                     window, num_tokens = [], 0

@@ -55,8 +55,6 @@ class Part:
     ----------
     planned
         The document, without its text.
-    num_chunks, num_tokens
-        Number of chunks of the whole document, and of their tokens.
     is_known
         Whether an older version is indexed.
     control_strings
@@ -70,8 +68,6 @@ class Part:
     """
 
     planned: PlannedDocument
-    num_chunks: int
-    num_tokens: int
     is_known: bool
     control_strings: int
     chunks: list[Chunk]
@@ -134,8 +130,8 @@ def pack(packet: Packet, dim: int) -> pa.Table:
                 "metadata": planned.metadata,
                 "file": None if planned.file is None else asdict(planned.file),
                 "is_last_of_file": planned.is_last_of_file,
-                "num_chunks": part.num_chunks,
-                "num_tokens": part.num_tokens,
+                "num_chunks": planned.num_chunks,
+                "num_tokens": planned.num_tokens,
                 "is_known": part.is_known,
                 "control_strings": part.control_strings,
                 "reason": part.reason,
@@ -195,9 +191,10 @@ def _part(
         is_last_of_file=head["is_last_of_file"],
         document=None,
         chunks=None,
+        num_chunks=head["num_chunks"],
+        num_tokens=head["num_tokens"],
     )
-    counts = (head["num_chunks"], head["num_tokens"])
-    part = Part(planned, *counts, head["is_known"], head["control_strings"], [])
+    part = Part(planned, head["is_known"], head["control_strings"], [])
     part.reason = head["reason"]
     for row in (next(rows) for _ in range(head["num_here"])):
         part.chunks.append(

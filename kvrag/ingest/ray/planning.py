@@ -18,6 +18,7 @@ from kvrag.chunk import Chunk, Document, Mark
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.failures import document_failures
 from kvrag.ingest.loaders import row_to_document, to_document
+from kvrag.ingest.pipeline import Rereader
 from kvrag.ingest.plan import Known, Plan, Planner, Sources
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, pack, split
@@ -92,14 +93,14 @@ class _Planning:
         waiting_tokens = 0
         for row in rows:
             self._cutter.neutralised.clear()
-            news, parts = self._plan(row, known)
+            plan, news = self._plan(row, known)
             _extend(waiting.news, news)
-            for part in parts:
+            for part in self._parts(plan):
                 waiting.parts.append(part)
                 waiting_tokens += sum(len(chunk.token_ids) for chunk in part.chunks)
-            if waiting_tokens >= self.job.batch_tokens:
-                yield from self._full(waiting)
-                waiting, waiting_tokens = Packet(), 0
+                if waiting_tokens >= self.job.batch_tokens:
+                    yield from self._full(waiting)
+                    waiting, waiting_tokens = Packet(), 0
         yield from self._full(waiting)
 
     def _full(self, packet: Packet) -> Iterator[Packet]:
@@ -107,7 +108,7 @@ class _Planning:
         yield Packet(groups[0], packet.news)
         yield from (Packet(parts) for parts in groups[1:])
 
-    def _plan(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[News, list[Part]]:
+    def _plan(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[Plan, News]:
         missing: dict[str, tuple[int, int]] = {}
 
         def missing_key(chunk: Chunk) -> str | None:
@@ -123,24 +124,36 @@ class _Planning:
         planner = Planner(
             view,
             self._parser,
-            lambda document: self._cutter.cut(document, self.job.config),
+            self._cut,
             missing_key,
             lambda _: None,
             self.job.force,
         )
         plan = planner.run(sources)
-        parts = [
-            Part(
+        return plan, _news_of(plan, missing)
+
+    def _cut(self, document: Document) -> list[Chunk]:
+        return self._cutter.cut(document, self.job.config)
+
+    def _parts(self, plan: Plan) -> Iterator[Part]:
+        """Yield the documents of a plan; those whose chunks it has not kept are cut once more."""
+        reread = Rereader(self._parser, self._cut)
+        changed = set(plan.changed)
+        for planned in plan.documents:
+            chunks, planned.chunks = planned.chunks, None
+            reasons: list[str] = []
+            if self.job.dry_run:
+                chunks = []
+            elif chunks is None:
+                with document_failures(reasons.append):
+                    chunks = reread(planned)
+            yield Part(
                 planned=planned,
-                num_chunks=len(planned.chunks or ()),
-                num_tokens=sum(len(chunk.token_ids) for chunk in planned.chunks or ()),
-                is_known=planned.source in plan.changed,
+                is_known=planned.source in changed,
                 control_strings=self._cutter.neutralised.get(planned.source, 0),
-                chunks=[] if self.job.dry_run else planned.chunks or [],
+                chunks=chunks or [],
+                reason="".join(reasons).removeprefix(f"{planned.source}: "),
             )
-            for planned in plan.documents
-        ]
-        return _news_of(plan, missing), parts
 
     def _sources(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[KnownPart, Sources]:
         if _GIVEN in row:

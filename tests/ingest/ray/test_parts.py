@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,15 +15,15 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
-from kvrag.chunk import Chunk, Document
+from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.plan import PlannedDocument
+from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions
 from kvrag.ingest.ray.cluster import reason_of
-from kvrag.ingest.ray.collecting import assemble
+from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, pack, split, unpack
@@ -30,6 +31,9 @@ from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
 from kvrag.ingest.ray.reading import is_for_ray
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
 from kvrag.ingest.rows import FileState
+from kvrag.ingest.runner import Run
+from kvrag.ingest.storage import Storage
+from tests.ingest.ray.conftest import content
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +60,9 @@ def part(name: str, lengths: list[int], **fields: Any) -> Part:
         )
         for number, length in enumerate(lengths)
     ]
-    planned = PlannedDocument(name, "e" * 40, {"n": 1}, STATE, True, None, None)
-    return Part(planned, len(chunks), sum(lengths), True, 2, chunks, **fields)
+    counts = (len(chunks), sum(lengths))
+    planned = PlannedDocument(name, "e" * 40, {"n": 1}, STATE, True, None, None, *counts)
+    return Part(planned, True, 2, chunks, **fields)
 
 
 def test_a_packet_arrives_as_it_was_sent() -> None:
@@ -92,6 +97,54 @@ def test_parts_are_grouped_by_tokens_and_long_ones_cut() -> None:
     whole = list(assemble(one for group in groups for one in group))
     assert [one.planned.source for one in whole] == ["a", "b", "c"]
     assert [list(one.chunks()) for one in whole] == [one.chunks for one in parts]
+
+
+def test_a_document_without_all_its_chunks_is_refused() -> None:
+    first, second = part("a", [10, 10, 10]), part("b", [5])
+    lost, last = replace(first, chunks=first.chunks[:2]), replace(first, chunks=[])
+    found = list(assemble([lost, second, part("c", []), last]))
+    assert [one.planned.source for one in found] == ["a", "b", "c", "a"]
+    reasons = [one.computed(lambda _: ChunkKey("0" * 40))[1] for one in (found[0], found[3])]
+    assert reasons == ["1 of its 3 chunks did not arrive", "3 of its 3 chunks did not arrive"]
+    assert [one.num_missing for one in found[1:3]] == [0, 0]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_chunks_that_planning_has_no_room_for_are_cut_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "long.txt").write_text("The keeper of the light wrote a book about ships. " * 100)
+    rows = [{"text": f"Row {number} is about ships."} for number in range(30)]
+    (docs / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = [docs, Document("object", "An old clock. " * 50)]
+    with tiny_index(tmp_path / "one") as one, tiny_index(tmp_path / "many") as many:
+        expected = one.add(given, dry_run=dry_run)
+        monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 200)
+        found = many.add(given, dry_run=dry_run, runner=here)
+        for name in ("added", "failed", "num_chunks", "num_tokens", "num_records"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert len(found.added) == 32
+        assert content(many) == content(one)
+        assert bool(content(one)["chunks"]) is not dry_run
+
+
+def test_a_file_that_changes_while_it_is_planned_is_left_out_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("The old clock of Varn.")
+    with tiny_index(tmp_path) as index:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
+            patch.setattr("kvrag.ingest.pipeline.read_file", lambda *_: b"The new clock.")
+            report = index.add(file, runner=here)
+        assert [one.source for one in report.failed] == [str(file)]
+        assert "changed while it was being ingested" in report.failed[0].reason
+        assert not report.added
+        assert not content(index)["files"]
+        assert index.add(file, runner=here).added == (str(file),)
 
 
 def test_a_chunk_that_ends_its_process_several_times_is_refused(
@@ -201,10 +254,31 @@ def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
 
 
 def tiny_index(folder: Path) -> Index:
-    return Index.create(folder / "index", model="kvrag-tiny", embedding="hashing", chunk_tokens=64)
+    settings: Any = {"embedding": "hashing", "chunk_tokens": 64, "codec": "raw"}
+    return Index.create(folder / "index", model="kvrag-tiny", **settings)
 
 
-def job_of(index: Index) -> Job:
+def here(run: Run) -> Plan:
+    """Carry out an ingestion as `RayRunner` does, but in this process."""
+    plan = Plan()
+    catalog, sources = run.storage.catalog, run.sources
+    rows = [file_row(catalog, path) for path in sources.files]
+    rows += [document_row(catalog, one) for one in sources.documents.values()]
+    job = replace(job_of(run.storage), dry_run=run.dry_run)
+    Collector(run, plan, False).collect(computed(rows, job))
+    return plan
+
+
+def computed(rows: list[dict[str, Any]], job: Job) -> Iterator[Packet]:
+    """Yield the packets of some rows, with their vectors, and with their KV stored."""
+    for packet in plan_rows(table(rows), job):
+        if not job.dry_run:
+            attempts = Attempts()
+            packet = Encoder(job, attempts.begin, attempts.end)(Embedder(job)(packet))
+        yield from unpack(packet)
+
+
+def job_of(index: Index | Storage) -> Job:
     return Job(
         folder=str(index.path),
         config=index.config,
