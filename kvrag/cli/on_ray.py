@@ -43,18 +43,17 @@ class Asked:
         Raises
         ------
         ParameterError
-            When an option has another form, or Ray is not installed.
+            When an option has another form, a place cannot be listed, or Ray is not installed.
         """
         from kvrag.ingest.ray import RayRunner
-        from kvrag.ingest.ray.reading import open_dataset
+        from kvrag.ingest.ray.reading import list_places
         from kvrag.store.extras import require
 
         options = self._options(store)
         # Before an index is made.
         require("ray", "ray")
         require("pyarrow", "ray")
-        dataset = (lambda: open_dataset(places, suffixes)) if places else None
-        return RayRunner(options, dataset)
+        return RayRunner(options, listed=list_places(places, suffixes) if places else None)
 
     def print_estimate(self, runner: RayRunner, report: IngestReport) -> None:
         """Print what the ingestion of a dry run will take."""

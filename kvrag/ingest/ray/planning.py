@@ -17,11 +17,12 @@ import pyarrow as pa
 from kvrag.chunk import Chunk, Document, Mark
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.failures import document_failures
-from kvrag.ingest.loaders import row_to_document, to_document
+from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
 from kvrag.ingest.pipeline import Rereader
 from kvrag.ingest.plan import Known, Plan, Planner, Sources
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, pack, split
+from kvrag.ingest.ray.reading import Listed, read_listed
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
 
@@ -91,9 +92,9 @@ class _Planning:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
         waiting = Packet()
         waiting_tokens = 0
-        for row in rows:
+        for view, sources in self._inputs(rows, known):
             self._cutter.neutralised.clear()
-            plan, news = self._plan(row, known)
+            plan, news = self._plan(view, sources)
             _extend(waiting.news, news)
             for part in self._parts(plan):
                 waiting.parts.append(part)
@@ -108,7 +109,7 @@ class _Planning:
         yield Packet(groups[0], packet.news)
         yield from (Packet(parts) for parts in groups[1:])
 
-    def _plan(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[Plan, News]:
+    def _plan(self, view: KnownPart, sources: Sources) -> tuple[Plan, News]:
         missing: dict[str, tuple[int, int]] = {}
 
         def missing_key(chunk: Chunk) -> str | None:
@@ -120,7 +121,6 @@ class _Planning:
             missing[key.digest] = len(chunk.token_ids), len(chunk.contexts[0])
             return key.digest
 
-        view, sources = self._sources(row, known)
         planner = Planner(
             view,
             self._parser,
@@ -155,36 +155,53 @@ class _Planning:
                 reason="".join(reasons).removeprefix(f"{planned.source}: "),
             )
 
-    def _sources(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[KnownPart, Sources]:
-        if _GIVEN in row:
+    def _inputs(
+        self, rows: list[dict[str, Any]], known: Mapping[str, str]
+    ) -> Iterator[tuple[KnownPart, Sources]]:
+        """Yield what is planned together, and what is known of it."""
+        for row in rows:
+            if _GIVEN not in row:
+                yield KnownPart(known), self._sources(row, _name_of(row))
+                continue
             told = json.loads(row[_GIVEN])
-            if "document" in told:
+            if "listed" in told:
+                listed = Listed(**told["listed"])
+                reasons: list[str] = []
+                max_bytes = self.job.limits.max_file_bytes
+                for found, place in read_listed(listed, max_bytes, reasons.append):
+                    yield KnownPart(known), self._sources(found, place)
+                failed = [FailedDocument(listed.path, reason) for reason in reasons]
+                yield KnownPart(known), Sources([], [], {}, failed)
+            elif "document" in told:
                 given = told["document"]
                 outline = tuple(Mark(*mark) for mark in given["outline"])
                 document = Document(**{**given, "outline": outline})
                 sources = Sources([], [], {document.source: document}, [])
-                return KnownPart(told["digests"]), sources
-            state = None if told["state"] is None else FileState(**told["state"])
-            view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
-            return view, Sources([told["path"]], [], {}, [])
+                yield KnownPart(told["digests"]), sources
+            else:
+                state = None if told["state"] is None else FileState(**told["state"])
+                view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
+                yield view, Sources([told["path"]], [], {}, [])
+
+    def _sources(self, row: dict[str, Any], place: str) -> Sources:
+        """Return the documents of a row; `place` says in messages where it is."""
         documents: dict[str, Document] = {}
         failed: list[FailedDocument] = []
-        name = str(row.get("source") or row.get("path") or row.get("id") or "a row")
+        source = next((str(row[key]) for key in ("source", "id") if row.get(key) is not None), "")
+        name = source or place
         with document_failures(lambda reason: failed.append(FailedDocument(name, reason))):
-            for document in self._documents(row):
+            for document in self._documents(row, source, place):
                 documents[document.source] = document
-        return KnownPart(known), Sources([], [], documents, failed)
+        return Sources([], [], documents, failed)
 
-    def _documents(self, row: dict[str, Any]) -> list[Document]:
+    def _documents(self, row: dict[str, Any], source: str, place: str) -> list[Document]:
         content, path = row.get("bytes"), row.get("path")
-        if isinstance(content, bytes) and isinstance(path, str):
+        # A text beside them makes the row a document, such as one of Parquet.
+        has_text = any(isinstance(row.get(name), str) for name in TEXT_FIELDS)
+        if isinstance(content, bytes) and isinstance(path, str) and not has_text:
             return self._parser.parse(path, content)
         given = {key: value for key, value in row.items() if key != "source"}
-        source = row.get("source")
-        if source is None:
-            source = row.get("id")
-        found = row_to_document(given, "" if source is None else str(source), str(path or "row"))
-        return [to_document(found)]
+        return [to_document(row_to_document(given, source, place))]
 
 
 def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table]:
@@ -223,6 +240,17 @@ def document_row(catalog: Known, document: Document) -> dict[str, str]:
     """Return the row of one document, and what the catalog knows of it."""
     told = {"document": asdict(document), "digests": _digests(catalog, document.source)}
     return {_GIVEN: json.dumps(told, default=str)}
+
+
+def listed_row(listed: Listed) -> dict[str, str]:
+    """Return the row of one file that a task reads from its place."""
+    return {_GIVEN: json.dumps({"listed": asdict(listed)})}
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    """Return where a row of a dataset is, as far as it says so."""
+    path = row.get("path")
+    return path if isinstance(path, str) else f"a row with the columns {', '.join(row) or '(none)'}"
 
 
 def _digests(catalog: Known, source: str) -> dict[str, str]:

@@ -28,7 +28,6 @@ from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
-from kvrag.ingest.ray.reading import is_for_ray
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.runner import Run
@@ -204,17 +203,22 @@ def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
 
 def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
     rows = [
-        {"text": "One.", "source": "s", "year": 2020, "path": None, "bytes": None},
-        {"text": None, "source": "bad", "year": None, "path": None, "bytes": None},
-        {"text": None, "source": None, "year": None, "path": "s3://b/x.md", "bytes": b"# Two"},
-        {"text": None, "source": None, "year": None, "path": "s3://b/x.zip", "bytes": b"?"},
+        {"text": "One.", "source": "s", "year": 2020},
+        {"source": "bad"},
+        {"path": "s3://b/x.md", "bytes": b"# Two"},
+        {"path": "s3://b/x.zip", "bytes": b"?"},
+        {"path": "/rows.parquet", "bytes": b"?", "text": "Two.", "id": "has text"},
+        {"year": 2021},
     ]
+    names = ("text", "source", "path", "bytes", "year", "id")
     with tiny_index(tmp_path) as index:
-        (made,) = plan_rows(table(rows), job_of(index))
+        blank = dict.fromkeys(names)
+        (made,) = plan_rows(table([{**blank, **row} for row in rows]), job_of(index))
         (packet,) = unpack(made)
-    assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md"]
+    assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md", "has text"]
     assert packet.parts[0].planned.metadata["year"] == 2020
-    assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip"]
+    nameless = f"a row with the columns {', '.join(names)}"
+    assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip", nameless]
     assert "expected an object with its text" in packet.news.failed[0][1]
 
 
@@ -237,12 +241,6 @@ def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) ->
 def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError):
         RayOptions(**wrong)
-
-
-def test_ray_reads_urls_and_parquet_only() -> None:
-    assert is_for_ray("s3://bucket/docs")
-    assert is_for_ray("rows.PARQUET")
-    assert not is_for_ray("docs/rows.jsonl")
 
 
 def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
