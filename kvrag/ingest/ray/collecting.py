@@ -9,7 +9,7 @@ from kvrag.chunk import Chunk
 from kvrag.ingest.committing import COMMIT_TOKENS, Committer, Computed
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray.packets import News, Packet, Part
+from kvrag.ingest.ray.packets import News, Packet, Part, against_second
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import Change, ChunkRow, KeyOf
 from kvrag.ingest.runner import Run
@@ -123,17 +123,8 @@ class Collector:
     def _note(self, part: Part) -> bool:
         """Note a document in the plan; return False if another one has its source."""
         plan, source = self._plan, part.planned.source
-        if self._sources is not None:
-            if source in self._sources:
-                plan.failed.append(
-                    FailedDocument(
-                        source,
-                        f"{source}: an earlier row has the same source and is used instead; give "
-                        "each row a different one",
-                    )
-                )
-                return False
-            self._sources.add(source)
+        if not self._is_first(source):
+            return False
         (plan.changed if part.is_known else plan.added).append(source)
         plan.num_chunks += part.planned.num_chunks
         plan.num_tokens += part.planned.num_tokens
@@ -141,18 +132,26 @@ class Collector:
             self._run.control_strings[source] = part.control_strings
         return True
 
+    def _is_first(self, source: str) -> bool:
+        """Return whether no row before had a source; note the row otherwise."""
+        if self._sources is None:
+            return True
+        is_first = source not in self._sources
+        self._sources.add(source)
+        if not is_first:
+            self._plan.failed.append(FailedDocument(source, against_second(source)))
+        return is_first
+
     def _take(self, news: News) -> None:
         plan, change = self._plan, self._change
         plan.removed += news.removed
-        plan.unchanged += news.unchanged
+        plan.unchanged += filter(self._is_first, news.unchanged)
         plan.failed += [FailedDocument(*one) for one in news.failed]
         plan.gone_files += news.gone_files
         plan.touched += news.touched
         change.remove += news.removed
         change.forget_files += news.gone_files
         change.put_files += news.touched
-        if self._sources is not None:
-            self._sources.update(news.unchanged)
         for key, (num_tokens, num_context_tokens) in news.missing.items():
             if key not in self._new_keys:
                 self._new_keys.add(key)

@@ -116,6 +116,14 @@ class Packet:
             yield from part.chunks
 
 
+def against_second(source: str) -> str:
+    """Return the reason against a row whose source an earlier one has."""
+    return (
+        f"{source}: an earlier row has the same source and is used instead; give each row a "
+        "different one"
+    )
+
+
 def pack(packet: Packet, dim: int) -> pa.Table:
     """Return a packet as a table of one row; vectors have `dim` dimensions."""
     contexts: dict[bytes, int] = {}

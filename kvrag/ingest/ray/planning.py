@@ -21,7 +21,7 @@ from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
 from kvrag.ingest.pipeline import Rereader
 from kvrag.ingest.plan import Known, Plan, Planner, Sources
 from kvrag.ingest.ray.job import Job
-from kvrag.ingest.ray.packets import News, Packet, Part, pack, split
+from kvrag.ingest.ray.packets import News, Packet, Part, against_second, pack, split
 from kvrag.ingest.ray.reading import Listed, read_listed
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
@@ -92,9 +92,17 @@ class _Planning:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
         waiting = Packet()
         waiting_tokens = 0
-        for view, sources in self._inputs(rows, known):
+        of_dataset = KnownPart(known)
+        seen: set[str] = set()
+        for view, sources in self._inputs(rows, of_dataset):
             self._cutter.neutralised.clear()
+            if view is of_dataset:
+                # Packets do not tell what is unchanged before a document from what is after it.
+                for source in seen & sources.documents.keys():
+                    del sources.documents[source]
+                    waiting.news.failed.append((source, against_second(source)))
             plan, news = self._plan(view, sources)
+            seen |= {*plan.unchanged, *(planned.source for planned in plan.documents)}
             _extend(waiting.news, news)
             for part in self._parts(plan):
                 waiting.parts.append(part)
@@ -156,12 +164,12 @@ class _Planning:
             )
 
     def _inputs(
-        self, rows: list[dict[str, Any]], known: Mapping[str, str]
+        self, rows: list[dict[str, Any]], of_dataset: KnownPart
     ) -> Iterator[tuple[KnownPart, Sources]]:
-        """Yield what is planned together, and what is known of it."""
+        """Yield what is known and what is planned: a row, or a file. `of_dataset` is of rows."""
         for row in rows:
             if _GIVEN not in row:
-                yield KnownPart(known), self._sources(row, _name_of(row))
+                yield of_dataset, self._sources(row, _name_of(row))
                 continue
             told = json.loads(row[_GIVEN])
             if "listed" in told:
@@ -169,9 +177,9 @@ class _Planning:
                 reasons: list[str] = []
                 max_bytes = self.job.limits.max_file_bytes
                 for found, place in read_listed(listed, max_bytes, reasons.append):
-                    yield KnownPart(known), self._sources(found, place)
+                    yield of_dataset, self._sources(found, place)
                 failed = [FailedDocument(listed.path, reason) for reason in reasons]
-                yield KnownPart(known), Sources([], [], {}, failed)
+                yield of_dataset, Sources([], [], {}, failed)
             elif "document" in told:
                 given = told["document"]
                 outline = tuple(Mark(*mark) for mark in given["outline"])

@@ -29,6 +29,7 @@ from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
+from kvrag.ingest.report import IngestReport
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.runner import Run
 from kvrag.ingest.storage import Storage
@@ -222,6 +223,35 @@ def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
     assert "expected an object with its text" in packet.news.failed[0][1]
 
 
+@pytest.mark.parametrize("is_one_block", [True, False])
+def test_the_first_row_with_a_source_is_used(tmp_path: Path, is_one_block: bool) -> None:
+    first, second = ({"id": "x", "text": f"The {name}."} for name in ("first", "second"))
+    with tiny_index(tmp_path) as index:
+
+        def add(*rows: dict[str, Any]) -> IngestReport:
+            return index.add((), runner=lambda run: rows_here(run, list(rows), is_one_block))
+
+        def text() -> str:
+            (row,) = content(index)["chunks"]
+            return str(row[4])
+
+        report = add(second, first)
+        assert report.added == ("x",)
+        assert ["earlier row" in one.reason for one in report.failed] == [True]
+        assert text() == "The second."
+        for rows, kind, indexed in (
+            ((first, second), "changed", "The first."),
+            ((first, second), "unchanged", "The first."),
+            ((second, first), "changed", "The second."),
+        ):
+            report = add(*rows)
+            found = {name: getattr(report, name) for name in ("added", "changed", "unchanged")}
+            assert found == {**dict.fromkeys(found, ()), kind: ("x",)}
+            assert [one.source for one in report.failed] == ["x"]
+            assert report.failed[0].reason.endswith("give each row a different one")
+            assert text() == indexed
+
+
 def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
     with tiny_index(tmp_path) as index:
         config = index.config
@@ -264,6 +294,18 @@ def here(run: Run) -> Plan:
     rows += [document_row(catalog, one) for one in sources.documents.values()]
     job = replace(job_of(run.storage), dry_run=run.dry_run)
     Collector(run, plan, False).collect(computed(rows, job))
+    return plan
+
+
+def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
+    """Ingest the rows of a dataset of one or several blocks, in this process."""
+    plan = Plan()
+    job, known = job_of(run.storage), run.storage.catalog.digests()
+    blocks = [rows] if is_one_block else [[row] for row in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrag.ingest.ray.planning._Planning.digests", lambda *_: known)
+        packets = (packet for block in blocks for packet in computed(block, job))
+        Collector(run, plan, True).collect(packets)
     return plan
 
 
