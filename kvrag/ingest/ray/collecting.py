@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 
-from kvrag.chunk import Chunk
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.errors import StoreError
 from kvrag.ingest.committing import COMMIT_TOKENS, Committer, Computed
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.plan import Plan, PlannedDocument
@@ -118,7 +119,28 @@ class Collector:
                 own, more = (getattr(of, count.name) for of in (self._run.outcome, packet.outcome))
                 setattr(self._run.outcome, count.name, own + more)
             self.cpu_seconds += packet.cpu_seconds
+            if not self._run.dry_run:
+                self._check_stored(packet)
             yield from packet.parts
+
+    def _check_stored(self, packet: Packet) -> None:
+        """Raise StoreError if this machine does not find one record of a packet.
+
+        Its documents would have no KV: the machine that computed it has a store of its own, such as
+        a folder that is not mounted.
+        """
+        storage = self._run.storage
+        part = next((part for part in packet.parts if part.chunks and not part.reason), None)
+        if part is None:
+            return
+        # What was stored now, if anything was: the first chunk may be on all machines already.
+        key = ChunkKey(packet.stored) if packet.stored else storage.key_of(part.chunks[0])
+        if not storage.store.contains(key):
+            raise StoreError(
+                f"a worker stored KV for {part.planned.source}, and this machine does not find it "
+                f"in {storage.store.url}: that is not the same store on all machines; mount the "
+                "folder everywhere, or choose a store that they share (redis://, s3://)"
+            )
 
     def _note(self, part: Part) -> bool:
         """Note a document in the plan; return False if another one has its source."""

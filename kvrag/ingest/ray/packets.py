@@ -101,6 +101,8 @@ class Packet:
     ----------
     outcome
         What was computed for it.
+    stored
+        Name of KV that was stored for it, the last; "" if nothing was.
     cpu_seconds
         Processor time of the processes that handled it, all of their threads.
     """
@@ -108,6 +110,7 @@ class Packet:
     parts: list[Part] = field(default_factory=list)
     news: News = field(default_factory=News)
     outcome: Outcome = field(default_factory=Outcome)
+    stored: str = ""
     cpu_seconds: float = 0.0
 
     def chunks(self) -> Iterator[Chunk]:
@@ -165,6 +168,7 @@ def pack(packet: Packet, dim: int) -> pa.Table:
         "parts": heads,
         "news": asdict(packet.news),
         "outcome": asdict(packet.outcome),
+        "stored": packet.stored,
         "cpu_seconds": packet.cpu_seconds,
         "dim": dim,
     }
@@ -179,6 +183,7 @@ def unpack(table: pa.Table) -> Iterator[Packet]:
         packet = Packet(
             news=_news(head["news"]),
             outcome=Outcome(**head["outcome"]),
+            stored=head["stored"],
             cpu_seconds=head["cpu_seconds"],
         )
         rows = iter(row["chunks"])

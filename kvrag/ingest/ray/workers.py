@@ -115,6 +115,8 @@ class Encoder:
                     self._make_alone(key, chunk, maker, bad)
                 else:
                     maker.make(key, chunk, writer, bad)
+                if key not in bad:
+                    packet.stored = key.digest
         if name:
             self._end(name)
         for part in packet.parts:
