@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.committing import COMMIT_TOKENS
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.ray.packets import Packet
     from kvrag.ingest.ray.reading import Listed
 
-_FILES_A_TASK, _MOST_TASKS = 8, 4096
+_FILES_A_TASK, _BYTES_A_TASK, _MOST_TASKS = 8, 32 << 20, 4096
 # Fractions, so that a machine of two processors has room for every stage: parsing waits for its own
 # process, and an embedding is much smaller than the model. If they were equal, Ray would make one
 # stage of both.
@@ -74,10 +75,15 @@ def ingest(
     ClusterError
         When the cluster cannot be used, or gives up.
     ParameterError
-        When the index cannot be filled from other machines.
+        When `dataset` is none, or the index cannot be filled from other machines.
     KVRagError
         As `Index.add` does.
     """
+    if not hasattr(dataset, "map_batches"):
+        raise ParameterError(
+            f"dataset {shown(dataset)}: expected a dataset of Ray, such as "
+            "ray.data.read_parquet(...) gives"
+        )
     return index.add(
         (),
         dry_run=dry_run,
@@ -178,15 +184,14 @@ class RayRunner:
             return self._dataset
         if self._listed is not None:
             rows = [listed_row(one) for one in self._listed]
-            num_tasks = min(len(rows), _MOST_TASKS)
-            return ray.data.from_items(rows, override_num_blocks=max(1, num_tasks))
+            size_bytes = sum(one.size_bytes // one.num_parts for one in self._listed)
+            return _in_tasks(ray, rows, size_bytes)
         catalog, sources = run.storage.catalog, run.sources
         plan.failed += [FailedDocument(one.source, one.reason) for one in sources.failed]
         find_gone(catalog, sources, plan)
         rows = [file_row(catalog, path) for path in sources.files]
         rows += [document_row(catalog, one) for one in sources.documents.values()]
-        num_tasks = min(-(-len(rows) // _FILES_A_TASK), _MOST_TASKS)
-        return ray.data.from_items(rows, override_num_blocks=max(1, num_tasks))
+        return _in_tasks(ray, rows, 0)
 
     def _run(self, ray: Any, run: Run, plan: Plan, rows: Any) -> None:
         from kvrag.ingest.ray.collecting import Collector
@@ -304,6 +309,13 @@ class RayRunner:
             batch_tokens=options.batch_tokens,
             cpus=options.cpus,
         )
+
+
+def _in_tasks(ray: Any, rows: list[dict[str, str]], size_bytes: int) -> Any:
+    """Return a dataset of rows, in blocks of what one task reads; `size_bytes` is of all."""
+    wanted = max(1, -(-len(rows) // _FILES_A_TASK), size_bytes // _BYTES_A_TASK)
+    num_tasks = max(1, min(wanted, len(rows), _MOST_TASKS))
+    return ray.data.from_items(rows, override_num_blocks=num_tasks)
 
 
 def _packets(dataset: Any) -> Iterator[Packet]:

@@ -21,7 +21,7 @@ from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray import RayOptions
+from kvrag.ingest.ray import RayOptions, ingest
 from kvrag.ingest.ray.cluster import reason_of
 from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
@@ -287,6 +287,12 @@ def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) ->
 def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError):
         RayOptions(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "rows.parquet", [{"text": "A row."}]])
+def test_what_is_no_dataset_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with tiny_index(tmp_path) as index, pytest.raises(ParameterError, match="expected a dataset"):
+        ingest(wrong, index)
 
 
 def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
