@@ -270,7 +270,7 @@ def ingest(
             return {}
         return {"estimate": asked.estimate(runner, report)}
 
-    # A cluster that does not answer leaves no empty index behind.
+    # A cluster that does not answer leaves no empty index.
     with asked.connected():
         report = index_into(
             index,

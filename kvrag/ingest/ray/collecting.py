@@ -126,8 +126,8 @@ class Collector:
     def _check_stored(self, packet: Packet) -> None:
         """Raise StoreError if this machine does not find one record of a packet.
 
-        Its documents would have no KV: the machine that computed it has a store of its own, such as
-        a folder that is not mounted.
+        Its documents would have no KV: the machine that computed it has another store, such as a
+        folder that is not mounted.
         """
         storage = self._run.storage
         part = next((part for part in packet.parts if part.chunks and not part.reason), None)
