@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -81,12 +81,14 @@ def index_into(
     dry_run: bool,
     as_json: bool,
     first_records: bool = False,
+    more: Callable[[IngestReport], Mapping[str, Any]] = lambda _: {},
     **adding: Any,
 ) -> IngestReport:
     """Add documents to an index, which is created if it does not exist, and print the report.
 
-    `adding` are further arguments of `Index.add`. Raises ParameterError, before anything is
-    written, for a store that is unknown or ends with the command.
+    `more` returns what the JSON of a report holds in addition; `adding` are further arguments of
+    `Index.add`. Raises ParameterError, before anything is written, for a store that is unknown or
+    ends with the command.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
@@ -116,7 +118,7 @@ def index_into(
                 console.note(f"first places: {console.count(num_made, 'record')} stored")
             embedding = opened.embedding.described() if report.added or report.changed else ""
     if as_json:
-        console.print_json(report)
+        console.print_json({**console.plain(report), **more(report)})
     else:
         _print_report(report)
         if embedding:

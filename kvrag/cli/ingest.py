@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,10 @@ from kvrag.errors import ParameterError
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.settings import IndexSettings
+
+if TYPE_CHECKING:
+    from kvrag.ingest.ray.estimate import Estimate
+    from kvrag.ingest.report import IngestReport
 
 _LIMITS = ParseLimits()
 
@@ -150,7 +154,7 @@ def ingest(
             metavar="ADDRESS",
             help="Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on "
             "this machine), or local (a new one on this machine). PATH may then be a Parquet file, "
-            "and s3://, gs:// and others.",
+            "and a URL (s3://, gs://, abfss://, file://).",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -162,7 +166,7 @@ def ingest(
             help="Processes that compute KV on the cluster. Without MOST, as many as fit.",
             rich_help_panel=o.TUNING,
         ),
-    ] = "1",
+    ] = Asked.actors,
     ray_cpus: Annotated[
         float,
         typer.Option(
@@ -171,11 +175,11 @@ def ingest(
             help="Processors of each of them.",
             rich_help_panel=o.RESEARCH,
         ),
-    ] = 1.0,
+    ] = Asked.cpus,
     ray_gpus: Annotated[
         float,
         typer.Option(min=0.0, help="Graphics cards of each.", rich_help_panel=o.RESEARCH),
-    ] = 0.0,
+    ] = Asked.gpus,
     ray_memory: Annotated[
         str | None,
         typer.Option(
@@ -226,9 +230,20 @@ def ingest(
     from kvrag.ingest.profiles import read_profile
     from kvrag.ingest.ray.reading import is_for_ray
     from kvrag.models.control import check_control_tokens
+    from kvrag.store.registry import without_password
 
     # Check everything before an index is created.
-    is_read_by_ray = ray is not None and all(map(is_for_ray, paths))
+    loaders = check_loaders(_loaders(loader or []))
+    asked = Asked(ray, ray_actors, ray_cpus, ray_gpus, ray_memory, ray_rate, ray_price)
+    for_ray = [one for one in paths if is_for_ray(one) and Path(one).suffix.lower() not in loaders]
+    if ray is None:
+        asked.check_unused(for_ray)
+    elif for_ray and len(for_ray) < len(paths):
+        raise ParameterError(
+            "URLs and Parquet are read in one run, and files and folders in another: give "
+            f"{', '.join(map(without_password, for_ray))} alone"
+        )
+    is_read_by_ray = bool(for_ray)
     for path in paths:
         if not path.strip():
             # An empty path would mean the working directory, with everything in it.
@@ -236,7 +251,6 @@ def ingest(
         if not is_read_by_ray:
             resolve_path(path)
     limits = _limits(max_file_size, parse_seconds, parse_memory)
-    loaders = check_loaders(_loaders(loader or []))
     if loaders:
         with Parser(limits, loaders) as parser:
             parser.start()
@@ -248,33 +262,40 @@ def ingest(
     if context is not None:
         parse_context(context)
     settings = Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
-    asked = runner = None
-    if ray is not None:
-        asked = Asked(ray, ray_actors, ray_cpus, ray_gpus, ray_memory, ray_rate, ray_price)
-        suffixes = sorted({*sought_suffixes(), *loaders})
-        runner = asked.runner(paths if is_read_by_ray else [], suffixes, store)
-    report = index_into(
-        index,
-        [] if is_read_by_ray else paths,
-        settings,
-        model=model,
-        device=device,
-        store=store,
-        profile=None if profile is None else read_profile(profile),
-        dry_run=dry_run,
-        as_json=as_json,
-        first_records=first_records,
-        force=force,
-        limits=limits,
-        loaders=loaders,
-        runner=runner,
-    )
-    if asked is not None and runner is not None and dry_run and not as_json:
-        asked.print_estimate(runner, report)
+    suffixes = sorted({*sought_suffixes(), *loaders})
+    runner = None if ray is None else asked.runner(for_ray, suffixes, store)
+
+    def estimated(report: IngestReport) -> dict[str, Estimate]:
+        if runner is None or not dry_run:
+            return {}
+        return {"estimate": asked.estimate(runner, report)}
+
+    # A cluster that does not answer leaves no empty index.
+    with asked.connected():
+        report = index_into(
+            index,
+            [] if is_read_by_ray else paths,
+            settings,
+            model=model,
+            device=device,
+            store=store,
+            profile=None if profile is None else read_profile(profile),
+            dry_run=dry_run,
+            as_json=as_json,
+            first_records=first_records,
+            more=estimated,
+            force=force,
+            limits=limits,
+            loaders=loaders,
+            runner=runner,
+        )
+    if not as_json:
+        for found in estimated(report).values():
+            asked.print_estimate(found)
     if not (report.added or report.changed or report.unchanged or report.failed):
         console.note(
             "no file of a known type was found (hidden files are skipped); known types: "
-            + " ".join(sorted({*sought_suffixes(), *loaders}))
+            + " ".join(suffixes)
         )
     if plain := _code_read_as_plain_text([*report.added, *report.changed], loaders):
         console.note(

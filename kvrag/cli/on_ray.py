@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvrag.cli import console
 from kvrag.errors import ParameterError
+from kvrag.store.extras import require
 
 if TYPE_CHECKING:
     from kvrag.ingest.ray import RayOptions, RayRunner
+    from kvrag.ingest.ray.estimate import Estimate
     from kvrag.ingest.report import IngestReport
 
 
@@ -18,13 +21,41 @@ if TYPE_CHECKING:
 class Asked:
     """The options of `kvrag ingest` that concern Ray, as they were given."""
 
-    address: str
-    actors: str
-    cpus: float
-    gpus: float
-    memory: str | None
-    rate: float | None
-    price: float | None
+    address: str | None
+    actors: str = "1"
+    cpus: float = 1.0
+    gpus: float = 0.0
+    memory: str | None = None
+    rate: float | None = None
+    price: float | None = None
+
+    def check_unused(self, places: Sequence[str]) -> None:
+        """Raise ParameterError for options and places that need ``--ray``."""
+        from kvrag.store.registry import without_password
+
+        for option in fields(self):
+            if getattr(self, option.name) != option.default and option.name != "address":
+                before = "--" if option.name == "actors" else "--set "
+                raise ParameterError(
+                    f"{before}ray-{option.name} says what to use of a cluster: add --ray, or leave "
+                    "it out"
+                )
+        for place in places[:1]:
+            raise ParameterError(
+                f"{without_password(place)}: only tasks of Ray read it; add --ray (--ray local: on "
+                "this machine)"
+            )
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connect to the cluster, if one is asked for. Raises ClusterError."""
+        if self.address is None:
+            yield
+            return
+        from kvrag.ingest.ray.cluster import connected
+
+        with connected(self._options(None)):
+            yield
 
     def runner(
         self, places: Sequence[str], suffixes: Sequence[str], store: str | None
@@ -43,33 +74,34 @@ class Asked:
         Raises
         ------
         ParameterError
-            When an option has another form, or Ray is not installed.
+            When an option has another form, a place cannot be listed, or Ray is not installed.
         """
         from kvrag.ingest.ray import RayRunner
-        from kvrag.ingest.ray.reading import open_dataset
-        from kvrag.store.extras import require
+        from kvrag.ingest.ray.reading import list_places
 
         options = self._options(store)
         # Before an index is made.
         require("ray", "ray")
         require("pyarrow", "ray")
-        dataset = (lambda: open_dataset(places, suffixes)) if places else None
-        return RayRunner(options, dataset)
+        return RayRunner(options, listed=list_places(places, suffixes) if places else None)
 
-    def print_estimate(self, runner: RayRunner, report: IngestReport) -> None:
-        """Print what the ingestion of a dry run will take."""
+    def estimate(self, runner: RayRunner, report: IngestReport) -> Estimate:
+        """Return what the ingestion of a dry run will take."""
         from kvrag.ingest.ray.estimate import estimate
 
         assert runner.config is not None
-        num_actors = self._actors()[0]
-        found = estimate(
+        return estimate(
             report.num_tokens_computed,
             report.num_context_tokens,
             runner.config,
-            num_actors=num_actors,
+            num_actors=self._actors()[0],
             rate=self.rate,
             price_per_hour=self.price,
         )
+
+    def print_estimate(self, found: Estimate) -> None:
+        """Print what the ingestion of a dry run will take."""
+        num_actors = self._actors()[0]
         sizes = ", ".join(
             f"{name} {console.format_bytes(size)}" for name, size in found.size_bytes.items()
         )

@@ -44,7 +44,7 @@ class NoTextError(DocumentError):
     """The whole file or document was read and holds no text."""
 
 
-_TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
+TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
 # Encodings that pages declare, by their Python name, and the encoding to read them as, both
 # from https://encoding.spec.whatwg.org. Python has more codecs, some of which do not even
 # produce text.
@@ -161,10 +161,10 @@ def row_to_document(row: Any, source: str, place: str) -> Document:
     """
     if isinstance(row, str):
         row = {"text": row}
-    name = next((name for name in _TEXT_FIELDS if _is_text(row, name)), None)
+    name = next((name for name in TEXT_FIELDS if _is_text(row, name)), None)
     if name is None:
         raise DocumentError(
-            f"{place}: expected an object with its text under one of {', '.join(_TEXT_FIELDS)}"
+            f"{place}: expected an object with its text under one of {', '.join(TEXT_FIELDS)}"
         )
     others = {key: value for key, value in row.items() if key not in (name, "metadata")}
     metadata = row.get("metadata")

@@ -125,7 +125,7 @@ class _Run:
         self._started = time.perf_counter()
         self._outcome = Outcome()
         self._num_documents_done = 0
-        self._reread = _Rereader(work.parser, work.chunk)
+        self._reread = Rereader(work.parser, work.chunk)
         self._maker = RecordMaker(work.store, work.prefill, self._outcome)
         # The writer's thread uses it too.
         self._committer = Committer(work.catalog, plan)
@@ -221,7 +221,7 @@ class _Run:
         )
 
 
-class _Rereader:
+class Rereader:
     """Reads and splits documents again whose chunks were not kept; each file once."""
 
     def __init__(self, parser: Parser, chunk: Callable[[Document], list[Chunk]]) -> None:
@@ -232,6 +232,7 @@ class _Rereader:
         self._reason: str | None = None
 
     def __call__(self, planned: PlannedDocument) -> list[Chunk]:
+        """Return a document's chunks. Raises DocumentError, also if it has changed."""
         if planned.document is not None:
             return self._chunk(planned.document)
         assert planned.file is not None

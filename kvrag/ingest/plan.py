@@ -51,6 +51,8 @@ class PlannedDocument:
         The document, if the caller gave it as an object.
     chunks
         Its chunks, or None if there were too many to keep.
+    num_chunks, num_tokens
+        Number of its chunks, and of their tokens, whether they are kept or not.
     """
 
     source: str
@@ -60,6 +62,8 @@ class PlannedDocument:
     is_last_of_file: bool
     document: Document | None
     chunks: list[Chunk] | None
+    num_chunks: int
+    num_tokens: int
 
 
 @dataclass
@@ -359,6 +363,8 @@ class Planner:
             is_last_of_file=False,
             document=document if file is None else None,
             chunks=chunks if is_kept else None,
+            num_chunks=cost.num_chunks,
+            num_tokens=cost.num_tokens,
         )
         return planned, cost
 

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 import pytest
 
 from kvrag.ingest import code, loaders
+from kvrag.ingest.plan import Plan
+from kvrag.ingest.ray import RayRunner
+from kvrag.ingest.runner import Run as Computing
 from tests.cli.conftest import Run
 from tests.support.models import make_model, make_tokenizer
+from tests.support.servers import free_port
 
 
 @pytest.fixture
@@ -292,3 +297,54 @@ def test_code_without_its_grammar_is_noted_once(
     assert done.err.count("source code (.py .rs) was read as plain text; pip install") == 1
     again = run("ingest", *named, *common[1:])
     assert "plain text" not in again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--ray-actors", "2"), "--ray-actors says what to use of a cluster: add --ray"),
+        (("--set", "ray-rate=5"), "--set ray-rate says what to use of a cluster: add --ray"),
+        (("s3://bucket/docs",), "s3://bucket/docs: only tasks of Ray read it; add --ray"),
+        (("rows.parquet",), "rows.parquet: only tasks of Ray read it; add --ray"),
+        (("s3://bucket/docs", "--ray", "local"), "give s3://bucket/docs alone"),
+    ],
+)
+def test_what_needs_ray_says_so(
+    run: Run, common: tuple[object, ...], tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    done = run(*common, *arguments)
+    assert done.code == 1
+    assert expected in " ".join(done.err.split())
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_cluster_that_does_not_answer_leaves_no_index(
+    run: Run, common: tuple[object, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray.data", reason="kvrag[ray] is not installed")
+    done = run(*common, "--ray", f"127.0.0.1:{free_port()}")
+    assert done.code == 1
+    assert "cannot be used" in done.err
+    assert not (tmp_path / "index").exists()
+
+
+def test_the_json_of_a_dry_run_says_what_it_takes(
+    run: Run, common: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
+
+    class Here(RayRunner):
+        def __call__(self, computing: Computing) -> Plan:
+            self.config = computing.storage.config
+            computing.outcome.num_tokens_computed = 7200
+            return Plan(num_tokens_to_compute=7200)
+
+    monkeypatch.setattr("kvrag.ingest.ray.RayRunner", Here)
+    monkeypatch.setattr("kvrag.cli.on_ray.Asked.connected", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("kvrag.cli.on_ray.require", lambda *_: None)
+    rate = ("--set", "ray-rate=2", "--set", "ray-price=3")
+    done = run(*common, "--ray", "local", "--dry-run", "--json", *rate)
+    assert done.code == 0, done.err
+    found = done.json["estimate"]
+    assert (found["num_tokens"], found["hours"], found["price"]) == (7200, 1.0, 3.0)
+    assert found["size_bytes"]["raw"] > found["size_bytes"]["cachegen:1"] > 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 
-from kvrag.chunk import Chunk
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.errors import StoreError
 from kvrag.ingest.committing import COMMIT_TOKENS, Committer, Computed
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray.packets import News, Packet, Part
+from kvrag.ingest.ray.packets import News, Packet, Part, against_second
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import Change, ChunkRow, KeyOf
 from kvrag.ingest.runner import Run
@@ -17,7 +18,7 @@ from kvrag.ingest.runner import Run
 
 @dataclass
 class Assembled:
-    """A document whose chunks have all arrived; `parts` are in order."""
+    """A document whose parts have arrived, in order."""
 
     parts: list[Part] = field(default_factory=list)
 
@@ -25,6 +26,11 @@ class Assembled:
     def planned(self) -> PlannedDocument:
         """The document, without its text."""
         return self.parts[0].planned
+
+    @property
+    def num_missing(self) -> int:
+        """The number of its chunks that have not arrived."""
+        return self.planned.num_chunks - sum(len(part.chunks) for part in self.parts)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its chunks, in order."""
@@ -34,6 +40,8 @@ class Assembled:
     def computed(self, key_of: KeyOf) -> Computed:
         """Return what is written to the catalog, or the reason why nothing is."""
         reason = next((part.reason for part in self.parts if part.reason), "")
+        if not reason and self.num_missing:
+            reason = f"{self.num_missing} of its {self.planned.num_chunks} chunks did not arrive"
         if reason:
             return self.planned, reason
         return self.planned, [
@@ -44,15 +52,18 @@ class Assembled:
 
 
 def assemble(parts: Iterable[Part]) -> Iterator[Assembled]:
-    """Yield documents from their parts, which arrive in order."""
+    """Yield documents from their parts, which arrive in order; one may lack some (`computed`)."""
     whole = Assembled()
-    num_chunks = 0
     for part in parts:
-        whole.parts.append(part)
-        num_chunks += len(part.chunks)
-        if num_chunks == part.num_chunks:
+        if whole.parts and whole.planned.source != part.planned.source:
             yield whole
-            whole, num_chunks = Assembled(), 0
+            whole = Assembled()
+        whole.parts.append(part)
+        if not whole.num_missing or (part.reason and not part.chunks):
+            yield whole
+            whole = Assembled()
+    if whole.parts:
+        yield whole
 
 
 class Collector:
@@ -86,13 +97,15 @@ class Collector:
         parts = self._parts(packets)
         if self._run.dry_run:  # their chunks stay where they were counted
             for part in parts:
-                self._note(part)
+                if self._note(part) and part.reason:
+                    self._committer.fail(part.planned, f"{part.planned.source}: {part.reason}")
+            self._committer.list_failures()
             return
         for document in assemble(parts):
             if not self._note(document.parts[0]):
                 continue
             self._waiting.append(document)
-            num_tokens += document.parts[0].num_tokens
+            num_tokens += document.planned.num_tokens
             if num_tokens >= COMMIT_TOKENS:
                 self._commit()
                 num_tokens = 0
@@ -106,41 +119,61 @@ class Collector:
                 own, more = (getattr(of, count.name) for of in (self._run.outcome, packet.outcome))
                 setattr(self._run.outcome, count.name, own + more)
             self.cpu_seconds += packet.cpu_seconds
+            if not self._run.dry_run:
+                self._check_stored(packet)
             yield from packet.parts
+
+    def _check_stored(self, packet: Packet) -> None:
+        """Raise StoreError if this machine does not find one record of a packet.
+
+        Its documents would have no KV: the machine that computed it has another store, such as a
+        folder that is not mounted.
+        """
+        storage = self._run.storage
+        part = next((part for part in packet.parts if part.chunks and not part.reason), None)
+        if part is None:
+            return
+        # What was stored now, if anything was: the first chunk may be on all machines already.
+        key = ChunkKey(packet.stored) if packet.stored else storage.key_of(part.chunks[0])
+        if not storage.store.contains(key):
+            raise StoreError(
+                f"a worker stored KV for {part.planned.source}, and this machine does not find it "
+                f"in {storage.store.url}: that is not the same store on all machines; mount the "
+                "folder everywhere, or choose a store that they share (redis://, s3://)"
+            )
 
     def _note(self, part: Part) -> bool:
         """Note a document in the plan; return False if another one has its source."""
         plan, source = self._plan, part.planned.source
-        if self._sources is not None:
-            if source in self._sources:
-                plan.failed.append(
-                    FailedDocument(
-                        source,
-                        f"{source}: an earlier row has the same source and is used instead; give "
-                        "each row a different one",
-                    )
-                )
-                return False
-            self._sources.add(source)
+        if not self._is_first(source):
+            return False
         (plan.changed if part.is_known else plan.added).append(source)
-        plan.num_chunks += part.num_chunks
-        plan.num_tokens += part.num_tokens
+        plan.num_chunks += part.planned.num_chunks
+        plan.num_tokens += part.planned.num_tokens
         if part.control_strings:
             self._run.control_strings[source] = part.control_strings
         return True
 
+    def _is_first(self, source: str) -> bool:
+        """Return whether no row before had a source; note the row otherwise."""
+        if self._sources is None:
+            return True
+        is_first = source not in self._sources
+        self._sources.add(source)
+        if not is_first:
+            self._plan.failed.append(FailedDocument(source, against_second(source)))
+        return is_first
+
     def _take(self, news: News) -> None:
         plan, change = self._plan, self._change
         plan.removed += news.removed
-        plan.unchanged += news.unchanged
+        plan.unchanged += filter(self._is_first, news.unchanged)
         plan.failed += [FailedDocument(*one) for one in news.failed]
         plan.gone_files += news.gone_files
         plan.touched += news.touched
         change.remove += news.removed
         change.forget_files += news.gone_files
         change.put_files += news.touched
-        if self._sources is not None:
-            self._sources.update(news.unchanged)
         for key, (num_tokens, num_context_tokens) in news.missing.items():
             if key not in self._new_keys:
                 self._new_keys.add(key)

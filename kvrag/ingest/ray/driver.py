@@ -7,9 +7,10 @@ The stages are ``plan_rows`` (tasks: read, compare, cut), `Embedder` (actors) an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.committing import COMMIT_TOKENS
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from kvrag.ingest.limits import ParseLimits
     from kvrag.ingest.ray.job import Job
     from kvrag.ingest.ray.packets import Packet
+    from kvrag.ingest.ray.reading import Listed
 
-_FILES_A_TASK, _MOST_TASKS = 8, 4096
+_FILES_A_TASK, _BYTES_A_TASK, _MOST_TASKS = 8, 32 << 20, 4096
 # Fractions, so that a machine of two processors has room for every stage: parsing waits for its own
 # process, and an embedding is much smaller than the model. If they were equal, Ray would make one
 # stage of both.
 _PLAN_CPUS, _EMBED_CPUS = 0.25, 0.2
+_READ_CPUS = 1.0  # of a task that reads a user's dataset, unless it says otherwise
 
 
 def ingest(
@@ -72,10 +75,15 @@ def ingest(
     ClusterError
         When the cluster cannot be used, or gives up.
     ParameterError
-        When the index cannot be filled from other machines.
+        When `dataset` is none, or the index cannot be filled from other machines.
     KVRagError
         As `Index.add` does.
     """
+    if not hasattr(dataset, "map_batches"):
+        raise ParameterError(
+            f"dataset {shown(dataset)}: expected a dataset of Ray, such as "
+            "ray.data.read_parquet(...) gives"
+        )
     return index.add(
         (),
         dry_run=dry_run,
@@ -94,8 +102,9 @@ class RayRunner:
     options
         What to use of the cluster; None means the defaults.
     dataset
-        What to read instead of the given files and documents: a dataset of Ray, or a function that
-        returns one once the cluster is connected.
+        A dataset of Ray to read instead of the given files and documents.
+    listed
+        Files to read instead (`kvrag.ingest.ray.reading.list_places`).
 
     Attributes
     ----------
@@ -106,10 +115,15 @@ class RayRunner:
     """
 
     def __init__(
-        self, options: RayOptions | None = None, dataset: Any | Callable[[], Any] | None = None
+        self,
+        options: RayOptions | None = None,
+        dataset: Any = None,
+        listed: Sequence[Listed] | None = None,
     ) -> None:
         self._options = options or RayOptions()
         self._dataset = dataset
+        self._listed = listed
+        self._has_rows = dataset is not None or listed is not None
         self.cpu_seconds = 0.0
         self.config: IndexConfig | None = None
 
@@ -132,6 +146,7 @@ class RayRunner:
         check_lasting(storage.store)
         options = self._options
         needed = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
+        needed += 0.0 if self._dataset is None else _READ_CPUS
         found = ray.cluster_resources().get("CPU", 0.0)
         # Other clusters may grow.
         if options.address == "local" and not run.dry_run and needed > found:
@@ -155,26 +170,28 @@ class RayRunner:
                 "the index's model was built in memory, and other processes cannot load it: save "
                 "it to a folder, and make the index with that"
             )
-        if self._dataset is not None and config.context == CORPUS and not config.corpus_filler:
+        if self._has_rows and config.context == CORPUS and not config.corpus_filler:
             raise ParameterError(
-                "context corpus takes its text from the first files, and a dataset has none: "
-                "ingest some files first, or choose another context"
+                "context corpus takes its text from the first files or folders, and neither a "
+                "dataset nor a URL is one: ingest some files first, or choose another context"
             )
 
     def _rows(self, ray: Any, run: Run, plan: Plan) -> Any:
         """Return the dataset of what is read; notes in `plan` what needs no reading."""
-        from kvrag.ingest.ray.planning import document_row, file_row
+        from kvrag.ingest.ray.planning import document_row, file_row, listed_row
 
         if self._dataset is not None:
-            is_one = hasattr(self._dataset, "map_batches")
-            return self._dataset if is_one else self._dataset()
+            return self._dataset
+        if self._listed is not None:
+            rows = [listed_row(one) for one in self._listed]
+            size_bytes = sum(one.size_bytes // one.num_parts for one in self._listed)
+            return _in_tasks(ray, rows, size_bytes)
         catalog, sources = run.storage.catalog, run.sources
         plan.failed += [FailedDocument(one.source, one.reason) for one in sources.failed]
         find_gone(catalog, sources, plan)
         rows = [file_row(catalog, path) for path in sources.files]
         rows += [document_row(catalog, one) for one in sources.documents.values()]
-        num_tasks = min(-(-len(rows) // _FILES_A_TASK), _MOST_TASKS)
-        return ray.data.from_items(rows, override_num_blocks=max(1, num_tasks))
+        return _in_tasks(ray, rows, 0)
 
     def _run(self, ray: Any, run: Run, plan: Plan, rows: Any) -> None:
         from kvrag.ingest.ray.collecting import Collector
@@ -182,7 +199,7 @@ class RayRunner:
 
         # Rows that the driver makes say themselves what is known.
         known = None
-        if self._dataset is not None:
+        if self._has_rows:
             documents = run.storage.catalog.digests()
             known = ray.put(documents) if documents else None
 
@@ -202,7 +219,7 @@ class RayRunner:
         packets = planned(job)
         if not run.dry_run:
             packets = self._computed(ray, packets, job)
-        collector = Collector(run, plan, self._dataset is not None)
+        collector = Collector(run, plan, self._has_rows)
         collector.collect(_packets(packets))
         self.cpu_seconds = collector.cpu_seconds
 
@@ -257,7 +274,7 @@ class RayRunner:
             parts = (part for packet in packets() for part in packet.parts)
             for document in assemble(parts):
                 window += list(document.chunks())
-                num_tokens += document.parts[0].num_tokens
+                num_tokens += document.planned.num_tokens
                 if num_tokens >= COMMIT_TOKENS:
                     missing = _missing(run, window)
                     window, num_tokens = [], 0
@@ -292,6 +309,13 @@ class RayRunner:
             batch_tokens=options.batch_tokens,
             cpus=options.cpus,
         )
+
+
+def _in_tasks(ray: Any, rows: list[dict[str, str]], size_bytes: int) -> Any:
+    """Return a dataset of rows, in blocks of what one task reads; `size_bytes` is of all."""
+    wanted = max(1, -(-len(rows) // _FILES_A_TASK), size_bytes // _BYTES_A_TASK)
+    num_tasks = max(1, min(wanted, len(rows), _MOST_TASKS))
+    return ray.data.from_items(rows, override_num_blocks=num_tasks)
 
 
 def _packets(dataset: Any) -> Iterator[Packet]:

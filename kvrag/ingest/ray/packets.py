@@ -55,8 +55,6 @@ class Part:
     ----------
     planned
         The document, without its text.
-    num_chunks, num_tokens
-        Number of chunks of the whole document, and of their tokens.
     is_known
         Whether an older version is indexed.
     control_strings
@@ -70,8 +68,6 @@ class Part:
     """
 
     planned: PlannedDocument
-    num_chunks: int
-    num_tokens: int
     is_known: bool
     control_strings: int
     chunks: list[Chunk]
@@ -105,6 +101,8 @@ class Packet:
     ----------
     outcome
         What was computed for it.
+    stored
+        Name of KV that was stored for it, the last; "" if nothing was.
     cpu_seconds
         Processor time of the processes that handled it, all of their threads.
     """
@@ -112,12 +110,21 @@ class Packet:
     parts: list[Part] = field(default_factory=list)
     news: News = field(default_factory=News)
     outcome: Outcome = field(default_factory=Outcome)
+    stored: str = ""
     cpu_seconds: float = 0.0
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the chunks of all parts."""
         for part in self.parts:
             yield from part.chunks
+
+
+def against_second(source: str) -> str:
+    """Return the reason against a row whose source an earlier one has."""
+    return (
+        f"{source}: an earlier row has the same source and is used instead; give each row a "
+        "different one"
+    )
 
 
 def pack(packet: Packet, dim: int) -> pa.Table:
@@ -134,8 +141,8 @@ def pack(packet: Packet, dim: int) -> pa.Table:
                 "metadata": planned.metadata,
                 "file": None if planned.file is None else asdict(planned.file),
                 "is_last_of_file": planned.is_last_of_file,
-                "num_chunks": part.num_chunks,
-                "num_tokens": part.num_tokens,
+                "num_chunks": planned.num_chunks,
+                "num_tokens": planned.num_tokens,
                 "is_known": part.is_known,
                 "control_strings": part.control_strings,
                 "reason": part.reason,
@@ -161,6 +168,7 @@ def pack(packet: Packet, dim: int) -> pa.Table:
         "parts": heads,
         "news": asdict(packet.news),
         "outcome": asdict(packet.outcome),
+        "stored": packet.stored,
         "cpu_seconds": packet.cpu_seconds,
         "dim": dim,
     }
@@ -175,6 +183,7 @@ def unpack(table: pa.Table) -> Iterator[Packet]:
         packet = Packet(
             news=_news(head["news"]),
             outcome=Outcome(**head["outcome"]),
+            stored=head["stored"],
             cpu_seconds=head["cpu_seconds"],
         )
         rows = iter(row["chunks"])
@@ -195,9 +204,10 @@ def _part(
         is_last_of_file=head["is_last_of_file"],
         document=None,
         chunks=None,
+        num_chunks=head["num_chunks"],
+        num_tokens=head["num_tokens"],
     )
-    counts = (head["num_chunks"], head["num_tokens"])
-    part = Part(planned, *counts, head["is_known"], head["control_strings"], [])
+    part = Part(planned, head["is_known"], head["control_strings"], [])
     part.reason = head["reason"]
     for row in (next(rows) for _ in range(head["num_here"])):
         part.chunks.append(

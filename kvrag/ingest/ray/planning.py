@@ -17,10 +17,12 @@ import pyarrow as pa
 from kvrag.chunk import Chunk, Document, Mark
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.failures import document_failures
-from kvrag.ingest.loaders import row_to_document, to_document
+from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
+from kvrag.ingest.pipeline import Rereader
 from kvrag.ingest.plan import Known, Plan, Planner, Sources
 from kvrag.ingest.ray.job import Job
-from kvrag.ingest.ray.packets import News, Packet, Part, pack, split
+from kvrag.ingest.ray.packets import News, Packet, Part, against_second, pack, split
+from kvrag.ingest.ray.reading import Listed, read_listed
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
 
@@ -90,16 +92,24 @@ class _Planning:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
         waiting = Packet()
         waiting_tokens = 0
-        for row in rows:
+        of_dataset = KnownPart(known)
+        seen: set[str] = set()
+        for view, sources in self._inputs(rows, of_dataset):
             self._cutter.neutralised.clear()
-            news, parts = self._plan(row, known)
+            if view is of_dataset:
+                # Packets do not tell what is unchanged before a document from what is after it.
+                for source in seen & sources.documents.keys():
+                    del sources.documents[source]
+                    waiting.news.failed.append((source, against_second(source)))
+            plan, news = self._plan(view, sources)
+            seen |= {*plan.unchanged, *(planned.source for planned in plan.documents)}
             _extend(waiting.news, news)
-            for part in parts:
+            for part in self._parts(plan):
                 waiting.parts.append(part)
                 waiting_tokens += sum(len(chunk.token_ids) for chunk in part.chunks)
-            if waiting_tokens >= self.job.batch_tokens:
-                yield from self._full(waiting)
-                waiting, waiting_tokens = Packet(), 0
+                if waiting_tokens >= self.job.batch_tokens:
+                    yield from self._full(waiting)
+                    waiting, waiting_tokens = Packet(), 0
         yield from self._full(waiting)
 
     def _full(self, packet: Packet) -> Iterator[Packet]:
@@ -107,7 +117,7 @@ class _Planning:
         yield Packet(groups[0], packet.news)
         yield from (Packet(parts) for parts in groups[1:])
 
-    def _plan(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[News, list[Part]]:
+    def _plan(self, view: KnownPart, sources: Sources) -> tuple[Plan, News]:
         missing: dict[str, tuple[int, int]] = {}
 
         def missing_key(chunk: Chunk) -> str | None:
@@ -119,59 +129,87 @@ class _Planning:
             missing[key.digest] = len(chunk.token_ids), len(chunk.contexts[0])
             return key.digest
 
-        view, sources = self._sources(row, known)
         planner = Planner(
             view,
             self._parser,
-            lambda document: self._cutter.cut(document, self.job.config),
+            self._cut,
             missing_key,
             lambda _: None,
             self.job.force,
         )
         plan = planner.run(sources)
-        parts = [
-            Part(
-                planned=planned,
-                num_chunks=len(planned.chunks or ()),
-                num_tokens=sum(len(chunk.token_ids) for chunk in planned.chunks or ()),
-                is_known=planned.source in plan.changed,
-                control_strings=self._cutter.neutralised.get(planned.source, 0),
-                chunks=[] if self.job.dry_run else planned.chunks or [],
-            )
-            for planned in plan.documents
-        ]
-        return _news_of(plan, missing), parts
+        return plan, _news_of(plan, missing)
 
-    def _sources(self, row: dict[str, Any], known: Mapping[str, str]) -> tuple[KnownPart, Sources]:
-        if _GIVEN in row:
+    def _cut(self, document: Document) -> list[Chunk]:
+        return self._cutter.cut(document, self.job.config)
+
+    def _parts(self, plan: Plan) -> Iterator[Part]:
+        """Yield the documents of a plan; those whose chunks it has not kept are cut once more."""
+        reread = Rereader(self._parser, self._cut)
+        changed = set(plan.changed)
+        for planned in plan.documents:
+            chunks, planned.chunks = planned.chunks, None
+            reasons: list[str] = []
+            if self.job.dry_run:
+                chunks = []
+            elif chunks is None:
+                with document_failures(reasons.append):
+                    chunks = reread(planned)
+            yield Part(
+                planned=planned,
+                is_known=planned.source in changed,
+                control_strings=self._cutter.neutralised.get(planned.source, 0),
+                chunks=chunks or [],
+                reason="".join(reasons).removeprefix(f"{planned.source}: "),
+            )
+
+    def _inputs(
+        self, rows: list[dict[str, Any]], of_dataset: KnownPart
+    ) -> Iterator[tuple[KnownPart, Sources]]:
+        """Yield what is known and what is planned: a row, or a file. `of_dataset` is of rows."""
+        for row in rows:
+            if _GIVEN not in row:
+                yield of_dataset, self._sources(row, _name_of(row))
+                continue
             told = json.loads(row[_GIVEN])
-            if "document" in told:
+            if "listed" in told:
+                listed = Listed(**told["listed"])
+                reasons: list[str] = []
+                max_bytes = self.job.limits.max_file_bytes
+                for found, place in read_listed(listed, max_bytes, reasons.append):
+                    yield of_dataset, self._sources(found, place)
+                failed = [FailedDocument(listed.path, reason) for reason in reasons]
+                yield of_dataset, Sources([], [], {}, failed)
+            elif "document" in told:
                 given = told["document"]
                 outline = tuple(Mark(*mark) for mark in given["outline"])
                 document = Document(**{**given, "outline": outline})
                 sources = Sources([], [], {document.source: document}, [])
-                return KnownPart(told["digests"]), sources
-            state = None if told["state"] is None else FileState(**told["state"])
-            view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
-            return view, Sources([told["path"]], [], {}, [])
+                yield KnownPart(told["digests"]), sources
+            else:
+                state = None if told["state"] is None else FileState(**told["state"])
+                view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
+                yield view, Sources([told["path"]], [], {}, [])
+
+    def _sources(self, row: dict[str, Any], place: str) -> Sources:
+        """Return the documents of a row; `place` says in messages where it is."""
         documents: dict[str, Document] = {}
         failed: list[FailedDocument] = []
-        name = str(row.get("source") or row.get("path") or row.get("id") or "a row")
+        source = next((str(row[key]) for key in ("source", "id") if row.get(key) is not None), "")
+        name = source or place
         with document_failures(lambda reason: failed.append(FailedDocument(name, reason))):
-            for document in self._documents(row):
+            for document in self._documents(row, source, place):
                 documents[document.source] = document
-        return KnownPart(known), Sources([], [], documents, failed)
+        return Sources([], [], documents, failed)
 
-    def _documents(self, row: dict[str, Any]) -> list[Document]:
+    def _documents(self, row: dict[str, Any], source: str, place: str) -> list[Document]:
         content, path = row.get("bytes"), row.get("path")
-        if isinstance(content, bytes) and isinstance(path, str):
+        # A text beside them makes the row a document, such as one of Parquet.
+        has_text = any(isinstance(row.get(name), str) for name in TEXT_FIELDS)
+        if isinstance(content, bytes) and isinstance(path, str) and not has_text:
             return self._parser.parse(path, content)
         given = {key: value for key, value in row.items() if key != "source"}
-        source = row.get("source")
-        if source is None:
-            source = row.get("id")
-        found = row_to_document(given, "" if source is None else str(source), str(path or "row"))
-        return [to_document(found)]
+        return [to_document(row_to_document(given, source, place))]
 
 
 def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table]:
@@ -210,6 +248,17 @@ def document_row(catalog: Known, document: Document) -> dict[str, str]:
     """Return the row of one document, and what the catalog knows of it."""
     told = {"document": asdict(document), "digests": _digests(catalog, document.source)}
     return {_GIVEN: json.dumps(told, default=str)}
+
+
+def listed_row(listed: Listed) -> dict[str, str]:
+    """Return the row of one file that a task reads from its place."""
+    return {_GIVEN: json.dumps({"listed": asdict(listed)})}
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    """Return where a row of a dataset is, as far as it says so."""
+    path = row.get("path")
+    return path if isinstance(path, str) else f"a row with the columns {', '.join(row) or '(none)'}"
 
 
 def _digests(catalog: Known, source: str) -> dict[str, str]:

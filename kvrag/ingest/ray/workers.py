@@ -43,6 +43,8 @@ class Embedder:
         started = time.process_time()
         vectors, bad = embed_chunks(self._embedding, packet.chunks())
         for part in packet.parts:
+            if part.reason:
+                continue
             keys: dict[str, list[ChunkKey]] = {chunk.chunk_id: [] for chunk in part.chunks}
             part.reason = reason_against(part.chunks, keys, {}, bad) or ""
             if not part.reason:
@@ -113,6 +115,8 @@ class Encoder:
                     self._make_alone(key, chunk, maker, bad)
                 else:
                     maker.make(key, chunk, writer, bad)
+                if key not in bad:
+                    packet.stored = key.digest
         if name:
             self._end(name)
         for part in packet.parts:

@@ -168,6 +168,11 @@ def test_an_index_that_a_cluster_cannot_fill_is_refused(
     ):
         index.add((), runner=RayRunner(RayOptions("local", min_actors=8)))
     with (
+        make(tmp_path / "dataset", embedding="hashing") as index,
+        pytest.raises(ParameterError, match=r"take 2\.45 processors, and this machine has 2"),
+    ):
+        index.add((), runner=RayRunner(RayOptions("local"), dataset=object()))
+    with (
         make(tmp_path / "index", model=model, embedding="hashing") as index,
         pytest.raises(ParameterError, match="built in memory"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,22 +15,25 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
-from kvrag.chunk import Chunk, Document
-from kvrag.errors import ParameterError
+from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.plan import PlannedDocument
-from kvrag.ingest.ray import RayOptions
+from kvrag.ingest.plan import Plan, PlannedDocument
+from kvrag.ingest.ray import RayOptions, ingest
 from kvrag.ingest.ray.cluster import reason_of
-from kvrag.ingest.ray.collecting import assemble
+from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
-from kvrag.ingest.ray.reading import is_for_ray
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
+from kvrag.ingest.report import IngestReport
 from kvrag.ingest.rows import FileState
+from kvrag.ingest.runner import Run
+from kvrag.ingest.storage import Storage
+from tests.ingest.ray.conftest import content
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +60,9 @@ def part(name: str, lengths: list[int], **fields: Any) -> Part:
         )
         for number, length in enumerate(lengths)
     ]
-    planned = PlannedDocument(name, "e" * 40, {"n": 1}, STATE, True, None, None)
-    return Part(planned, len(chunks), sum(lengths), True, 2, chunks, **fields)
+    counts = (len(chunks), sum(lengths))
+    planned = PlannedDocument(name, "e" * 40, {"n": 1}, STATE, True, None, None, *counts)
+    return Part(planned, True, 2, chunks, **fields)
 
 
 def test_a_packet_arrives_as_it_was_sent() -> None:
@@ -66,6 +71,7 @@ def test_a_packet_arrives_as_it_was_sent() -> None:
         [part("a", [3, 5], vectors=vectors), part("b", [2], reason="it is bad")],
         News(["gone"], ["same"], [("c", "why")], ["/gone"], [STATE], {"k": (3, 4)}),
         Outcome(1, 2, 3, 4, 5.0, 6.0),
+        "f" * 40,
         1.5,
     )
     (found,) = unpack(pack(sent, 4))
@@ -74,11 +80,7 @@ def test_a_packet_arrives_as_it_was_sent() -> None:
         np.testing.assert_array_equal(came, went)
     blank = [replace(one, vectors=[]) for one in sent.parts]
     assert [replace(one, vectors=[]) for one in found.parts] == blank
-    assert (found.news, found.outcome, found.cpu_seconds) == (
-        sent.news,
-        sent.outcome,
-        sent.cpu_seconds,
-    )
+    assert replace(found, parts=[]) == replace(sent, parts=[])
 
 
 def test_parts_are_grouped_by_tokens_and_long_ones_cut() -> None:
@@ -92,6 +94,54 @@ def test_parts_are_grouped_by_tokens_and_long_ones_cut() -> None:
     whole = list(assemble(one for group in groups for one in group))
     assert [one.planned.source for one in whole] == ["a", "b", "c"]
     assert [list(one.chunks()) for one in whole] == [one.chunks for one in parts]
+
+
+def test_a_document_without_all_its_chunks_is_refused() -> None:
+    first, second = part("a", [10, 10, 10]), part("b", [5])
+    lost, last = replace(first, chunks=first.chunks[:2]), replace(first, chunks=[])
+    found = list(assemble([lost, second, part("c", []), last]))
+    assert [one.planned.source for one in found] == ["a", "b", "c", "a"]
+    reasons = [one.computed(lambda _: ChunkKey("0" * 40))[1] for one in (found[0], found[3])]
+    assert reasons == ["1 of its 3 chunks did not arrive", "3 of its 3 chunks did not arrive"]
+    assert [one.num_missing for one in found[1:3]] == [0, 0]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_chunks_that_planning_has_no_room_for_are_cut_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "long.txt").write_text("The keeper of the light wrote a book about ships. " * 100)
+    rows = [{"text": f"Row {number} is about ships."} for number in range(30)]
+    (docs / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = [docs, Document("object", "An old clock. " * 50)]
+    with tiny_index(tmp_path / "one") as one, tiny_index(tmp_path / "many") as many:
+        expected = one.add(given, dry_run=dry_run)
+        monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 200)
+        found = many.add(given, dry_run=dry_run, runner=here)
+        for name in ("added", "failed", "num_chunks", "num_tokens", "num_records"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert len(found.added) == 32
+        assert content(many) == content(one)
+        assert bool(content(one)["chunks"]) is not dry_run
+
+
+def test_a_file_that_changes_while_it_is_planned_is_left_out_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("The old clock of Varn.")
+    with tiny_index(tmp_path) as index:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
+            patch.setattr("kvrag.ingest.pipeline.read_file", lambda *_: b"The new clock.")
+            report = index.add(file, runner=here)
+        assert [one.source for one in report.failed] == [str(file)]
+        assert "changed while it was being ingested" in report.failed[0].reason
+        assert not report.added
+        assert not content(index)["files"]
+        assert index.add(file, runner=here).added == (str(file),)
 
 
 def test_a_chunk_that_ends_its_process_several_times_is_refused(
@@ -151,18 +201,71 @@ def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
 
 def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
     rows = [
-        {"text": "One.", "source": "s", "year": 2020, "path": None, "bytes": None},
-        {"text": None, "source": "bad", "year": None, "path": None, "bytes": None},
-        {"text": None, "source": None, "year": None, "path": "s3://b/x.md", "bytes": b"# Two"},
-        {"text": None, "source": None, "year": None, "path": "s3://b/x.zip", "bytes": b"?"},
+        {"text": "One.", "source": "s", "year": 2020},
+        {"source": "bad"},
+        {"path": "s3://b/x.md", "bytes": b"# Two"},
+        {"path": "s3://b/x.zip", "bytes": b"?"},
+        {"path": "/rows.parquet", "bytes": b"?", "text": "Two.", "id": "has text"},
+        {"year": 2021},
     ]
+    names = ("text", "source", "path", "bytes", "year", "id")
     with tiny_index(tmp_path) as index:
-        (made,) = plan_rows(table(rows), job_of(index))
+        blank = dict.fromkeys(names)
+        (made,) = plan_rows(table([{**blank, **row} for row in rows]), job_of(index))
         (packet,) = unpack(made)
-    assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md"]
+    assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md", "has text"]
     assert packet.parts[0].planned.metadata["year"] == 2020
-    assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip"]
+    nameless = f"a row with the columns {', '.join(names)}"
+    assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip", nameless]
     assert "expected an object with its text" in packet.news.failed[0][1]
+
+
+@pytest.mark.parametrize("is_one_block", [True, False])
+def test_the_first_row_with_a_source_is_used(tmp_path: Path, is_one_block: bool) -> None:
+    first, second = ({"id": "x", "text": f"The {name}."} for name in ("first", "second"))
+    with tiny_index(tmp_path) as index:
+
+        def add(*rows: dict[str, Any]) -> IngestReport:
+            return index.add((), runner=lambda run: rows_here(run, list(rows), is_one_block))
+
+        def text() -> str:
+            (row,) = content(index)["chunks"]
+            return str(row[4])
+
+        report = add(second, first)
+        assert report.added == ("x",)
+        assert ["earlier row" in one.reason for one in report.failed] == [True]
+        assert text() == "The second."
+        for rows, kind, indexed in (
+            ((first, second), "changed", "The first."),
+            ((first, second), "unchanged", "The first."),
+            ((second, first), "changed", "The second."),
+        ):
+            report = add(*rows)
+            found = {name: getattr(report, name) for name in ("added", "changed", "unchanged")}
+            assert found == {**dict.fromkeys(found, ()), kind: ("x",)}
+            assert [one.source for one in report.failed] == ["x"]
+            assert report.failed[0].reason.endswith("give each row a different one")
+            assert text() == indexed
+
+
+def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> None:
+    def elsewhere(run: Run) -> Plan:
+        plan = Plan()
+        rows = [document_row(run.storage.catalog, one) for one in run.sources.documents.values()]
+        job = replace(job_of(run.storage), store=f"file:{tmp_path / 'elsewhere'}")
+        Collector(run, plan, False).collect(computed(rows, job))
+        return plan
+
+    head = "The same words begin both documents. " * 20
+    with tiny_index(tmp_path) as index:
+        index.add(Document("a", head))
+        before = content(index)["chunks"]
+        # The last time, the worker finds there what it stored before.
+        for text in (f"{head} An old clock.", "Other words.", "Other words."):
+            with pytest.raises(StoreError, match=r"KV for d, and .* not the same store on all"):
+                index.add(Document("d", text), runner=elsewhere)
+        assert content(index)["chunks"] == before
 
 
 def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
@@ -186,10 +289,10 @@ def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
         RayOptions(**wrong)
 
 
-def test_ray_reads_urls_and_parquet_only() -> None:
-    assert is_for_ray("s3://bucket/docs")
-    assert is_for_ray("rows.PARQUET")
-    assert not is_for_ray("docs/rows.jsonl")
+@pytest.mark.parametrize("wrong", [None, "rows.parquet", [{"text": "A row."}]])
+def test_what_is_no_dataset_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with tiny_index(tmp_path) as index, pytest.raises(ParameterError, match="expected a dataset"):
+        ingest(wrong, index)
 
 
 def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
@@ -201,10 +304,43 @@ def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
 
 
 def tiny_index(folder: Path) -> Index:
-    return Index.create(folder / "index", model="kvrag-tiny", embedding="hashing", chunk_tokens=64)
+    settings: Any = {"embedding": "hashing", "chunk_tokens": 64, "codec": "raw"}
+    return Index.create(folder / "index", model="kvrag-tiny", **settings)
 
 
-def job_of(index: Index) -> Job:
+def here(run: Run) -> Plan:
+    """Carry out an ingestion as `RayRunner` does, but in this process."""
+    plan = Plan()
+    catalog, sources = run.storage.catalog, run.sources
+    rows = [file_row(catalog, path) for path in sources.files]
+    rows += [document_row(catalog, one) for one in sources.documents.values()]
+    job = replace(job_of(run.storage), dry_run=run.dry_run)
+    Collector(run, plan, False).collect(computed(rows, job))
+    return plan
+
+
+def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
+    """Ingest the rows of a dataset of one or several blocks, in this process."""
+    plan = Plan()
+    job, known = job_of(run.storage), run.storage.catalog.digests()
+    blocks = [rows] if is_one_block else [[row] for row in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrag.ingest.ray.planning._Planning.digests", lambda *_: known)
+        packets = (packet for block in blocks for packet in computed(block, job))
+        Collector(run, plan, True).collect(packets)
+    return plan
+
+
+def computed(rows: list[dict[str, Any]], job: Job) -> Iterator[Packet]:
+    """Yield the packets of some rows, with their vectors, and with their KV stored."""
+    for packet in plan_rows(table(rows), job):
+        if not job.dry_run:
+            attempts = Attempts()
+            packet = Encoder(job, attempts.begin, attempts.end)(Embedder(job)(packet))
+        yield from unpack(packet)
+
+
+def job_of(index: Index | Storage) -> Job:
     return Job(
         folder=str(index.path),
         config=index.config,

@@ -1,0 +1,169 @@
+"""Tasks read buckets and Parquet; a damaged file costs itself and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvrag.errors import ParameterError
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.ray.packets import Packet, unpack
+from kvrag.ingest.ray.planning import forget, listed_row, plan_rows
+from kvrag.ingest.ray.reading import is_for_ray, list_places
+from tests.ingest.ray.test_parts import job_of, table, tiny_index
+from tests.support.servers import S3Server
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Tasks keep a parser for the next one, which here is another test."""
+    yield
+    forget()
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]], group: int = 1000) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=group)
+    return path
+
+
+def planned(folder: Path, *places: Path | str, max_bytes: int = 1 << 20) -> Packet:
+    """Return what tasks find at some places."""
+    with tiny_index(folder) as index:
+        job = replace(job_of(index), limits=ParseLimits(max_file_bytes=max_bytes))
+        rows = [listed_row(one) for one in list_places([*map(str, places)], [".md", ".jsonl"])]
+        whole = Packet()
+        for made in plan_rows(table(rows), job):
+            for packet in unpack(made):
+                whole.parts += packet.parts
+                whole.news.failed += packet.news.failed
+    return whole
+
+
+def names(packet: Packet) -> list[str]:
+    return [one.planned.source for one in packet.parts]
+
+
+def test_urls_and_parquet_are_read_by_tasks() -> None:
+    assert is_for_ray("s3://bucket/docs")
+    assert is_for_ray("rows.PARQUET")
+    assert not is_for_ray("docs/rows.jsonl")
+
+
+def test_a_damaged_file_is_one_failure(tmp_path: Path) -> None:
+    files = [
+        write_rows(tmp_path / f"{n}.parquet", [{"text": f"Text {n}.", "id": f"r{n}"}])
+        for n in range(4)
+    ]
+    content = files[2].read_bytes()
+    files[2].write_bytes(content[:-30])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "Row."}\n{"text": broken\n')
+    found = planned(tmp_path, *files, f"file://{broken}")
+    assert names(found) == ["r0", "r1", "r3"]
+    (footer, line) = found.news.failed
+    assert footer[0] == str(files[2])
+    assert "2.parquet: cannot be read (" in footer[1]
+    assert line[0] == str(broken)
+    assert "broken.jsonl, line 2: not JSON" in line[1]
+
+
+def test_of_parquet_that_is_damaged_inside_the_rows_before_are_read(tmp_path: Path) -> None:
+    rows = [{"text": f"Text {n}.", "id": f"r{n}"} for n in range(6)]
+    file = write_rows(tmp_path / "rows.parquet", rows, group=2)
+    begin = pq.ParquetFile(file).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(file.read_bytes())
+    content[begin : begin + 8] = b"\xff" * 8
+    file.write_bytes(content)
+    found = planned(tmp_path, file)
+    assert names(found) == ["r0", "r1"]
+    ((source, reason),) = found.news.failed
+    assert source == str(file)
+    assert "rows.parquet, row 2: cannot be read after this row" in reason
+
+
+def test_a_long_parquet_file_is_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"Text {n}.", "id": f"r{n}"} for n in range(7)]
+    rows[5]["text"] = None
+    file = write_rows(tmp_path / "rows.parquet", rows, group=2)
+    monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", file.stat().st_size // 2)
+    assert len(list_places([str(file)], [])) == 3
+    found = planned(tmp_path, file)
+    assert names(found) == [f"r{n}" for n in range(7) if n != 5]
+    assert "rows.parquet, row 6: expected an object with its text" in found.news.failed[0][1]
+
+
+def test_what_holds_no_row_or_too_much_says_so(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    write_rows(tmp_path / "wrong.parquet", [{"words": "a"}])
+    (tmp_path / "big.md").write_text("x" * 5000)
+    found = planned(tmp_path, f"file://{tmp_path}", max_bytes=4000)
+    reasons = [reason for _, reason in found.news.failed]
+    assert names(found) == []
+    for reason, wanted in zip(
+        reasons,
+        (
+            "big.md: has 5,000 bytes",
+            "none.parquet: holds no rows",
+            "wrong.parquet, row 1: expected",
+        ),
+        strict=True,
+    ):
+        assert wanted in reason
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted"),
+    [
+        ("az://container/docs", "abfss://CONTAINER@ACCOUNT"),
+        ("foo://bucket/docs", "foo:// cannot be read"),
+        ("file:///nowhere/at/all", "no such file"),
+        ("nowhere.parquet", "no such file"),
+    ],
+)
+def test_places_that_cannot_be_listed_are_refused_by_name(place: str, wanted: str) -> None:
+    with pytest.raises(ParameterError, match=f"{place}.*{wanted}"):
+        list_places([place], [".md"])
+
+
+def test_a_bucket_is_listed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    rows = write_rows(tmp_path / "rows.parquet", [{"text": "A row.", "id": "r"}])
+    lines = "\n".join(json.dumps({"text": f"Line {n}."}) for n in range(2))
+    server = S3Server(tmp_path)
+    try:
+        query = f"?endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1"
+        files, _ = pa.fs.FileSystem.from_uri(f"s3://bucket/{query}&allow_bucket_creation=true")
+        files.create_dir("bucket")
+        for name, content in {
+            "docs/a.md": b"# A page",
+            "docs/b/lines.jsonl": lines.encode(),
+            "docs/b/rows.parquet": rows.read_bytes(),
+            "docs/image.png": b"?",
+            "docs/.hidden/x.md": b"Hidden.",
+            "other/x.md": b"Elsewhere.",
+        }.items():
+            with files.open_output_stream(f"bucket/{name}") as stream:
+                stream.write(content)
+        found = planned(tmp_path, f"s3://bucket/docs{query}")
+    finally:
+        server.kill()
+    assert found.news.failed == []
+    assert names(found) == [
+        "bucket/docs/a.md",
+        "bucket/docs/b/lines.jsonl#1",
+        "bucket/docs/b/lines.jsonl#2",
+        "r",
+    ]
