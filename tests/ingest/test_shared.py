@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvrag.errors import (
 )
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log as logs
+from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from tests.support.servers import S3Server, free_port
@@ -368,6 +370,46 @@ def test_a_settings_change_goes_everywhere(machine: Machine, url: str) -> None:
     assert other.config.codec == one.config.codec == "lossless"
     assert other.upkeep.verify().ok
     assert machine("third", url).upkeep.verify().ok
+
+
+def test_two_writers_that_fit_profiles_keep_both(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("creator", folder_url, context="none", codec="cachegen")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    words = [f"word{number}" for number in range(14)]
+
+    def pages(name: str, first: int) -> list[Document]:
+        chosen = words[first : first + 9]
+        return [
+            Document(f"{name}{n}", f"{name} {n} " + " ".join(chosen[n % 5 :] * 8))
+            for n in range(12)
+        ]
+
+    create = Log.create
+    texts = [pages("b", 5)]
+
+    def late(log: Log, manifest: Manifest) -> Any:
+        if texts and manifest.profiles:  # `one` is about to record its profile
+            other.add(texts.pop())
+        return create(log, manifest)
+
+    monkeypatch.setattr(Log, "create", late)
+    one.add(pages("a", 0))
+    assert not texts
+    assert len(_newest(folder_url)["profiles"]) == 2
+    newcomer = machine("newcomer", folder_url)
+    assert len(sources(newcomer)) == 24
+    assert newcomer.upkeep.verify().ok
+
+
+def test_settings_that_two_writers_change_at_once(machine: Machine, folder_url: str) -> None:
+    machine("creator", folder_url, context="corpus:40")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    one._storage.save_config(replace(one.config, corpus_filler="a"))
+    other._storage.save_config(replace(other.config, codec="lossless"))
+    config = machine("newcomer", folder_url).config
+    assert (config.corpus_filler, config.codec) == ("a", "lossless")
 
 
 def test_what_cannot_be_opened(

@@ -14,9 +14,10 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, IndexNotFoundError
 from kvrag.ingest import words
@@ -212,11 +213,21 @@ class SharedLog:
         return len(chunk_ids)
 
     def save_config(self, config: IndexConfig) -> None:
-        """Record other settings, and the profiles of this view that the log does not have."""
+        """Record other settings, and the profiles of this view that the log does not have.
+
+        What other writers have recorded meanwhile stays, unless it is the same setting.
+        """
         with self._holding():
+            former = asdict(self._storage.config)
             head = self._refresh()
-            file, profiles = self._put_config(config, head.profiles)
-            self._commit(None, lambda one: replace(one, config=file, profiles=profiles))
+            new = self._put_profiles(head.profiles)
+        changed = {name: value for name, value in asdict(config).items() if value != former[name]}
+
+        def alter(one: Manifest) -> Manifest:
+            file = put_config(self._place, self._segments, self._settings(one, config, changed))
+            return replace(one, config=file, profiles=_with_profiles(one.profiles, new))
+
+        self._commit(None, alter)
 
     def compact(self, *, is_forced: bool) -> None:
         """Publish a whole catalog with its caches, if that is due or forced.
@@ -238,12 +249,15 @@ class SharedLog:
         """Publish all that the newest version names again, from this view."""
         with self._holding():
             head = self._refresh()
-            file, profiles = self._put_config(self._storage.config, ())
+            file = put_config(self._place, self._segments, self._storage.config)
+            new = self._put_profiles(())
             base = self._put_base(head.version)
             self._commit(
                 None,
                 lambda one: replace(
-                    _with_base(one, base, base.version), config=file, profiles=profiles
+                    _with_base(one, base, base.version),
+                    config=file if one.config == head.config else one.config,
+                    profiles=_with_profiles(one.profiles, new),
                 ),
             )
 
@@ -262,9 +276,17 @@ class SharedLog:
                     return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
 
-    def _put_config(
-        self, config: IndexConfig, known: Sequence[File]
-    ) -> tuple[File, tuple[File, ...]]:
+    def _settings(
+        self, one: Manifest, config: IndexConfig, changed: Mapping[str, Any]
+    ) -> IndexConfig:
+        """Return a version's settings with some changed; `config` if that version's are damaged."""
+        try:
+            return replace(read_config(self._place, self._segments, one), **changed)
+        except IndexFormatError:
+            return config
+
+    def _put_profiles(self, known: Sequence[File]) -> list[File]:
+        """Store the profiles of this view that are not known; return them."""
         profiles = self._storage.profiles
         names = {one.name for one in known}
         new = (
@@ -272,8 +294,7 @@ class SharedLog:
             for one in profiles.hashes()
             if one not in names
         )
-        renamed = (replace(one, name=one.name.removesuffix(".safetensors")) for one in new)
-        return put_config(self._place, self._segments, config), (*known, *renamed)
+        return [replace(one, name=one.name.removesuffix(".safetensors")) for one in new]
 
     def _put_base(self, version: int) -> Base:
         """Store the view's catalog and its caches, which are brought up to date first."""
@@ -342,6 +363,11 @@ def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
         return manifest  # another writer's is newer
     deltas = tuple(one for one in manifest.deltas if one.version > former)
     return replace(manifest, base=base, deltas=deltas)
+
+
+def _with_profiles(known: Sequence[File], new: Sequence[File]) -> tuple[File, ...]:
+    """Return profiles with others, which replace those of the same name."""
+    return tuple({one.name: one for one in (*known, *new)}.values())
 
 
 def put_config(place: Place, segments: Store, config: IndexConfig) -> File:
