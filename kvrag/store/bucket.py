@@ -29,6 +29,13 @@ _MOST_TEXT = 300
 # Names of the options for region, endpoint and permission to do without TLS, by kind of bucket.
 _CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+# What the library reads itself: a server, then an account. A bucket's name is unique in these.
+_SERVERS = {
+    "s3": (*_ENDPOINTS, "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_USE_EMULATOR"),
+}
+_ACCOUNTS = {"az": "AZURE_STORAGE_ACCOUNT_NAME"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
@@ -202,6 +209,20 @@ class Bucket:
             raise StoreUnreachableError(
                 f"{where}: {text}; check the endpoint and the network, then try again"
             ) from error
+
+
+def server_of(scheme: str, endpoint: str | None) -> str:
+    """Return what tells apart two buckets of one name: server and account; "" for the provider's.
+
+    Parameters
+    ----------
+    endpoint
+        As for `Bucket`.
+    """
+    named = filter(None, map(os.environ.get, _SERVERS.get(scheme, ())))
+    server = (endpoint or next(named, "")).rstrip("/")
+    account = os.environ.get(_ACCOUNTS.get(scheme, ""), "")
+    return f"{server} {account}".strip()
 
 
 def _connection(

@@ -467,6 +467,45 @@ def test_views_that_nobody_uses_make_room(
         machine("one", f"{bucket}/second")
 
 
+def test_a_view_in_use_is_never_removed(machine: Machine, tmp_path: Path, folder_url: str) -> None:
+    old = machine("one", folder_url, context="none")
+    old.add([page(0)])
+    shutil.rmtree(tmp_path / "bucket")
+    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
+        machine("one", folder_url, context="none")
+    machine("two", folder_url, context="none").add([page(5)])
+    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
+        machine("one", folder_url)
+    assert sources(old) == {"d0"}
+    assert old.search("page 0", 1)
+    old.close()
+    assert sources(machine("one", folder_url)) == {"d5"}
+
+
+def test_two_servers_with_buckets_of_one_name(
+    machine: Machine, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_credentials(monkeypatch)
+    staging = S3Server(tmp_path)
+    try:
+        for server in (s3_server, staging):
+            client = boto3.client("s3", endpoint_url=server.endpoint)
+            client.create_bucket(Bucket="twice")
+            client.close()
+        one = machine("one", f"s3://twice/index?endpoint={s3_server.endpoint}", context="none")
+        one.add([page(0)])
+        monkeypatch.setenv("AWS_ENDPOINT_URL", staging.endpoint)
+        other = machine("one", "s3://twice/index", context="none")
+        other.add([page(5)])
+        one.refresh()
+        assert sources(one) == {"d0"}
+        assert sources(other) == {"d5"}
+        assert one.upkeep.verify().ok
+        assert other.upkeep.verify().ok
+    finally:
+        staging.kill()
+
+
 def test_an_opened_index_follows(machine: Machine, folder_url: str) -> None:
     writer = machine("writer", folder_url, context="none")
     reader = machine("reader", folder_url)
@@ -522,6 +561,20 @@ def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = read_place("s3://bucket/a/b/?endpoint=http://x:9000&timeout=2")
     assert str(place) == "s3://bucket/a/b"
     assert place.store_url("kv") == "s3://bucket/a/b/kv?endpoint=http://x:9000&timeout=2"
-    assert place.view == read_place("s3://bucket/a/b").view
-    assert place.view != read_place("s3://bucket/a/c").view
     assert place.view.name.startswith("b-")
+    assert place.view == read_place("s3://bucket/a/b?endpoint=http://x:9000/").view
+    assert place.view != read_place("s3://bucket/a/c?endpoint=http://x:9000").view
+    assert place.view != read_place("s3://bucket/a/b?endpoint=http://y:9000").view
+    for scheme, names in {
+        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "gs": ("GOOGLE_BASE_URL",),
+        "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    }.items():
+        here = read_place(f"{scheme}://bucket/a/b")
+        views = {here.view}
+        for name in names:
+            with monkeypatch.context() as context:
+                context.setenv(name, "http://x:9000")
+                views.add(here.view)
+                views.add(read_place(f"{scheme}://bucket/a/b?endpoint=http://y:1").view)
+        assert len(views) > 2, scheme
