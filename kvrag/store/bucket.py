@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,9 +135,26 @@ class Bucket:
 
     def get(self, name: str) -> bytes | None:
         """Return an object's bytes, or None if there is none. Raises StoreError."""
+        found = self.get_tagged(name)
+        return None if found is None else found[0]
+
+    def get_tagged(self, name: str) -> tuple[bytes, str] | None:
+        """Return an object's bytes and its tag, as `get` and `tag` do."""
         try:
             with self.errors("read"):
-                return bytes(self.obstore.get(self.client, name).bytes())
+                answer = self.obstore.get(self.client, name)
+                return bytes(answer.bytes()), _tag_of(answer.meta)
+        except AbsentError:
+            return None
+
+    def tag(self, name: str) -> str | None:
+        """Return what changes when an object is replaced, or None if there is none.
+
+        Raises StoreError.
+        """
+        try:
+            with self.errors("read"):
+                return _tag_of(self.obstore.head(self.client, name))
         except AbsentError:
             return None
 
@@ -273,6 +290,10 @@ def _check_endpoint(endpoint: str) -> None:
         raise ParameterError(
             f"endpoint is http://HOST:PORT or https://HOST:PORT; found {shown(endpoint)}"
         )
+
+
+def _tag_of(meta: Mapping[str, Any]) -> str:
+    return str(meta["e_tag"] or meta["last_modified"])
 
 
 def _text_of(error: Exception) -> str:

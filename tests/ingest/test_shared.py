@@ -243,6 +243,101 @@ def test_a_damaged_manifest_is_named(machine: Machine, folder_url: str) -> None:
     assert sources(reader) == {"d0", "d1"}
 
 
+def _put_back(url: str, version: int) -> None:
+    """Go back to the version before one, as the message about a damaged manifest says."""
+    for path in [*_log_folder(url).glob("0*.json"), _log_folder(url) / "garbage.json"]:
+        if path.name == "garbage.json" or int(path.stem) >= version:
+            path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("writer", ["ahead", "behind", "none"])
+def test_a_log_that_was_put_back_makes_the_views_again(
+    machine: Machine, folder_url: str, writer: str
+) -> None:
+    one = machine("one", folder_url, context="none")
+    other = machine("other", folder_url)
+    for number in range(3):
+        one.add([page(number)])
+    other.refresh()
+    for index in (one, other):  # each reads its caches
+        assert index.search("page 2", 1)[0].chunk.source == "d2"
+    _put_back(folder_url, 3)
+    expected = {"d0", "d1"}
+    if writer == "ahead":  # its view is ahead of the log
+        assert one.add([page(7)]).added == ("d7",)
+        expected.add("d7")
+    elif writer == "behind":  # the number that the views have is written anew
+        machine("third", folder_url).add([page(8)])
+        expected.add("d8")
+    one.upkeep.gc(grace_seconds=0)
+    indexes = [one, other, machine("newcomer", folder_url)]
+    for index in indexes:
+        index.refresh()
+        assert sources(index) == expected
+        assert {hit.chunk.source for hit in index.search("page 2 7 8", 9)} == expected
+        assert index.upkeep.verify().ok
+    assert len({index.catalog.version() for index in indexes}) == 1
+    other.close()
+    assert sources(machine("other", folder_url)) == expected
+    one.add([page(2)])
+    other = machine("other", folder_url)
+    assert sources(other) == {*expected, "d2"}
+    assert other.upkeep.verify().ok
+
+
+def test_a_log_that_was_put_back_while_a_view_was_closed(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    one = machine("one", url, context="none")
+    one.add([page(0)])
+    one.add([page(1)])
+    one.close()
+    log = Log(read_place(url).bucket("log"))
+    log.delete(2)
+    other = machine("other", url)
+    other.add([page(5)])
+    other.add([page(6)])
+    assert sources(machine("one", url)) == sources(other) == {"d0", "d5", "d6"}
+
+
+def test_a_refresh_asks_little(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = machine("one", url, context="none")
+    index.add([page(0)])
+    index.refresh()
+    monkeypatch.setattr(Log, "versions", None)
+    monkeypatch.setattr(logs, "note_applied", lambda *_: None)
+    assert index.refresh() == 1
+
+
+def test_a_log_of_a_kvrag_that_names_no_manifest_before(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = Manifest.follow
+
+    def as_before(manifest: Manifest, *args: Any) -> Manifest:
+        made = follow(manifest, *args)
+        return replace(made, deltas=tuple(replace(one, previous="") for one in made.deltas))
+
+    one = machine("one", folder_url, context="none")
+    reader = machine("reader", folder_url)
+    with monkeypatch.context() as older:
+        older.setattr(Manifest, "follow", as_before)
+        for number in range(4):
+            one.add([page(number)])
+            if number == 1:
+                reader.refresh()
+                one.upkeep.gc()
+    monkeypatch.setattr(logs.SharedLog, "_build", None)  # no view is made a second time
+    newcomer = machine("newcomer", folder_url)
+    reader.refresh()
+    newcomer.add([page(4)])
+    reader.refresh()
+    one.refresh()
+    for index in (one, reader, newcomer):
+        assert sources(index) == {f"d{number}" for number in range(5)}
+        assert index.upkeep.verify().ok
+
+
 def test_a_damaged_segment_is_named_and_published_again(machine: Machine, folder_url: str) -> None:
     index = machine("one", folder_url, context="none")
     index.add([page(0)])

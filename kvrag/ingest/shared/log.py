@@ -31,7 +31,7 @@ from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
 from kvrag.ingest.shared.manifest import Base, Delta, File, Log, Manifest
 from kvrag.ingest.shared.parts import damage_of, get_bytes, put_bytes, put_file
 from kvrag.ingest.shared.place import Place, held, lock_path
-from kvrag.ingest.shared.view import build
+from kvrag.ingest.shared.view import applied, build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 
@@ -109,12 +109,11 @@ class SharedLog:
         head = self._newest(version, is_listed=is_listed)
         if self._head is None or head.config != self._head.config:
             self._adopt(head)
-        deltas = [one for one in head.deltas if version < one.version]
-        if [one.version for one in deltas] != list(range(version + 1, head.version + 1)):
+        if not self._leads_to(version, head):
             self._build(head)
             version = catalog.generation()
-            deltas = [one for one in head.behind_base if version < one.version]
-        for delta in deltas:
+        note_applied(self._storage.path, head.names())
+        for delta in [one for one in head.deltas if version < one.version]:
             if not self._carry_out(delta):
                 self._build(head)  # the view was damaged
                 for again in head.behind_base:
@@ -123,13 +122,43 @@ class SharedLog:
         self._head = head
         return head
 
+    def _leads_to(self, version: int, head: Manifest) -> bool:
+        """Return whether the view, which is at `version`, comes before the newest version.
+
+        It does not if manifests were removed, and others written in their place.
+        """
+        following = [one.version for one in head.deltas if version < one.version]
+        if following != list(range(version + 1, head.version + 1)):
+            return False
+        ours = applied(self._storage.path).get(version)
+        if ours is None:
+            return False  # killed while it was made, or made by a kvrag that did not note this
+        if ours == head.names().get(version):
+            return True
+        if version < head.version:  # a kvrag that does not name its predecessor may have written
+            with contextlib.suppress(IndexFormatError):
+                kept = self._log.read(version)
+                if kept is not None and kept.digest == ours:
+                    return True
+        logger.warning(
+            "the log of %s was put back to an earlier version, or its versions were replaced: this "
+            "machine's view is made again",
+            self._place,
+        )
+        return False
+
     def _newest(self, version: int, *, is_listed: bool = False) -> Manifest:
         """Return the newest manifest; `version` is the view's."""
         known = self._head
         is_old = is_listed or time.monotonic() - self._listed >= _LIST_SECONDS
-        is_known = known is not None and known.version == version and not is_old
-        # Almost always there is nothing new: one request says so.
-        if known is not None and is_known and self._log.read(version + 1) is None:
+        # Almost always there is nothing new: two small requests say so.
+        if (
+            known is not None
+            and known.version == version
+            and not is_old
+            and self._log.tag(version) == known.tag
+            and self._log.read(version + 1) is None
+        ):
             return known
         found = self._log.versions(max(version - 1, -1))
         if not found and version > 0:
@@ -187,10 +216,12 @@ class SharedLog:
         with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
             made = Path(scratch)
             build(made, storage.config, head, self._segments, storage.store)
+            forget_applied(storage.path)
             (made / catalog.path.name).replace(next_path(catalog.path))
             catalog.replace_file()
             for cache in made.iterdir():
                 cache.replace(storage.path / cache.name)
+        note_applied(storage.path, head.names())
         storage.forget_vectors()
 
     # -- writing -----------------------------------------------------------------------------
@@ -269,11 +300,12 @@ class SharedLog:
             with self._holding():
                 # Nobody may write to another index that has taken this one's place.
                 ours = alter(self._refresh(is_listed=True).follow(content))
-                is_written = self._log.create(ours)
                 # A request that was repeated is refused, although the first one wrote.
-                if is_written or self._log.read(ours.version) == ours:
-                    self._refresh()
-                    return
+                written = self._log.create(ours) or self._log.read(ours.version)
+                # A number that was free may be an old one: this process slept, and gc removed it.
+                if written is not None and written == ours:
+                    if self._refresh(is_listed=True).has(written):
+                        return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
 
     def _settings(

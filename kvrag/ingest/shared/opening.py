@@ -38,7 +38,7 @@ from kvrag.ingest.shared.place import (
     read_place,
     remove_view,
 )
-from kvrag.ingest.shared.view import build
+from kvrag.ingest.shared.view import build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store
@@ -72,8 +72,10 @@ def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage,
                 key_check=config.key_check,
                 config=put_config(place, segments, config),
             )
-            if not log.create(first):
+            written = log.create(first)
+            if written is None:
                 raise _taken(place)
+            note_applied(place.view, written.names())
             shared = _attach(place, log, segments, storage, using)
             if config.profile:
                 shared.save_config(config)
@@ -185,10 +187,12 @@ def _make_view(place: Place, config: IndexConfig, head: Manifest, segments: Stor
     ):
         made = Path(scratch)
         build(made, config, head, segments, store)
+        forget_applied(place.view)
         for path in place.view.glob(f"{FILE_NAME}*"):
             path.unlink()
         for path in sorted(made.iterdir(), reverse=True):  # the catalog last: it makes the view
             path.replace(place.view / path.name)
+        note_applied(place.view, head.names())
 
 
 def _check_key(place: Place, head: Manifest, segments: Store) -> None:
