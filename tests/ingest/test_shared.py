@@ -200,6 +200,71 @@ def test_garbage_stays_for_the_time_of_grace(machine: Machine, folder_url: str) 
     assert index.upkeep.verify().ok
 
 
+def test_the_time_of_grace_begins_again_with_each_use(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0), page(1)])
+    index.delete(sources=["d1"])
+    grace = 3600.0
+    index.upkeep.gc(grace_seconds=grace)
+    listed = _log_folder(folder_url) / "garbage.json"
+
+    def let_time_pass() -> None:
+        times = json.loads(listed.read_text())
+        earlier = {name: value - 2 * grace for name, value in times.items() if "record" in name}
+        assert earlier
+        listed.write_text(json.dumps({**times, **earlier}))
+
+    let_time_pass()
+    index.add([page(1)])
+    reader = machine("reader", folder_url)
+    (hit,) = reader.search("page 1", 1)
+    log = index._storage.log
+    assert log is not None
+    for number in range(2, 4):  # whole catalogs take the place of what put the record again
+        index.add([page(number)])
+        log.compact(is_forced=True)
+    index.delete(sources=["d1"])
+    assert index.upkeep.gc(grace_seconds=grace).num_records == 0
+    assert reader.open_kv(hit.chunk.chunk_id) is not None
+    let_time_pass()
+    assert index.upkeep.gc(grace_seconds=grace).num_records == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_gc_between_finding_a_record_and_the_commit(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    writer, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    writer.add([page(0), page(1)])
+    writer.delete(sources=["d1"])
+    removed = []
+    if moment == "before":  # the commit: a whole run
+        commit = logs.SharedLog.commit
+
+        def late(log: logs.SharedLog, change: Any) -> None:
+            removed.append(other.upkeep.gc(grace_seconds=0).num_records)
+            commit(log, change)
+
+        monkeypatch.setattr(logs.SharedLog, "commit", late)
+        writer.add([page(1)])
+    else:  # the removal: the writer has found the record, and commits before it goes
+        needed = other.upkeep._needed_keys
+
+        def early() -> set[str]:
+            digests = needed()
+            if len(writer.documents()) == 1:
+                writer.add([page(1)])
+            return digests
+
+        monkeypatch.setattr(other.upkeep, "_needed_keys", early)
+        removed.append(other.upkeep.gc(grace_seconds=0).num_records)
+    assert removed == [1]
+    for index in (writer, other):
+        index.refresh()
+        assert sources(index) == {"d0", "d1"}
+        assert index.upkeep.verify().ok
+
+
 def test_a_new_base_is_published_when_many_changes_lie_behind_it(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexFormatError, IndexMismatchError, IndexNotFoundError
 from kvrag.ingest import words
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
@@ -28,7 +29,7 @@ from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.shared.changes import Drop, pack, unpack
 from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
-from kvrag.ingest.shared.manifest import Base, Delta, File, Log, Manifest
+from kvrag.ingest.shared.manifest import RUNNING, Base, Delta, File, Log, Manifest
 from kvrag.ingest.shared.parts import damage_of, get_bytes, put_bytes, put_file
 from kvrag.ingest.shared.place import Place, held, lock_path
 from kvrag.ingest.shared.view import applied, build, forget_applied, note_applied
@@ -68,6 +69,8 @@ class SharedLog:
         self._head: Manifest | None = None
         self._listed = -_LIST_SECONDS
         self._is_held = False
+        self._collecting: str | None = None
+        self._in_doubt: set[ChunkKey] = set()
         self.on_close = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -177,10 +180,7 @@ class SharedLog:
         """Do to the view what made a version; return whether the view is at it."""
         storage, catalog = self._storage, self._storage.catalog
         former = catalog.version()
-        change: Change | Drop = Change()
-        if delta.content is not None:
-            where = f"the segment of version {delta.version} in {self._segments.url}"
-            change = unpack(get_bytes(self._segments, delta.content), where)
+        change = self._change_of(delta)
         try:
             if isinstance(change, Drop):
                 context = storage.config.chunk_context
@@ -196,6 +196,12 @@ class SharedLog:
         if delta.content is None:
             storage.vectors.keep(former)
         return catalog.generation() == delta.version
+
+    def _change_of(self, delta: Delta) -> Change | Drop:
+        if delta.content is None:
+            return Change()
+        where = f"the segment of version {delta.version} in {self._segments.url}"
+        return unpack(get_bytes(self._segments, delta.content), where)
 
     def _adopt(self, head: Manifest) -> None:
         """Take over the settings and profiles of a version."""
@@ -226,6 +232,15 @@ class SharedLog:
 
     # -- writing -----------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Say that an ingestion begins, which will rely on records that it finds in the store."""
+        self._in_doubt.clear()
+        self._collecting = self._log.collecting()
+
+    def in_doubt(self) -> set[ChunkKey]:
+        """Return the records of this ingestion's chunks that a `gc` meanwhile may have removed."""
+        return self._in_doubt
+
     def commit(self, change: Change) -> None:
         """Write a change to the log, and carry it out here.
 
@@ -236,6 +251,11 @@ class SharedLog:
             next ingestion completes it.
         """
         self._commit(put_bytes(self._segments, "change", pack(change)))
+        collecting = self._log.collecting()
+        if collecting != self._collecting or collecting.startswith(RUNNING):
+            key_of = self._storage.key_of
+            for *_, rows in change.put:
+                self._in_doubt |= {key_of(one) for row in rows for one in row.chunk.required()}
 
     def drop(self, chunk_ids: Sequence[str]) -> int:
         """Remove single chunks; return how many."""
@@ -302,11 +322,17 @@ class SharedLog:
                 ours = alter(self._refresh(is_listed=True).follow(content))
                 # A request that was repeated is refused, although the first one wrote.
                 written = self._log.create(ours) or self._log.read(ours.version)
-                # A number that was free may be an old one: this process slept, and gc removed it.
-                if written is not None and written == ours:
-                    if self._refresh(is_listed=True).has(written):
-                        return
+                if written is not None and written == ours and self._is_in_log(written):
+                    return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
+
+    def _is_in_log(self, written: Manifest) -> bool:
+        """Return whether the newest version comes after a manifest that was written just now.
+
+        It does not if this process slept so long that `gc` has removed the manifest that another
+        writer gave the same number.
+        """
+        return self._refresh(is_listed=True).has(written)
 
     def _settings(
         self, one: Manifest, config: IndexConfig, changed: Mapping[str, Any]
@@ -354,7 +380,12 @@ class SharedLog:
         return found
 
     def collect_garbage(
-        self, needed: Callable[[], Collection[str]], grace_seconds: float, *, all_records: bool
+        self,
+        needed: Callable[[], Collection[str]],
+        restore: Callable[[str], None],
+        grace_seconds: float,
+        *,
+        all_records: bool,
     ) -> GcReport:
         """Remove what no version has needed for `grace_seconds` (`kvrag.ingest.shared.garbage`).
 
@@ -364,13 +395,56 @@ class SharedLog:
         ----------
         needed
             Returns the digests of the records that the view needs.
+        restore
+            Computes the record of a digest again.
         all_records
             Whether records may be removed at all: other indexes may share their store.
         """
-        with self._holding():
-            head = self._refresh()
+        self._log.note_collecting(RUNNING)
         records = self._storage.store if all_records else None
-        return collect(self._log, head, self._segments, records, needed, grace_seconds)
+        report, removed = collect(
+            self._log,
+            self._current,
+            self._segments,
+            records,
+            needed,
+            grace_seconds,
+            self._put_since,
+        )
+        self._log.note_collecting("over")
+        if removed:
+            self._current()
+            for digest in removed.intersection(needed()):
+                restore(digest)
+        return report
+
+    def _current(self) -> Manifest:
+        with self._holding():
+            return self._refresh(is_listed=True)
+
+    def _put_since(self, version: int, head: Manifest) -> set[str] | None:
+        """Return the digests of the records that the versions after one put; None if unknown."""
+        deltas = {one.version: one for one in head.deltas}
+        found: set[str] = set()
+        try:
+            for number in range(version + 1, head.version + 1):
+                if number not in deltas:  # a whole catalog took its place; the manifest is kept
+                    manifest = self._log.read(number)
+                    if manifest is None:
+                        return None
+                    deltas |= {one.version: one for one in manifest.deltas}
+                if deltas[number].content is not None:
+                    change = self._change_of(deltas[number])
+                    if isinstance(change, Change):
+                        found.update(
+                            key.digest
+                            for *_, rows in change.put
+                            for row in rows
+                            for key in row.keys
+                        )
+        except (IndexFormatError, KeyError):
+            return None
+        return found if version <= head.version else None
 
     # -- private -----------------------------------------------------------------------------
 

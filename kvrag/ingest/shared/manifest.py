@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,8 +21,10 @@ from kvrag.errors import IndexFormatError
 from kvrag.store.bucket import Bucket
 
 FORMAT = 1
+RUNNING = "running"
 _KIND = "kvrag shared index"
 _GARBAGE = "garbage.json"
+_COLLECTING = "collecting.txt"
 _NAME = re.compile(r"([0-9]{12})\.json")
 
 
@@ -222,6 +225,14 @@ class Log:
     def list_garbage(self, since: Mapping[str, float]) -> None:
         """Write when garbage was first seen, by name."""
         self._bucket.put(_GARBAGE, json.dumps(dict(since)).encode())
+
+    def collecting(self) -> str:
+        """Return what `note_collecting` wrote last: another text after each change."""
+        return (self._bucket.get(_COLLECTING) or b"").decode(errors="replace")
+
+    def note_collecting(self, state: str) -> None:
+        """Say that garbage is removed from now on (`RUNNING`), or no longer."""
+        self._bucket.put(_COLLECTING, f"{state} {secrets.token_hex(8)}".encode())
 
     def _parsed(self, version: int, content: bytes, tag: str = "") -> Manifest:
         where = f"{self.url}/{name_of(version)}"
