@@ -14,6 +14,7 @@ from typing import Any
 import boto3
 import pytest
 
+from kvrag.checksum import checksum
 from kvrag.chunk import Document
 from kvrag.errors import (
     IndexFormatError,
@@ -306,6 +307,36 @@ def test_a_damaged_manifest_is_named(machine: Machine, folder_url: str) -> None:
     path.write_text(whole)
     reader.refresh()
     assert sources(reader) == {"d0", "d1"}
+
+
+def test_a_manifest_names_no_file_of_its_own_choice(
+    machine: Machine, folder_url: str, tmp_path: Path
+) -> None:
+    with machine("one", folder_url, context="none", codec="cachegen") as index:
+        text = "the keeper of the light wrote it " * 30
+        index.add([Document(f"d{number}", f"{number} {text}") for number in range(8)])
+        index.upkeep.gc()
+        index.add([page(1)])
+    path = sorted(_log_folder(folder_url).glob("0*.json"))[-1]
+    whole = path.read_text()
+    for name in ("../../evil", f"{tmp_path}/evil", "lock", "0" * 39, "0" * 41):
+        for place in ("profiles", "base", "content", "config", "key"):
+            values = json.loads(whole)
+            file = {
+                "profiles": values["profiles"][0],
+                "base": values["base"]["files"][-1],
+                "content": values["deltas"][-1]["content"],
+                "config": values["config"],
+                "key": values["config"]["parts"][0],
+            }[place]
+            file["key" if place == "key" else "name"] = name
+            values["checksum"] = checksum(values)
+            path.write_text(json.dumps(values))
+            with pytest.raises(IndexFormatError, match=r"(a file|a segment) in it is"):
+                machine("newcomer", folder_url)
+    assert not [one for one in tmp_path.rglob("*") if one.name.startswith("evil")]
+    path.write_text(whole)
+    assert machine("newcomer", folder_url).upkeep.verify().ok
 
 
 def _put_back(url: str, version: int) -> None:

@@ -29,7 +29,7 @@ from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.shared.changes import Drop, pack, unpack
 from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
-from kvrag.ingest.shared.manifest import RUNNING, Base, Delta, File, Log, Manifest
+from kvrag.ingest.shared.manifest import CHANGE, CONFIG, RUNNING, Base, Delta, File, Log, Manifest
 from kvrag.ingest.shared.parts import damage_of, get_bytes, put_bytes, put_file
 from kvrag.ingest.shared.place import Place, held, lock_path
 from kvrag.ingest.shared.view import applied, build, forget_applied, note_applied
@@ -250,7 +250,7 @@ class SharedLog:
             When the bucket refuses. If it does not answer, the change may be there or not; the
             next ingestion completes it.
         """
-        self._commit(put_bytes(self._segments, "change", pack(change)))
+        self._commit(put_bytes(self._segments, CHANGE, pack(change)))
         collecting = self._log.collecting()
         if collecting != self._collecting or collecting.startswith(RUNNING):
             key_of = self._storage.key_of
@@ -260,7 +260,7 @@ class SharedLog:
     def drop(self, chunk_ids: Sequence[str]) -> int:
         """Remove single chunks; return how many."""
         if chunk_ids:
-            self._commit(put_bytes(self._segments, "change", pack(Drop(chunk_ids))))
+            self._commit(put_bytes(self._segments, CHANGE, pack(Drop(chunk_ids))))
         return len(chunk_ids)
 
     def save_config(self, config: IndexConfig) -> None:
@@ -480,7 +480,7 @@ def put_config(place: Place, segments: Store, config: IndexConfig) -> File:
     """Store an index's settings; a store beside the log has no URL in them."""
     if config.store == place.store_url("kv"):
         config = replace(config, store="")
-    return put_bytes(segments, "index.json", config.to_bytes())
+    return put_bytes(segments, CONFIG, config.to_bytes())
 
 
 def read_config(place: Place, segments: Store, head: Manifest) -> IndexConfig:

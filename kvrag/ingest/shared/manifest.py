@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,14 +18,23 @@ from kvrag.arguments import shown
 from kvrag.checksum import NAME as CHECKSUM
 from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError
+from kvrag.ingest import config as configs
+from kvrag.ingest import words
+from kvrag.ingest.catalog import FILE_NAME
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME
 from kvrag.store.bucket import Bucket
 
 FORMAT = 1
+CHANGE = "change"
+CONFIG = configs.FILE_NAME
 RUNNING = "running"
 _KIND = "kvrag shared index"
 _GARBAGE = "garbage.json"
 _COLLECTING = "collecting.txt"
 _NAME = re.compile(r"([0-9]{12})\.json")
+# They become names of files here, and anyone who may write to the bucket may have written them.
+_KEY = re.compile(r"[0-9a-f]{40}")
+_BASE_FILES = {FILE_NAME, VECTORS_NAME, RUNS_NAME, words.FILE_NAME}
 
 
 @dataclass(frozen=True)
@@ -272,13 +281,15 @@ def _manifest(values: dict[str, Any]) -> Manifest:
         time=float(values["time"]),
         index_id=str(values["index_id"]),
         key_check=str(values["key_check"]),
-        config=_file(values["config"]),
-        profiles=tuple(map(_file, values["profiles"])),
-        base=None if base is None else Base(int(base["version"]), tuple(map(_file, base["files"]))),
+        config=_file(values["config"], {CONFIG}),
+        profiles=tuple(_file(one, _KEY) for one in values["profiles"]),
+        base=None
+        if base is None
+        else Base(int(base["version"]), tuple(_file(one, _BASE_FILES) for one in base["files"])),
         deltas=tuple(
             Delta(
                 int(one["version"]),
-                None if one["content"] is None else _file(one["content"]),
+                None if one["content"] is None else _file(one["content"], {CHANGE}),
                 str(one.get("previous", "")),
             )
             for one in values["deltas"]
@@ -286,8 +297,15 @@ def _manifest(values: dict[str, Any]) -> Manifest:
     )
 
 
-def _file(values: dict[str, Any]) -> File:
-    parts = (
+def _file(values: dict[str, Any], names: re.Pattern[str] | Collection[str]) -> File:
+    """Return a file whose name is one of those that may be there. Raises ValueError."""
+    name = str(values["name"])
+    if not (names.fullmatch(name) if isinstance(names, re.Pattern) else name in names):
+        raise ValueError(f"a file in it is named {shown(name)}")
+    parts = [
         Part(str(one["key"]), int(one["size"]), str(one["checksum"])) for one in values["parts"]
-    )
-    return File(str(values["name"]), tuple(parts))
+    ]
+    for part in parts:
+        if not _KEY.fullmatch(part.key) or part.size < 0:
+            raise ValueError(f"a segment in it is {shown(part.key)} of {part.size} bytes")
+    return File(name, tuple(parts))

@@ -49,7 +49,7 @@ def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, st
     """
     if head.base is not None:
         for file in head.base.files:
-            get_file(segments, file, folder / Path(file.name).name)
+            get_file(segments, file, folder / file.name)
         return
     Catalog.create(
         folder / FILE_NAME,
