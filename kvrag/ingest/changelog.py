@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from kvrag.chunk import ChunkKey
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
@@ -23,6 +24,12 @@ class ChangeLog(Protocol):
 
     def owns(self, store: str) -> bool:
         """Return whether the store of records with a URL is this index's alone."""
+
+    def begin(self) -> None:
+        """Say that an ingestion begins, which will rely on records that it finds in the store."""
+
+    def in_doubt(self) -> set[ChunkKey]:
+        """Return the records of this ingestion's chunks that a `gc` meanwhile may have removed."""
 
     def commit(self, change: Change) -> None:
         """Write a change to the log, and carry it out here."""
@@ -49,7 +56,12 @@ class ChangeLog(Protocol):
         """Publish all that the newest version names again, from this machine's view."""
 
     def collect_garbage(
-        self, needed: Callable[[], Collection[str]], grace_seconds: float, *, all_records: bool
+        self,
+        needed: Callable[[], Collection[str]],
+        restore: Callable[[str], None],
+        grace_seconds: float,
+        *,
+        all_records: bool,
     ) -> GcReport:
         """Remove records and segments that no version has needed for `grace_seconds`."""
 

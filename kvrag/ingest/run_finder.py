@@ -62,22 +62,22 @@ class RunFinder:
         self._catalog = catalog
         self._decode = decode
         self._refreshing = threading.Lock()
-        self._generation = NO_GENERATION
+        self._version: tuple[int, bytes] | None = None
         self._table: Table | None = None
 
     @property
     def fingerprints(self) -> Fingerprints:
         """The table of fingerprints of the catalog's present chunks. Raises as the catalog does."""
         with self._refreshing:
-            generation = self._catalog.generation()
-            if self._table is None or generation != self._generation:
+            version = self._catalog.version()
+            if self._table is None or version != self._version:
                 is_first = self._table is None
                 table = load_table(self._catalog) if self._table is None else self._table
                 # Only a whole reading counts: one that fails is made again at the next prompt.
                 found = self._current(table)
                 if is_first and found.version != table.version:
                     keep_table(self._catalog, found)
-                self._table, self._generation = found, generation
+                self._table, self._version = found, version
             return self._table.fingerprints
 
     def _current(self, table: Table) -> Table:

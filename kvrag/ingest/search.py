@@ -59,8 +59,8 @@ class Search:
         self._storage = storage
         self._encoders = encoders
         self._refreshing = threading.Lock()
-        self._matcher: tuple[int, ChunkMatcher] | None = None
-        self._admitted: dict[tuple[int, str], NDArray[np.int64]] = {}
+        self._matcher: tuple[tuple[int, bytes], ChunkMatcher] | None = None
+        self._admitted: dict[tuple[tuple[int, bytes], str], NDArray[np.int64]] = {}
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
 
     def by_text(
@@ -117,7 +117,7 @@ class Search:
         import numpy as np
 
         catalog = self._storage.catalog
-        key = catalog.generation(), wanted.key
+        key = catalog.version(), wanted.key
         rows = self._admitted.get(key)
         if rows is None:
             rows = np.array(catalog.rows_of(wanted), np.int64)
@@ -138,7 +138,7 @@ class Search:
 
         catalog = self._storage.catalog
         with self._refreshing:
-            if self._matcher is None or self._matcher[0] != catalog.generation():
+            if self._matcher is None or self._matcher[0] != catalog.version():
                 # Rebuilt, not altered: other threads may be searching with the old one.
                 matcher = ChunkMatcher(catalog.text_of)
                 self._matcher = catalog.each_text(matcher.add), matcher

@@ -59,8 +59,8 @@ class TableReads(SoundRows):
                 yield row, seal, text, searched_fields(source, ordinal, unpack_json(metadata))
 
     @checked
-    def each_text(self, use: Callable[[str, str], None]) -> int:
-        """Call `use` with the id and text of each chunk in turn; return the generation.
+    def each_text(self, use: Callable[[str, str], None]) -> tuple[int, bytes]:
+        """Call `use` with the id and text of each chunk in turn; return the version.
 
         Leaves out chunks whose text differs from what was indexed.
         """
@@ -72,7 +72,7 @@ class TableReads(SoundRows):
                     use(chunk_id, text)
                 else:
                     self._note(f"the text of chunk {row} is not what was written")
-            return self.generation()
+            return self.version()
 
     @checked
     def each_head(self, num_tokens: int, use: Callable[[str, bytes, int], None]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
-from kvrag.errors import ParameterError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.calibrations import calibration_problem, keep_calibration
 from kvrag.ingest.checks import check_lasting, check_limit
@@ -281,6 +281,7 @@ class Upkeep:
                 storage.log.compact(is_forced=True)
                 return storage.log.collect_garbage(
                     self._needed_keys,
+                    self._restore,
                     grace_seconds,
                     all_records=delete_shared or storage.log.owns(storage.config.store),
                 )
@@ -394,6 +395,10 @@ class Upkeep:
             num_records=report.num_records + num_records,
             size_bytes=report.size_bytes + size_bytes,
         )
+
+    def _restore(self, digest: str) -> None:
+        with contextlib.suppress(IndexFormatError):  # it is not needed any more
+            self._repair(ChunkKey(digest))
 
     def _repair(self, key: ChunkKey) -> None:
         storage = self._storage

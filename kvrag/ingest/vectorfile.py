@@ -58,7 +58,7 @@ class CurrentVectors:
         with self._refreshing:
             if self._found is None:
                 self._found = self._loaded()
-            elif self._found.generation != self._catalog.generation():
+            elif self._found.version != self._catalog.version():
                 self._found = self._found.update(self._catalog)
             return self._found
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, Document
-from kvrag.errors import ParameterError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.contexts import CORPUS, encoded_behind
@@ -129,6 +129,8 @@ class Writer:
         started = time.perf_counter()
         storage = self._storage
         catalog = storage.catalog
+        if storage.log is not None:
+            storage.log.begin()
         storage.refresh()
         storage.reload_codec()
         self._cutter.neutralised.clear()
@@ -185,6 +187,7 @@ class Writer:
         """Bring what is beside the catalog up to date, and return the report."""
         storage = self._storage
         if not dry_run:
+            self._restore_removed()
             if of_store:
                 of_store = [f"{self._compute_lost():,} records computed again", *of_store]
             storage.refresh_caches()
@@ -246,6 +249,15 @@ class Writer:
                 storage.store.replace(key, storage.coding.codec.encode(key, kv))
                 num_computed += 1
         return num_computed
+
+    def _restore_removed(self) -> None:
+        """Compute the KV again that a `gc` of another machine removed during this ingestion."""
+        storage = self._storage
+        for key in set() if storage.log is None else storage.log.in_doubt():
+            if not storage.store.contains(key):
+                with contextlib.suppress(IndexFormatError):  # its chunk is gone again
+                    kv = self._fitter.compute(key)
+                    storage.store.replace(key, storage.coding.codec.encode(key, kv))
 
     def _plan(
         self, sources: Sources, parser: Parser, force: bool, on_progress: Progress | None

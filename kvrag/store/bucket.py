@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +29,13 @@ _MOST_TEXT = 300
 # Names of the options for region, endpoint and permission to do without TLS, by kind of bucket.
 _CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+# What the library reads itself: a server, then an account. A bucket's name is unique in these.
+_SERVERS = {
+    "s3": (*_ENDPOINTS, "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_USE_EMULATOR"),
+}
+_ACCOUNTS = {"az": "AZURE_STORAGE_ACCOUNT_NAME"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
@@ -128,9 +135,26 @@ class Bucket:
 
     def get(self, name: str) -> bytes | None:
         """Return an object's bytes, or None if there is none. Raises StoreError."""
+        found = self.get_tagged(name)
+        return None if found is None else found[0]
+
+    def get_tagged(self, name: str) -> tuple[bytes, str] | None:
+        """Return an object's bytes and its tag, as `get` and `tag` do."""
         try:
             with self.errors("read"):
-                return bytes(self.obstore.get(self.client, name).bytes())
+                answer = self.obstore.get(self.client, name)
+                return bytes(answer.bytes()), _tag_of(answer.meta)
+        except AbsentError:
+            return None
+
+    def tag(self, name: str) -> str | None:
+        """Return what changes when an object is replaced, or None if there is none.
+
+        Raises StoreError.
+        """
+        try:
+            with self.errors("read"):
+                return _tag_of(self.obstore.head(self.client, name))
         except AbsentError:
             return None
 
@@ -204,6 +228,20 @@ class Bucket:
             ) from error
 
 
+def server_of(scheme: str, endpoint: str | None) -> str:
+    """Return what tells apart two buckets of one name: server and account; "" for the provider's.
+
+    Parameters
+    ----------
+    endpoint
+        As for `Bucket`.
+    """
+    named = filter(None, map(os.environ.get, _SERVERS.get(scheme, ())))
+    server = (endpoint or next(named, "")).rstrip("/")
+    account = os.environ.get(_ACCOUNTS.get(scheme, ""), "")
+    return f"{server} {account}".strip()
+
+
 def _connection(
     scheme: str, endpoint: str | None, region: str | None, timeout_seconds: float
 ) -> dict[str, Any]:
@@ -252,6 +290,10 @@ def _check_endpoint(endpoint: str) -> None:
         raise ParameterError(
             f"endpoint is http://HOST:PORT or https://HOST:PORT; found {shown(endpoint)}"
         )
+
+
+def _tag_of(meta: Mapping[str, Any]) -> str:
+    return str(meta["e_tag"] or meta["last_modified"])
 
 
 def _text_of(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """Indexes as kvrag wrote them in each format, kept as files: opened and used, or refused.
 
 Each holds one document in kvrag-tiny's KV, with the codec ``raw``. Its name begins with the format
-version. Two kinds of stores and two states of version 5 have files of their own.
+version. Two kinds of stores and two states of version 5 have files of their own. Those in `shared`
+are indexes at URLs, named by the release that wrote them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvrag.ingest.index import Index
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("*.zip"))
+SHARED = sorted(path.stem for path in (GOLDEN / "shared").glob("*.zip"))
 TEXT = "Ines keeps the ledger of Varn."
 
 
@@ -53,6 +55,25 @@ def test_an_index_of_an_earlier_format_is_used(name: str, tmp_path: Path) -> Non
         report = index.add([Document("ledger.txt", TEXT), Document("ferry.txt", "It leaves.")])
         assert (report.unchanged, report.added) == (("ledger.txt",), ("ferry.txt",))
         assert index.upkeep.verify().ok
+
+
+@pytest.mark.parametrize("release", SHARED)
+def test_a_shared_index_of_an_earlier_release_is_used(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = unpacked(f"shared/{release}", tmp_path)
+    url = f"file://{path}"
+    for machine in ("one", "other"):  # as it was found, and as another machine left it
+        monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / machine))
+        with Index.open(url) as index:
+            assert index.upkeep.verify().ok
+            assert index.search("who keeps the ledger", 1)[0].chunk.text == TEXT
+            index.add([Document(f"{machine}.txt", "It leaves.")])
+            index.upkeep.gc(grace_seconds=0)
+            assert index.upkeep.verify().ok
+    with Index.open(url) as index:
+        found = {row.source for row in index.documents()}
+    assert found == {"ledger.txt", "mill.txt", "one.txt", "other.txt"}
 
 
 @pytest.mark.parametrize("name", [one for one in FILES if version_of(one) < OLDEST_VERSION])

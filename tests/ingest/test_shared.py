@@ -7,12 +7,14 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 
+from kvrag.checksum import checksum
 from kvrag.chunk import Document
 from kvrag.errors import (
     IndexFormatError,
@@ -23,6 +25,7 @@ from kvrag.errors import (
 )
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log as logs
+from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from tests.support.servers import S3Server, free_port
@@ -198,6 +201,71 @@ def test_garbage_stays_for_the_time_of_grace(machine: Machine, folder_url: str) 
     assert index.upkeep.verify().ok
 
 
+def test_the_time_of_grace_begins_again_with_each_use(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0), page(1)])
+    index.delete(sources=["d1"])
+    grace = 3600.0
+    index.upkeep.gc(grace_seconds=grace)
+    listed = _log_folder(folder_url) / "garbage.json"
+
+    def let_time_pass() -> None:
+        times = json.loads(listed.read_text())
+        earlier = {name: value - 2 * grace for name, value in times.items() if "record" in name}
+        assert earlier
+        listed.write_text(json.dumps({**times, **earlier}))
+
+    let_time_pass()
+    index.add([page(1)])
+    reader = machine("reader", folder_url)
+    (hit,) = reader.search("page 1", 1)
+    log = index._storage.log
+    assert log is not None
+    for number in range(2, 4):  # whole catalogs take the place of what put the record again
+        index.add([page(number)])
+        log.compact(is_forced=True)
+    index.delete(sources=["d1"])
+    assert index.upkeep.gc(grace_seconds=grace).num_records == 0
+    assert reader.open_kv(hit.chunk.chunk_id) is not None
+    let_time_pass()
+    assert index.upkeep.gc(grace_seconds=grace).num_records == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_gc_between_finding_a_record_and_the_commit(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    writer, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    writer.add([page(0), page(1)])
+    writer.delete(sources=["d1"])
+    removed = []
+    if moment == "before":  # the commit: a whole run
+        commit = logs.SharedLog.commit
+
+        def late(log: logs.SharedLog, change: Any) -> None:
+            removed.append(other.upkeep.gc(grace_seconds=0).num_records)
+            commit(log, change)
+
+        monkeypatch.setattr(logs.SharedLog, "commit", late)
+        writer.add([page(1)])
+    else:  # the removal: the writer has found the record, and commits before it goes
+        needed = other.upkeep._needed_keys
+
+        def early() -> set[str]:
+            digests = needed()
+            if len(writer.documents()) == 1:
+                writer.add([page(1)])
+            return digests
+
+        monkeypatch.setattr(other.upkeep, "_needed_keys", early)
+        removed.append(other.upkeep.gc(grace_seconds=0).num_records)
+    assert removed == [1]
+    for index in (writer, other):
+        index.refresh()
+        assert sources(index) == {"d0", "d1"}
+        assert index.upkeep.verify().ok
+
+
 def test_a_new_base_is_published_when_many_changes_lie_behind_it(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +307,131 @@ def test_a_damaged_manifest_is_named(machine: Machine, folder_url: str) -> None:
     path.write_text(whole)
     reader.refresh()
     assert sources(reader) == {"d0", "d1"}
+
+
+def test_a_manifest_names_no_file_of_its_own_choice(
+    machine: Machine, folder_url: str, tmp_path: Path
+) -> None:
+    with machine("one", folder_url, context="none", codec="cachegen") as index:
+        text = "the keeper of the light wrote it " * 30
+        index.add([Document(f"d{number}", f"{number} {text}") for number in range(8)])
+        index.upkeep.gc()
+        index.add([page(1)])
+    path = sorted(_log_folder(folder_url).glob("0*.json"))[-1]
+    whole = path.read_text()
+    for name in ("../../evil", f"{tmp_path}/evil", "lock", "0" * 39, "0" * 41):
+        for place in ("profiles", "base", "content", "config", "key"):
+            values = json.loads(whole)
+            file = {
+                "profiles": values["profiles"][0],
+                "base": values["base"]["files"][-1],
+                "content": values["deltas"][-1]["content"],
+                "config": values["config"],
+                "key": values["config"]["parts"][0],
+            }[place]
+            file["key" if place == "key" else "name"] = name
+            values["checksum"] = checksum(values)
+            path.write_text(json.dumps(values))
+            with pytest.raises(IndexFormatError, match=r"(a file|a segment) in it is"):
+                machine("newcomer", folder_url)
+    assert not [one for one in tmp_path.rglob("*") if one.name.startswith("evil")]
+    path.write_text(whole)
+    assert machine("newcomer", folder_url).upkeep.verify().ok
+
+
+def _put_back(url: str, version: int) -> None:
+    """Go back to the version before one, as the message about a damaged manifest says."""
+    for path in [*_log_folder(url).glob("0*.json"), _log_folder(url) / "garbage.json"]:
+        if path.name == "garbage.json" or int(path.stem) >= version:
+            path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("writer", ["ahead", "behind", "none"])
+def test_a_log_that_was_put_back_makes_the_views_again(
+    machine: Machine, folder_url: str, writer: str
+) -> None:
+    one = machine("one", folder_url, context="none")
+    other = machine("other", folder_url)
+    for number in range(3):
+        one.add([page(number)])
+    other.refresh()
+    for index in (one, other):  # each reads its caches
+        assert index.search("page 2", 1)[0].chunk.source == "d2"
+    _put_back(folder_url, 3)
+    expected = {"d0", "d1"}
+    if writer == "ahead":  # its view is ahead of the log
+        assert one.add([page(7)]).added == ("d7",)
+        expected.add("d7")
+    elif writer == "behind":  # the number that the views have is written anew
+        machine("third", folder_url).add([page(8)])
+        expected.add("d8")
+    one.upkeep.gc(grace_seconds=0)
+    indexes = [one, other, machine("newcomer", folder_url)]
+    for index in indexes:
+        index.refresh()
+        assert sources(index) == expected
+        assert {hit.chunk.source for hit in index.search("page 2 7 8", 9)} == expected
+        assert index.upkeep.verify().ok
+    assert len({index.catalog.version() for index in indexes}) == 1
+    other.close()
+    assert sources(machine("other", folder_url)) == expected
+    one.add([page(2)])
+    other = machine("other", folder_url)
+    assert sources(other) == {*expected, "d2"}
+    assert other.upkeep.verify().ok
+
+
+def test_a_log_that_was_put_back_while_a_view_was_closed(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    one = machine("one", url, context="none")
+    one.add([page(0)])
+    one.add([page(1)])
+    one.close()
+    log = Log(read_place(url).bucket("log"))
+    log.delete(2)
+    other = machine("other", url)
+    other.add([page(5)])
+    other.add([page(6)])
+    assert sources(machine("one", url)) == sources(other) == {"d0", "d5", "d6"}
+
+
+def test_a_refresh_asks_little(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = machine("one", url, context="none")
+    index.add([page(0)])
+    index.refresh()
+    monkeypatch.setattr(Log, "versions", None)
+    monkeypatch.setattr(logs, "note_applied", lambda *_: None)
+    assert index.refresh() == 1
+
+
+def test_a_log_of_a_kvrag_that_names_no_manifest_before(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = Manifest.follow
+
+    def as_before(manifest: Manifest, *args: Any) -> Manifest:
+        made = follow(manifest, *args)
+        return replace(made, deltas=tuple(replace(one, previous="") for one in made.deltas))
+
+    one = machine("one", folder_url, context="none")
+    reader = machine("reader", folder_url)
+    with monkeypatch.context() as older:
+        older.setattr(Manifest, "follow", as_before)
+        for number in range(4):
+            one.add([page(number)])
+            if number == 1:
+                reader.refresh()
+                one.upkeep.gc()
+    monkeypatch.setattr(logs.SharedLog, "_build", None)  # no view is made a second time
+    newcomer = machine("newcomer", folder_url)
+    reader.refresh()
+    newcomer.add([page(4)])
+    reader.refresh()
+    one.refresh()
+    for index in (one, reader, newcomer):
+        assert sources(index) == {f"d{number}" for number in range(5)}
+        assert index.upkeep.verify().ok
 
 
 def test_a_damaged_segment_is_named_and_published_again(machine: Machine, folder_url: str) -> None:
@@ -370,6 +563,46 @@ def test_a_settings_change_goes_everywhere(machine: Machine, url: str) -> None:
     assert machine("third", url).upkeep.verify().ok
 
 
+def test_two_writers_that_fit_profiles_keep_both(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("creator", folder_url, context="none", codec="cachegen")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    words = [f"word{number}" for number in range(14)]
+
+    def pages(name: str, first: int) -> list[Document]:
+        chosen = words[first : first + 9]
+        return [
+            Document(f"{name}{n}", f"{name} {n} " + " ".join(chosen[n % 5 :] * 8))
+            for n in range(12)
+        ]
+
+    create = Log.create
+    texts = [pages("b", 5)]
+
+    def late(log: Log, manifest: Manifest) -> Any:
+        if texts and manifest.profiles:  # `one` is about to record its profile
+            other.add(texts.pop())
+        return create(log, manifest)
+
+    monkeypatch.setattr(Log, "create", late)
+    one.add(pages("a", 0))
+    assert not texts
+    assert len(_newest(folder_url)["profiles"]) == 2
+    newcomer = machine("newcomer", folder_url)
+    assert len(sources(newcomer)) == 24
+    assert newcomer.upkeep.verify().ok
+
+
+def test_settings_that_two_writers_change_at_once(machine: Machine, folder_url: str) -> None:
+    machine("creator", folder_url, context="corpus:40")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    one._storage.save_config(replace(one.config, corpus_filler="a"))
+    other._storage.save_config(replace(other.config, codec="lossless"))
+    config = machine("newcomer", folder_url).config
+    assert (config.corpus_filler, config.codec) == ("a", "lossless")
+
+
 def test_what_cannot_be_opened(
     machine: Machine, folder_url: str, model: KVModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +656,45 @@ def test_views_that_nobody_uses_make_room(
     monkeypatch.setenv("KVRAG_VIEWS_BYTES", "much")
     with pytest.raises(ParameterError, match="KVRAG_VIEWS_BYTES"):
         machine("one", f"{bucket}/second")
+
+
+def test_a_view_in_use_is_never_removed(machine: Machine, tmp_path: Path, folder_url: str) -> None:
+    old = machine("one", folder_url, context="none")
+    old.add([page(0)])
+    shutil.rmtree(tmp_path / "bucket")
+    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
+        machine("one", folder_url, context="none")
+    machine("two", folder_url, context="none").add([page(5)])
+    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
+        machine("one", folder_url)
+    assert sources(old) == {"d0"}
+    assert old.search("page 0", 1)
+    old.close()
+    assert sources(machine("one", folder_url)) == {"d5"}
+
+
+def test_two_servers_with_buckets_of_one_name(
+    machine: Machine, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_credentials(monkeypatch)
+    staging = S3Server(tmp_path)
+    try:
+        for server in (s3_server, staging):
+            client = boto3.client("s3", endpoint_url=server.endpoint)
+            client.create_bucket(Bucket="twice")
+            client.close()
+        one = machine("one", f"s3://twice/index?endpoint={s3_server.endpoint}", context="none")
+        one.add([page(0)])
+        monkeypatch.setenv("AWS_ENDPOINT_URL", staging.endpoint)
+        other = machine("one", "s3://twice/index", context="none")
+        other.add([page(5)])
+        one.refresh()
+        assert sources(one) == {"d0"}
+        assert sources(other) == {"d5"}
+        assert one.upkeep.verify().ok
+        assert other.upkeep.verify().ok
+    finally:
+        staging.kill()
 
 
 def test_an_opened_index_follows(machine: Machine, folder_url: str) -> None:
@@ -484,6 +756,20 @@ def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = read_place("s3://bucket/a/b/?endpoint=http://x:9000&timeout=2")
     assert str(place) == "s3://bucket/a/b"
     assert place.store_url("kv") == "s3://bucket/a/b/kv?endpoint=http://x:9000&timeout=2"
-    assert place.view == read_place("s3://bucket/a/b").view
-    assert place.view != read_place("s3://bucket/a/c").view
     assert place.view.name.startswith("b-")
+    assert place.view == read_place("s3://bucket/a/b?endpoint=http://x:9000/").view
+    assert place.view != read_place("s3://bucket/a/c?endpoint=http://x:9000").view
+    assert place.view != read_place("s3://bucket/a/b?endpoint=http://y:9000").view
+    for scheme, names in {
+        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "gs": ("GOOGLE_BASE_URL",),
+        "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    }.items():
+        here = read_place(f"{scheme}://bucket/a/b")
+        views = {here.view}
+        for name in names:
+            with monkeypatch.context() as context:
+                context.setenv(name, "http://x:9000")
+                views.add(here.view)
+                views.add(read_place(f"{scheme}://bucket/a/b?endpoint=http://y:1").view)
+        assert len(views) > 2, scheme

@@ -3,6 +3,10 @@
 A first run lists what the newest version does not need, with the time. A later run removes what was
 listed that long ago and is still not needed. So a reader or a writer may lag by that time: it
 finds every record and segment of any version that was the newest less than the grace ago.
+
+A writer may find an old record in the store and commit a chunk that needs it while a run removes
+it. So each run says when it begins and ends. A writer sees that at its commit and looks for its
+records again; a run looks at its end for what has been committed meanwhile.
 """
 
 from __future__ import annotations
@@ -15,35 +19,43 @@ from kvrag.ingest.report import GcReport
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.store.base import Store
 
+_NEWEST = "newest version"
 VERSIONS_SECONDS = 7200.0
 """Manifests stay at least so long: a reader looks for the next one, and lists all each hour."""
 
 
 def collect(
     log: Log,
-    head: Manifest,
+    newest: Callable[[], Manifest],
     segments: Store,
     records: Store | None,
     needed: Callable[[], Collection[str]],
     grace_seconds: float,
-) -> GcReport:
-    """Remove old garbage, and list the rest.
+    put_since: Callable[[int, Manifest], Collection[str] | None],
+) -> tuple[GcReport, set[str]]:
+    """Remove old garbage, and list the rest; return the digests of the removed records too.
 
     Parameters
     ----------
-    head
-        The newest version.
+    newest
+        Brings the view up to the newest version, and returns that.
     records
         The store of the records; None leaves it alone.
     needed
         Returns the digests of the records that the newest version needs.
+    put_since
+        Returns the digests of the records that versions after a given one, up to another, have
+        brought; None if that is not known.
     """
+    # Listed before the log is read: what is written and committed meanwhile is no garbage.
+    stored = dict(segments.sizes())
+    present = {} if records is None else dict(records.sizes())
+    head = newest()
     used = {part.key for file in head.files() for part in file.parts}
     sizes = {
-        f"segment {key.digest}": size for key, size in segments.sizes() if key.digest not in used
+        f"segment {key.digest}": size for key, size in stored.items() if key.digest not in used
     }
-    if records is not None:
-        present = dict(records.sizes())  # before `needed`: what is written meanwhile is no garbage
+    if present:
         wanted = needed()
         sizes |= {
             f"record {key.digest}": size
@@ -53,8 +65,15 @@ def collect(
     sizes |= {f"version {one}": 0 for one in log.versions() if one < head.version}
     listed, now = log.garbage(), time.time()
     since = {name: min(listed.get(name, now), now) for name in sizes}
+    if again := [name for name in sizes if name in listed and name.startswith("record ")]:
+        # What was needed again since then has been garbage for less time than the list says.
+        put = put_since(int(listed[_NEWEST]), head) if _NEWEST in listed else None
+        for name in again:
+            if put is None or name.partition(" ")[2] in put:
+                since[name] = now
     old = [name for name, first in since.items() if now - first >= _grace_of(name, grace_seconds)]
-    num_records = num_others = size_bytes = 0
+    num_others = size_bytes = 0
+    removed: set[str] = set()
     for name in old:
         kind, _, what = name.partition(" ")
         if kind == "version":
@@ -63,11 +82,11 @@ def collect(
         elif kind == "segment":
             num_others += segments.delete(ChunkKey(what))
         elif records is not None and records.delete(ChunkKey(what)):
-            num_records += 1
+            removed.add(what)
             size_bytes += sizes[name]
         del since[name]
-    log.list_garbage(since)
-    return GcReport(num_records, size_bytes, num_others)
+    log.list_garbage({**since, _NEWEST: head.version})
+    return GcReport(len(removed), size_bytes, num_others), removed
 
 
 def _grace_of(name: str, grace_seconds: float) -> float:

@@ -14,10 +14,12 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexFormatError, IndexMismatchError, IndexNotFoundError
 from kvrag.ingest import words
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
@@ -27,10 +29,10 @@ from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.shared.changes import Drop, pack, unpack
 from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
-from kvrag.ingest.shared.manifest import Base, Delta, File, Log, Manifest
+from kvrag.ingest.shared.manifest import CHANGE, CONFIG, RUNNING, Base, Delta, File, Log, Manifest
 from kvrag.ingest.shared.parts import damage_of, get_bytes, put_bytes, put_file
 from kvrag.ingest.shared.place import Place, held, lock_path
-from kvrag.ingest.shared.view import build
+from kvrag.ingest.shared.view import applied, build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 
@@ -67,6 +69,8 @@ class SharedLog:
         self._head: Manifest | None = None
         self._listed = -_LIST_SECONDS
         self._is_held = False
+        self._collecting: str | None = None
+        self._in_doubt: set[ChunkKey] = set()
         self.on_close = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -108,12 +112,11 @@ class SharedLog:
         head = self._newest(version, is_listed=is_listed)
         if self._head is None or head.config != self._head.config:
             self._adopt(head)
-        deltas = [one for one in head.deltas if version < one.version]
-        if [one.version for one in deltas] != list(range(version + 1, head.version + 1)):
+        if not self._leads_to(version, head):
             self._build(head)
             version = catalog.generation()
-            deltas = [one for one in head.behind_base if version < one.version]
-        for delta in deltas:
+        note_applied(self._storage.path, head.names())
+        for delta in [one for one in head.deltas if version < one.version]:
             if not self._carry_out(delta):
                 self._build(head)  # the view was damaged
                 for again in head.behind_base:
@@ -122,13 +125,43 @@ class SharedLog:
         self._head = head
         return head
 
+    def _leads_to(self, version: int, head: Manifest) -> bool:
+        """Return whether the view, which is at `version`, comes before the newest version.
+
+        It does not if manifests were removed, and others written in their place.
+        """
+        following = [one.version for one in head.deltas if version < one.version]
+        if following != list(range(version + 1, head.version + 1)):
+            return False
+        ours = applied(self._storage.path).get(version)
+        if ours is None:
+            return False  # killed while it was made, or made by a kvrag that did not note this
+        if ours == head.names().get(version):
+            return True
+        if version < head.version:  # a kvrag that does not name its predecessor may have written
+            with contextlib.suppress(IndexFormatError):
+                kept = self._log.read(version)
+                if kept is not None and kept.digest == ours:
+                    return True
+        logger.warning(
+            "the log of %s was put back to an earlier version, or its versions were replaced: this "
+            "machine's view is made again",
+            self._place,
+        )
+        return False
+
     def _newest(self, version: int, *, is_listed: bool = False) -> Manifest:
         """Return the newest manifest; `version` is the view's."""
         known = self._head
         is_old = is_listed or time.monotonic() - self._listed >= _LIST_SECONDS
-        is_known = known is not None and known.version == version and not is_old
-        # Almost always there is nothing new: one request says so.
-        if known is not None and is_known and self._log.read(version + 1) is None:
+        # Almost always there is nothing new: two small requests say so.
+        if (
+            known is not None
+            and known.version == version
+            and not is_old
+            and self._log.tag(version) == known.tag
+            and self._log.read(version + 1) is None
+        ):
             return known
         found = self._log.versions(max(version - 1, -1))
         if not found and version > 0:
@@ -147,10 +180,7 @@ class SharedLog:
         """Do to the view what made a version; return whether the view is at it."""
         storage, catalog = self._storage, self._storage.catalog
         former = catalog.version()
-        change: Change | Drop = Change()
-        if delta.content is not None:
-            where = f"the segment of version {delta.version} in {self._segments.url}"
-            change = unpack(get_bytes(self._segments, delta.content), where)
+        change = self._change_of(delta)
         try:
             if isinstance(change, Drop):
                 context = storage.config.chunk_context
@@ -166,6 +196,12 @@ class SharedLog:
         if delta.content is None:
             storage.vectors.keep(former)
         return catalog.generation() == delta.version
+
+    def _change_of(self, delta: Delta) -> Change | Drop:
+        if delta.content is None:
+            return Change()
+        where = f"the segment of version {delta.version} in {self._segments.url}"
+        return unpack(get_bytes(self._segments, delta.content), where)
 
     def _adopt(self, head: Manifest) -> None:
         """Take over the settings and profiles of a version."""
@@ -186,13 +222,24 @@ class SharedLog:
         with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
             made = Path(scratch)
             build(made, storage.config, head, self._segments, storage.store)
+            forget_applied(storage.path)
             (made / catalog.path.name).replace(next_path(catalog.path))
             catalog.replace_file()
             for cache in made.iterdir():
                 cache.replace(storage.path / cache.name)
+        note_applied(storage.path, head.names())
         storage.forget_vectors()
 
     # -- writing -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Say that an ingestion begins, which will rely on records that it finds in the store."""
+        self._in_doubt.clear()
+        self._collecting = self._log.collecting()
+
+    def in_doubt(self) -> set[ChunkKey]:
+        """Return the records of this ingestion's chunks that a `gc` meanwhile may have removed."""
+        return self._in_doubt
 
     def commit(self, change: Change) -> None:
         """Write a change to the log, and carry it out here.
@@ -203,20 +250,35 @@ class SharedLog:
             When the bucket refuses. If it does not answer, the change may be there or not; the
             next ingestion completes it.
         """
-        self._commit(put_bytes(self._segments, "change", pack(change)))
+        self._commit(put_bytes(self._segments, CHANGE, pack(change)))
+        collecting = self._log.collecting()
+        if collecting != self._collecting or collecting.startswith(RUNNING):
+            key_of = self._storage.key_of
+            for *_, rows in change.put:
+                self._in_doubt |= {key_of(one) for row in rows for one in row.chunk.required()}
 
     def drop(self, chunk_ids: Sequence[str]) -> int:
         """Remove single chunks; return how many."""
         if chunk_ids:
-            self._commit(put_bytes(self._segments, "change", pack(Drop(chunk_ids))))
+            self._commit(put_bytes(self._segments, CHANGE, pack(Drop(chunk_ids))))
         return len(chunk_ids)
 
     def save_config(self, config: IndexConfig) -> None:
-        """Record other settings, and the profiles of this view that the log does not have."""
+        """Record other settings, and the profiles of this view that the log does not have.
+
+        What other writers have recorded meanwhile stays, unless it is the same setting.
+        """
         with self._holding():
+            former = asdict(self._storage.config)
             head = self._refresh()
-            file, profiles = self._put_config(config, head.profiles)
-            self._commit(None, lambda one: replace(one, config=file, profiles=profiles))
+            new = self._put_profiles(head.profiles)
+        changed = {name: value for name, value in asdict(config).items() if value != former[name]}
+
+        def alter(one: Manifest) -> Manifest:
+            file = put_config(self._place, self._segments, self._settings(one, config, changed))
+            return replace(one, config=file, profiles=_with_profiles(one.profiles, new))
+
+        self._commit(None, alter)
 
     def compact(self, *, is_forced: bool) -> None:
         """Publish a whole catalog with its caches, if that is due or forced.
@@ -238,12 +300,15 @@ class SharedLog:
         """Publish all that the newest version names again, from this view."""
         with self._holding():
             head = self._refresh()
-            file, profiles = self._put_config(self._storage.config, ())
+            file = put_config(self._place, self._segments, self._storage.config)
+            new = self._put_profiles(())
             base = self._put_base(head.version)
             self._commit(
                 None,
                 lambda one: replace(
-                    _with_base(one, base, base.version), config=file, profiles=profiles
+                    _with_base(one, base, base.version),
+                    config=file if one.config == head.config else one.config,
+                    profiles=_with_profiles(one.profiles, new),
                 ),
             )
 
@@ -255,16 +320,31 @@ class SharedLog:
             with self._holding():
                 # Nobody may write to another index that has taken this one's place.
                 ours = alter(self._refresh(is_listed=True).follow(content))
-                is_written = self._log.create(ours)
                 # A request that was repeated is refused, although the first one wrote.
-                if is_written or self._log.read(ours.version) == ours:
-                    self._refresh()
+                written = self._log.create(ours) or self._log.read(ours.version)
+                if written is not None and written == ours and self._is_in_log(written):
                     return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
 
-    def _put_config(
-        self, config: IndexConfig, known: Sequence[File]
-    ) -> tuple[File, tuple[File, ...]]:
+    def _is_in_log(self, written: Manifest) -> bool:
+        """Return whether the newest version comes after a manifest that was written just now.
+
+        It does not if this process slept so long that `gc` has removed the manifest that another
+        writer gave the same number.
+        """
+        return self._refresh(is_listed=True).has(written)
+
+    def _settings(
+        self, one: Manifest, config: IndexConfig, changed: Mapping[str, Any]
+    ) -> IndexConfig:
+        """Return a version's settings with some changed; `config` if that version's are damaged."""
+        try:
+            return replace(read_config(self._place, self._segments, one), **changed)
+        except IndexFormatError:
+            return config
+
+    def _put_profiles(self, known: Sequence[File]) -> list[File]:
+        """Store the profiles of this view that are not known; return them."""
         profiles = self._storage.profiles
         names = {one.name for one in known}
         new = (
@@ -272,8 +352,7 @@ class SharedLog:
             for one in profiles.hashes()
             if one not in names
         )
-        renamed = (replace(one, name=one.name.removesuffix(".safetensors")) for one in new)
-        return put_config(self._place, self._segments, config), (*known, *renamed)
+        return [replace(one, name=one.name.removesuffix(".safetensors")) for one in new]
 
     def _put_base(self, version: int) -> Base:
         """Store the view's catalog and its caches, which are brought up to date first."""
@@ -301,7 +380,12 @@ class SharedLog:
         return found
 
     def collect_garbage(
-        self, needed: Callable[[], Collection[str]], grace_seconds: float, *, all_records: bool
+        self,
+        needed: Callable[[], Collection[str]],
+        restore: Callable[[str], None],
+        grace_seconds: float,
+        *,
+        all_records: bool,
     ) -> GcReport:
         """Remove what no version has needed for `grace_seconds` (`kvrag.ingest.shared.garbage`).
 
@@ -311,13 +395,56 @@ class SharedLog:
         ----------
         needed
             Returns the digests of the records that the view needs.
+        restore
+            Computes the record of a digest again.
         all_records
             Whether records may be removed at all: other indexes may share their store.
         """
-        with self._holding():
-            head = self._refresh()
+        self._log.note_collecting(RUNNING)
         records = self._storage.store if all_records else None
-        return collect(self._log, head, self._segments, records, needed, grace_seconds)
+        report, removed = collect(
+            self._log,
+            self._current,
+            self._segments,
+            records,
+            needed,
+            grace_seconds,
+            self._put_since,
+        )
+        self._log.note_collecting("over")
+        if removed:
+            self._current()
+            for digest in removed.intersection(needed()):
+                restore(digest)
+        return report
+
+    def _current(self) -> Manifest:
+        with self._holding():
+            return self._refresh(is_listed=True)
+
+    def _put_since(self, version: int, head: Manifest) -> set[str] | None:
+        """Return the digests of the records that the versions after one put; None if unknown."""
+        deltas = {one.version: one for one in head.deltas}
+        found: set[str] = set()
+        try:
+            for number in range(version + 1, head.version + 1):
+                if number not in deltas:  # a whole catalog took its place; the manifest is kept
+                    manifest = self._log.read(number)
+                    if manifest is None:
+                        return None
+                    deltas |= {one.version: one for one in manifest.deltas}
+                if deltas[number].content is not None:
+                    change = self._change_of(deltas[number])
+                    if isinstance(change, Change):
+                        found.update(
+                            key.digest
+                            for *_, rows in change.put
+                            for row in rows
+                            for key in row.keys
+                        )
+        except (IndexFormatError, KeyError):
+            return None
+        return found if version <= head.version else None
 
     # -- private -----------------------------------------------------------------------------
 
@@ -344,11 +471,16 @@ def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
     return replace(manifest, base=base, deltas=deltas)
 
 
+def _with_profiles(known: Sequence[File], new: Sequence[File]) -> tuple[File, ...]:
+    """Return profiles with others, which replace those of the same name."""
+    return tuple({one.name: one for one in (*known, *new)}.values())
+
+
 def put_config(place: Place, segments: Store, config: IndexConfig) -> File:
     """Store an index's settings; a store beside the log has no URL in them."""
     if config.store == place.store_url("kv"):
         config = replace(config, store="")
-    return put_bytes(segments, "index.json", config.to_bytes())
+    return put_bytes(segments, CONFIG, config.to_bytes())
 
 
 def read_config(place: Place, segments: Store, head: Manifest) -> IndexConfig:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,12 +18,23 @@ from kvrag.arguments import shown
 from kvrag.checksum import NAME as CHECKSUM
 from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError
+from kvrag.ingest import config as configs
+from kvrag.ingest import words
+from kvrag.ingest.catalog import FILE_NAME
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME
 from kvrag.store.bucket import Bucket
 
 FORMAT = 1
+CHANGE = "change"
+CONFIG = configs.FILE_NAME
+RUNNING = "running"
 _KIND = "kvrag shared index"
 _GARBAGE = "garbage.json"
+_COLLECTING = "collecting.txt"
 _NAME = re.compile(r"([0-9]{12})\.json")
+# They become names of files here, and anyone who may write to the bucket may have written them.
+_KEY = re.compile(r"[0-9a-f]{40}")
+_BASE_FILES = {FILE_NAME, VECTORS_NAME, RUNS_NAME, words.FILE_NAME}
 
 
 @dataclass(frozen=True)
@@ -48,10 +60,17 @@ class File:
 
 @dataclass(frozen=True)
 class Delta:
-    """What made a version out of the one before; nothing if it has no content."""
+    """What made a version out of the one before; nothing if it has no content.
+
+    Attributes
+    ----------
+    previous
+        The checksum of the manifest before; "" if a kvrag wrote it that does not record this.
+    """
 
     version: int
     content: File | None
+    previous: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,9 @@ class Manifest:
         The latest whole catalog; None if there is none yet.
     deltas
         The changes since the base, and those since the base before, for readers that follow.
+    digest, tag
+        The checksum that it was written with, and what the bucket tells its object by; "" before
+        it is written.
     """
 
     version: int
@@ -99,6 +121,8 @@ class Manifest:
     base: Base | None = None
     deltas: tuple[Delta, ...] = ()
     format: int = field(default=FORMAT)
+    digest: str = field(default="", compare=False)
+    tag: str = field(default="", compare=False)
 
     @property
     def behind_base(self) -> tuple[Delta, ...]:
@@ -112,14 +136,37 @@ class Manifest:
         contents = [one.content for one in self.deltas if one.content is not None]
         return [self.config, *self.profiles, *base, *contents]
 
+    def names(self) -> dict[int, str]:
+        """Return what tells this version, and each one before it, from another of its number.
+
+        That is its checksum; where that is unknown, that this version comes after it.
+        """
+        found = {one.version - 1: one.previous or self._before for one in self.deltas}
+        return {**found, self.version: self.digest}
+
+    def has(self, other: Manifest) -> bool:
+        """Return whether this version is another one, or comes after it."""
+        name = self.names().get(other.version)
+        if name != self._before:
+            return name == other.digest
+        return any(
+            (one.version, one.content) == (other.version, other.deltas[-1].content)
+            for one in self.deltas
+        )
+
+    @property
+    def _before(self) -> str:
+        return f"before {self.digest}"
+
     def follow(self, content: File | None, **changes: Any) -> Manifest:
         """Return the manifest of the next version, made by some content."""
         version = self.version + 1
-        deltas = (*self.deltas, Delta(version, content))
+        deltas = (*self.deltas, Delta(version, content, self.digest))
         return replace(self, version=version, time=time.time(), deltas=deltas, **changes)
 
     def to_bytes(self) -> bytes:
         values = {"kind": _KIND, **asdict(self)}
+        del values["digest"], values["tag"]
         values = json.loads(json.dumps(values))  # tuples become lists, as a reader finds them
         return json.dumps({**values, CHECKSUM: checksum(values)}).encode()
 
@@ -158,12 +205,19 @@ class Log:
         IndexFormatError
             When it is damaged, or of a newer kvrag.
         """
-        content = self._bucket.get(name_of(version))
-        return None if content is None else self._parsed(version, content)
+        found = self._bucket.get_tagged(name_of(version))
+        return None if found is None else self._parsed(version, *found)
 
-    def create(self, manifest: Manifest) -> bool:
-        """Write a version's manifest unless there is one; return whether it was written."""
-        return self._bucket.create(name_of(manifest.version), manifest.to_bytes())
+    def tag(self, version: int) -> str | None:
+        """Return what the bucket tells a version's manifest by, or None if there is none."""
+        return self._bucket.tag(name_of(version))
+
+    def create(self, manifest: Manifest) -> Manifest | None:
+        """Write a version's manifest and return it as written; None if there is one already."""
+        content = manifest.to_bytes()
+        if not self._bucket.create(name_of(manifest.version), content):
+            return None
+        return self._parsed(manifest.version, content)
 
     def delete(self, version: int) -> None:
         """Remove a version's manifest."""
@@ -181,7 +235,15 @@ class Log:
         """Write when garbage was first seen, by name."""
         self._bucket.put(_GARBAGE, json.dumps(dict(since)).encode())
 
-    def _parsed(self, version: int, content: bytes) -> Manifest:
+    def collecting(self) -> str:
+        """Return what `note_collecting` wrote last: another text after each change."""
+        return (self._bucket.get(_COLLECTING) or b"").decode(errors="replace")
+
+    def note_collecting(self, state: str) -> None:
+        """Say that garbage is removed from now on (`RUNNING`), or no longer."""
+        self._bucket.put(_COLLECTING, f"{state} {secrets.token_hex(8)}".encode())
+
+    def _parsed(self, version: int, content: bytes, tag: str = "") -> Manifest:
         where = f"{self.url}/{name_of(version)}"
         try:
             values = json.loads(content)
@@ -194,13 +256,15 @@ class Log:
                 )
             if values[CHECKSUM] != checksum(values):
                 raise ValueError("its checksum differs from its content")
-            found = _manifest(values)
+            found = replace(_manifest(values), digest=str(values[CHECKSUM]), tag=tag)
             if found.version != version:
                 raise ValueError(f"it says that it is version {found.version}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IndexFormatError(
-                f"{where} is damaged ({error}): put it back from a copy of the bucket, or remove "
-                "it and all later ones to go back to the version before"
+                f"{where} is damaged ({error}): put it back from a copy of the bucket. Without "
+                f"one, go back to the version before it, if {self.url} has that: stop all writers "
+                f"and 'kvrag gc', remove this file, all later ones and {_GARBAGE}, then ingest "
+                "again what was ingested since that version, and delete again what was deleted"
             ) from error
         return found
 
@@ -217,18 +281,31 @@ def _manifest(values: dict[str, Any]) -> Manifest:
         time=float(values["time"]),
         index_id=str(values["index_id"]),
         key_check=str(values["key_check"]),
-        config=_file(values["config"]),
-        profiles=tuple(map(_file, values["profiles"])),
-        base=None if base is None else Base(int(base["version"]), tuple(map(_file, base["files"]))),
+        config=_file(values["config"], {CONFIG}),
+        profiles=tuple(_file(one, _KEY) for one in values["profiles"]),
+        base=None
+        if base is None
+        else Base(int(base["version"]), tuple(_file(one, _BASE_FILES) for one in base["files"])),
         deltas=tuple(
-            Delta(int(one["version"]), None if one["content"] is None else _file(one["content"]))
+            Delta(
+                int(one["version"]),
+                None if one["content"] is None else _file(one["content"], {CHANGE}),
+                str(one.get("previous", "")),
+            )
             for one in values["deltas"]
         ),
     )
 
 
-def _file(values: dict[str, Any]) -> File:
-    parts = (
+def _file(values: dict[str, Any], names: re.Pattern[str] | Collection[str]) -> File:
+    """Return a file whose name is one of those that may be there. Raises ValueError."""
+    name = str(values["name"])
+    if not (names.fullmatch(name) if isinstance(names, re.Pattern) else name in names):
+        raise ValueError(f"a file in it is named {shown(name)}")
+    parts = [
         Part(str(one["key"]), int(one["size"]), str(one["checksum"])) for one in values["parts"]
-    )
-    return File(str(values["name"]), tuple(parts))
+    ]
+    for part in parts:
+        if not _KEY.fullmatch(part.key) or part.size < 0:
+            raise ValueError(f"a segment in it is {shown(part.key)} of {part.size} bytes")
+    return File(name, tuple(parts))

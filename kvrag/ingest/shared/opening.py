@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,8 +29,16 @@ from kvrag.ingest.opening import open_index
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.log import SharedLog, put_config, read_config
 from kvrag.ingest.shared.manifest import Log, Manifest
-from kvrag.ingest.shared.place import Place, held, in_use_path, lock_path, make_room, read_place
-from kvrag.ingest.shared.view import build
+from kvrag.ingest.shared.place import (
+    Place,
+    held,
+    in_use_path,
+    lock_path,
+    make_room,
+    read_place,
+    remove_view,
+)
+from kvrag.ingest.shared.view import build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store
@@ -42,13 +49,14 @@ logger = logging.getLogger("kvrag")
 def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage, Encoders]:
     """Create an empty index at a URL. Parameters and errors are those of `Index.create`."""
     place = read_place(url)
-    with _connected(place) as (log, segments):
+    with _connected(place) as (log, segments), contextlib.ExitStack() as using:
         if log.versions():
             raise _taken(place)
         if settings.store is None:
             settings = replace(settings, store=place.store_url("kv"))
         with held(lock_path(place.view)):
-            shutil.rmtree(place.view, ignore_errors=True)
+            _clear(place)
+            using.enter_context(held(in_use_path(place.view), shared=True))
             storage, encoders = make_index(place.view, given, settings)
         with _closing_on_error(storage):
             config = storage.config
@@ -64,9 +72,11 @@ def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage,
                 key_check=config.key_check,
                 config=put_config(place, segments, config),
             )
-            if not log.create(first):
+            written = log.create(first)
+            if written is None:
                 raise _taken(place)
-            shared = _attach(place, log, segments, storage)
+            note_applied(place.view, written.names())
+            shared = _attach(place, log, segments, storage, using)
             if config.profile:
                 shared.save_config(config)
         return storage, encoders
@@ -82,7 +92,7 @@ def open_shared(
 ) -> tuple[Storage, Encoders]:
     """Open the index at a URL. Parameters and errors are those of `Index.open`."""
     place = read_place(url)
-    with _connected(place) as (log, segments):
+    with _connected(place) as (log, segments), contextlib.ExitStack() as using:
         versions = log.versions()
         head = log.read(versions[-1]) if versions else None
         if head is None:
@@ -94,6 +104,7 @@ def open_shared(
         make_room(place.view)
         with held(lock_path(place.view)):
             config = _config(place, segments, head)
+            using.enter_context(held(in_use_path(place.view), shared=True))
             if is_lost(place.view / FILE_NAME):
                 _make_view(place, config, head, segments)
         given = (model, embedding, device, store, compute)
@@ -105,7 +116,7 @@ def open_shared(
                 _make_view(place, config, head, segments)
             storage, encoders = open_index(place.view, *given, mend=False, is_view=True)
         with _closing_on_error(storage):
-            _attach(place, log, segments, storage).refresh()
+            _attach(place, log, segments, storage, using).refresh()
         return storage, encoders
 
 
@@ -128,12 +139,24 @@ def _closing_on_error(opened: Store | Storage) -> Iterator[None]:
         raise
 
 
-def _attach(place: Place, log: Log, segments: Store, storage: Storage) -> SharedLog:
+def _attach(
+    place: Place, log: Log, segments: Store, storage: Storage, using: contextlib.ExitStack
+) -> SharedLog:
+    """Return the log of an opened view; it takes over what says that the view is in use."""
     write_atomically(place.view / VIEW_OF_NAME, f"{place}\n".encode())
     shared = SharedLog(place, log, segments, storage)
-    shared.on_close.enter_context(held(in_use_path(place.view), shared=True))
+    shared.on_close = using.pop_all()
     storage.log = storage.catalog.log = shared
     return shared
+
+
+def _clear(place: Place) -> None:
+    """Remove the view of an index that was at a place. Raises IndexMismatchError if it is used."""
+    if not remove_view(place.view):
+        raise IndexMismatchError(
+            f"a process of this machine has the index that was at {place} before open: end it, or "
+            "set KVRAG_VIEWS to another folder for this process"
+        )
 
 
 def _config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
@@ -150,7 +173,7 @@ def _config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
             raise
         config = known  # 'kvrag verify --repair' publishes it again
     if known is None:
-        shutil.rmtree(place.view, ignore_errors=True)
+        _clear(place)
         place.view.mkdir(parents=True)
     config.save(place.view)
     return config
@@ -164,10 +187,12 @@ def _make_view(place: Place, config: IndexConfig, head: Manifest, segments: Stor
     ):
         made = Path(scratch)
         build(made, config, head, segments, store)
+        forget_applied(place.view)
         for path in place.view.glob(f"{FILE_NAME}*"):
             path.unlink()
         for path in sorted(made.iterdir(), reverse=True):  # the catalog last: it makes the view
             path.replace(place.view / path.name)
+        note_applied(place.view, head.names())
 
 
 def _check_key(place: Place, head: Manifest, segments: Store) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
-from kvrag.store.bucket import SCHEMES, Bucket
+from kvrag.store.bucket import SCHEMES, Bucket, server_of
 from kvrag.store.files import store_error
 from kvrag.store.registry import parse_bytes
 from kvrag.store.remote import seconds
@@ -71,8 +71,10 @@ class Place:
 
     @property
     def view(self) -> Path:
-        """The folder of this machine's view: its name is the same on every machine."""
-        digest = hashlib.blake2b(self.url.encode(), digest_size=8).hexdigest()
+        """The folder of this machine's view; another server's bucket has another."""
+        endpoint = dict(parse_qsl(self.query)).get("endpoint")
+        whole = f"{self.url} {server_of(self.url.partition(':')[0], endpoint)}".strip()
+        digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
         name = re.sub(r"[^\w.-]+", "-", self.url.rpartition("/")[2])[:60]
         return views_folder() / f"{name}-{digest}"
 
@@ -164,6 +166,16 @@ def held(path: Path, *, shared: bool = False, waits: bool = True) -> Iterator[No
         os.close(descriptor)
 
 
+def remove_view(view: Path) -> bool:
+    """Remove a view unless a process has it open; return whether it is gone. Raises StoreError."""
+    try:
+        with held(in_use_path(view), waits=False):
+            shutil.rmtree(view, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def make_room(keep: Path) -> None:
     """Remove views that no process uses, the longest unused first, until they fit their limit.
 
@@ -182,12 +194,8 @@ def make_room(keep: Path) -> None:
             return
         if view == keep:
             continue
-        with (
-            contextlib.suppress(BlockingIOError, StoreError),
-            held(in_use_path(view), waits=False),
-        ):
-            shutil.rmtree(view, ignore_errors=True)
-            total -= sizes[view]
+        with contextlib.suppress(StoreError):
+            total -= sizes[view] if remove_view(view) else 0
 
 
 def _size_of(folder: Path) -> int:

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvrag.ingest.catalog import FILE_NAME, Catalog
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.encryption import catalog_key
 from kvrag.ingest.seals import seal_key
 from kvrag.ingest.shared.manifest import Manifest
 from kvrag.ingest.shared.parts import get_file
 from kvrag.store.base import Store
+
+_APPLIED = "applied.json"
+
+
+def applied(view: Path) -> dict[int, str]:
+    """Return the names by number (`Manifest.names`) of the versions that a view may be at."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        found = json.loads((view / _APPLIED).read_bytes())
+        return {int(number): str(name) for number, name in found.items()}
+    return {}
+
+
+def note_applied(view: Path, names: Mapping[int, str]) -> None:
+    """Record the names of the version that a view is at, and of those that it will be at."""
+    if applied(view) != names:
+        write_atomically(view / _APPLIED, json.dumps(names).encode())
+
+
+def forget_applied(view: Path) -> None:
+    """Say that a view's catalog may be anything, before it is replaced."""
+    (view / _APPLIED).unlink(missing_ok=True)
 
 
 def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, store: Store) -> None:
@@ -25,7 +49,7 @@ def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, st
     """
     if head.base is not None:
         for file in head.base.files:
-            get_file(segments, file, folder / Path(file.name).name)
+            get_file(segments, file, folder / file.name)
         return
     Catalog.create(
         folder / FILE_NAME,
