@@ -57,15 +57,15 @@ def test_a_prompts_first_token_is_computed_unless_it_is_exact(bench: Bench) -> N
         prefix_length=0,
         has_prefix=exact.prefix_length == 0,
     )
-    plan = plan_fusion(bench.model, layout, Repair(NonePolicy()))
+    plan = plan_fusion(bench.model, layout, Repair(NonePolicy()), Loading())
     assert plan.fresh[0] == 0
     rest = plan.spans[0]
     assert (rest.prompt_start, rest.chunk_start, rest.length) == (1, 2, first.length - 2)
     assert plan.spans[1:] == layout.spans[1:]
     # An exact first chunk, and rows that are kept, stay whole.
-    assert plan_fusion(bench.model, exact, Repair(NonePolicy())).spans == exact.spans
+    assert plan_fusion(bench.model, exact, Repair(NonePolicy()), Loading()).spans == exact.spans
     kept = replace(layout, num_kept=spans[0].prompt_end)
-    assert plan_fusion(bench.model, kept, Repair(NonePolicy())).spans == layout.spans[1:]
+    assert plan_fusion(bench.model, kept, Repair(NonePolicy()), Loading()).spans == layout.spans[1:]
 
 
 def test_without_a_record_its_tokens_are_fresh_and_the_miss_is_counted(bench: Bench) -> None:
