@@ -24,6 +24,7 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest.index import Index
+from kvrag.ingest.shared import garbage
 from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
@@ -264,6 +265,43 @@ def test_a_gc_between_finding_a_record_and_the_commit(
         index.refresh()
         assert sources(index) == {"d0", "d1"}
         assert index.upkeep.verify().ok
+
+
+@pytest.mark.parametrize("action", ["add", "save", "save after gc"])
+def test_a_writer_that_sleeps_while_versions_are_removed(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    sleeper.add([page(0)])
+    if action == "save after gc":  # which has no whole catalog to publish
+        sleeper.upkeep.gc()
+    monkeypatch.setattr(garbage, "VERSIONS_SECONDS", 0.0)
+    create = Log.create
+    left = [1]
+
+    def late(log: Log, manifest: Manifest) -> Any:
+        if left and log is sleeper._storage.log._log:  # type: ignore[union-attr]
+            left.clear()
+            if action != "save after gc":
+                other.add([page(5)])
+                other.add([page(6)])
+            other.upkeep.gc(grace_seconds=0)
+        return create(log, manifest)
+
+    monkeypatch.setattr(Log, "create", late)
+    expected = {"d0"} if action == "save after gc" else {"d0", "d5", "d6"}
+    if action == "add":
+        assert sleeper.add([page(1)]).added == ("d1",)
+        expected.add("d1")
+    else:
+        sleeper._storage.save_config(replace(sleeper.config, codec="lossless"))
+    assert not left
+    newcomer = machine("newcomer", folder_url)
+    for index in (sleeper, other, newcomer):
+        index.refresh()
+        assert sources(index) == expected
+        assert index.upkeep.verify().ok
+    assert (newcomer.config.codec == "lossless") == (action != "add")
 
 
 def test_a_new_base_is_published_when_many_changes_lie_behind_it(
