@@ -30,7 +30,14 @@ from kvrag.ingest.rows import Change
 from kvrag.ingest.shared.changes import Drop, pack, unpack
 from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
 from kvrag.ingest.shared.manifest import CHANGE, CONFIG, RUNNING, Base, Delta, File, Log, Manifest
-from kvrag.ingest.shared.parts import damage_of, get_bytes, put_bytes, put_file
+from kvrag.ingest.shared.parts import (
+    damage_of,
+    get_bytes,
+    is_stored,
+    put_again,
+    put_bytes,
+    put_file,
+)
 from kvrag.ingest.shared.place import Place, held, lock_path
 from kvrag.ingest.shared.view import applied, build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
@@ -250,7 +257,7 @@ class SharedLog:
             When the bucket refuses. If it does not answer, the change may be there or not; the
             next ingestion completes it.
         """
-        self._commit(put_bytes(self._segments, CHANGE, pack(change)))
+        self._commit(pack(change))
         collecting = self._log.collecting()
         if collecting != self._collecting or collecting.startswith(RUNNING):
             key_of = self._storage.key_of
@@ -260,7 +267,7 @@ class SharedLog:
     def drop(self, chunk_ids: Sequence[str]) -> int:
         """Remove single chunks; return how many."""
         if chunk_ids:
-            self._commit(put_bytes(self._segments, CHANGE, pack(Drop(chunk_ids))))
+            self._commit(pack(Drop(chunk_ids)))
         return len(chunk_ids)
 
     def save_config(self, config: IndexConfig) -> None:
@@ -268,17 +275,19 @@ class SharedLog:
 
         What other writers have recorded meanwhile stays, unless it is the same setting.
         """
-        with self._holding():
-            former = asdict(self._storage.config)
-            head = self._refresh()
-            new = self._put_profiles(head.profiles)
+        former = asdict(self._storage.config)
         changed = {name: value for name, value in asdict(config).items() if value != former[name]}
+        stored: list[File] = []
 
         def alter(one: Manifest) -> Manifest:
             file = put_config(self._place, self._segments, self._settings(one, config, changed))
+            new = self._put_profiles(() if stored else one.profiles)
+            stored[:] = [file, *new]
             return replace(one, config=file, profiles=_with_profiles(one.profiles, new))
 
         self._commit(None, alter)
+        while not is_stored(self._segments, stored):  # this process slept, and gc removed them
+            self._commit(None, alter)
 
     def compact(self, *, is_forced: bool) -> None:
         """Publish a whole catalog with its caches, if that is due or forced.
@@ -313,17 +322,21 @@ class SharedLog:
             )
 
     def _commit(
-        self, content: File | None, alter: Callable[[Manifest], Manifest] = lambda one: one
+        self, packed: bytes | None, alter: Callable[[Manifest], Manifest] = lambda one: one
     ) -> None:
         """Create the next version; another writer may be faster, any number of times."""
+        content = None if packed is None else put_bytes(self._segments, CHANGE, packed)
         while True:
             with self._holding():
                 # Nobody may write to another index that has taken this one's place.
                 ours = alter(self._refresh(is_listed=True).follow(content))
                 # A request that was repeated is refused, although the first one wrote.
                 written = self._log.create(ours) or self._log.read(ours.version)
-                if written is not None and written == ours and self._is_in_log(written):
-                    return
+                if written is not None and written == ours:
+                    if content is not None and packed is not None:
+                        put_again(self._segments, content, packed)
+                    if self._is_in_log(written):
+                        return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
 
     def _is_in_log(self, written: Manifest) -> bool:

@@ -32,6 +32,18 @@ def put_bytes(store: Store, name: str, content: bytes) -> File:
     return File(name, (_put(store, content),))
 
 
+def put_again(store: Store, file: File, content: bytes) -> None:
+    """Store the bytes of `put_bytes` again if they are gone: `gc` takes what nothing names yet."""
+    store.put(ChunkKey(file.parts[0].key), content)
+
+
+def is_stored(store: Store, files: Iterable[File]) -> bool:
+    """Return whether every part of some files is in the store."""
+    keys = [ChunkKey(part.key) for file in files for part in file.parts]
+    with ThreadPoolExecutor(_THREADS, "kvrag-parts") as pool:
+        return all(pool.map(store.contains, keys))
+
+
 def put_file(store: Store, path: Path) -> File:
     """Store a file, a few parts at a time. Raises StoreError."""
     size = path.stat().st_size
