@@ -75,12 +75,14 @@ class TableReads(SoundRows):
             return self.version()
 
     @checked
-    def each_head(self, num_tokens: int, use: Callable[[str, bytes, int], None]) -> int:
+    def each_head(
+        self, num_tokens: int, use: Callable[[str, bytes, int], None]
+    ) -> tuple[int, bytes]:
         """Call `use` with each chunk's id, its first token ids and its number of tokens.
 
         The token ids are packed as in the row (`kvrag.ingest.rows.pack_ids`), at most
         `num_tokens` of them. They may be damaged: use them only to compare, and read the chunk
-        before you use it. Returns the generation.
+        before you use it. Returns the version.
         """
         with self._snapshot():
             for row, chunk_id, head, length in self._scan(
@@ -90,7 +92,7 @@ class TableReads(SoundRows):
                     use(chunk_id, head, length)
                 else:
                     self._note(f"the tokens of chunk {row} are not what was written")
-            return self.generation()
+            return self.version()
 
     @checked
     def tokens_behind(self, row: int, most: int) -> list[tuple[int, bytes]]:

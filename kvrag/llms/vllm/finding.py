@@ -49,7 +49,7 @@ class TokenFinder:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._lock = threading.Lock()
-        self._generation = -1
+        self._version: tuple[int, bytes] | None = None
         self._heads: dict[bytes, list[tuple[str, int]]] = {}
         self._table()  # so that the first prompt does not wait for it
         _ = index.run_finder.fingerprints
@@ -111,7 +111,7 @@ class TokenFinder:
 
     def _table(self) -> dict[bytes, list[tuple[str, int]]]:
         with self._lock:
-            if self._generation != self._index.catalog.generation():
+            if self._version != self._index.catalog.version():
                 # Made again, not changed in place: other threads may be searching the old one.
                 heads: dict[bytes, list[tuple[str, int]]] = {}
 
@@ -121,7 +121,7 @@ class TokenFinder:
                         heads.setdefault(head, []).append((chunk_id, offset))
 
                 catalog = self._index.catalog
-                self._generation = catalog.each_head(HEAD_TOKENS + MAX_EDGE_TOKENS, add)
+                self._version = catalog.each_head(HEAD_TOKENS + MAX_EDGE_TOKENS, add)
                 self._heads = heads
             return self._heads
 
