@@ -101,6 +101,11 @@ class CodecFitter:
         storage = self._storage
         return self._encoders.prefill(storage.catalog.chunk_with(key, storage.key_of))
 
+    def repair(self, key: ChunkKey) -> None:
+        """Compute the KV of a record again, and put it into the store."""
+        storage = self._storage
+        storage.store.replace(key, storage.coding.codec.encode(key, self.compute(key)))
+
     def needed(self) -> dict[ChunkKey, int]:
         """Return the names of all records of sound chunks, each with its number of rows.
 

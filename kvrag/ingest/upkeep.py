@@ -344,7 +344,7 @@ class Upkeep:
             storage.config.spec,
             audit=audit,
             num_rows=storage.num_rows,
-            repair=self._repair if repair else None,
+            repair=self._fitter.repair if repair else None,
             on_progress=on_progress,
         )
         is_mended = repair and not store_damage(storage.store, mend=False)
@@ -398,8 +398,4 @@ class Upkeep:
 
     def _restore(self, digest: str) -> None:
         with contextlib.suppress(IndexFormatError):  # it is not needed any more
-            self._repair(ChunkKey(digest))
-
-    def _repair(self, key: ChunkKey) -> None:
-        storage = self._storage
-        storage.store.replace(key, storage.coding.codec.encode(key, self._fitter.compute(key)))
+            self._fitter.repair(ChunkKey(digest))

@@ -245,8 +245,7 @@ class Writer:
         num_computed = 0
         for key in storage.catalog.audit(storage.key_of).needed:
             if not storage.store.contains(key):
-                kv = self._fitter.compute(key)
-                storage.store.replace(key, storage.coding.codec.encode(key, kv))
+                self._fitter.repair(key)
                 num_computed += 1
         return num_computed
 
@@ -256,8 +255,7 @@ class Writer:
         for key in set() if storage.log is None else storage.log.in_doubt():
             if not storage.store.contains(key):
                 with contextlib.suppress(IndexFormatError):  # its chunk is gone again
-                    kv = self._fitter.compute(key)
-                    storage.store.replace(key, storage.coding.codec.encode(key, kv))
+                    self._fitter.repair(key)
 
     def _plan(
         self, sources: Sources, parser: Parser, force: bool, on_progress: Progress | None

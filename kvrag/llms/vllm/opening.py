@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag import arguments
@@ -33,7 +34,7 @@ def config_of(settings: ConnectorSettings) -> IndexConfig:
     """
     place = place_of(settings)
     if not is_shared_url(place):
-        return IndexConfig.load(arguments.resolved_path(place, "index"))
+        return IndexConfig.load(Path(place))
     with Index.open(place, store=settings.store) as index:
         return index.config
 
