@@ -62,7 +62,7 @@ pip install --quiet -r "$list"
 # A gigabyte that the CPU never uses.
 pip uninstall --quiet --yes triton >/dev/null 2>&1 || true
 printf 'torch==%s\n' "$torch" >"$list"
-pip install --quiet -c "$list" -c constraints-dev.txt -e '.[embed,langchain,llama-index]' \
+pip install --quiet -c "$list" -c constraints-dev.txt -e '.[embed,langchain,llama-index,objects]' \
 	hypothesis pytest pytest-asyncio
 # For `kvrag bench vllm`, which needs nothing of what the other benches do.
 pip install --quiet --no-deps -e ./bench
