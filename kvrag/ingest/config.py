@@ -225,7 +225,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def newer_error(path: Path, expected: str, found: int) -> IndexFormatError:
+def newer_error(path: Path | str, expected: str, found: int) -> IndexFormatError:
     """Return the error of a file that a later version of kvrag wrote."""
     return IndexFormatError(
         f"{path} was written by a newer kvrag: expected {expected}, found {found}. Upgrade kvrag "

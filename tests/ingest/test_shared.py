@@ -328,6 +328,16 @@ def _newest(url: str) -> dict[str, Any]:
     return found
 
 
+def test_a_manifest_of_a_newer_kvrag_asks_for_an_upgrade(machine: Machine, folder_url: str) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0)])
+    path = _log_folder(folder_url) / f"{index.refresh():012d}.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "format": values["format"] + 1}))
+    with pytest.raises(IndexFormatError, match=rf"{path.name} was written by a newer.*--upgrade"):
+        machine("newcomer", folder_url)
+
+
 def test_a_damaged_manifest_is_named(machine: Machine, folder_url: str) -> None:
     index = machine("one", folder_url, context="none")
     index.add([page(0)])

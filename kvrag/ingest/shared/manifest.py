@@ -21,7 +21,7 @@ from kvrag.errors import IndexFormatError
 from kvrag.ingest import config as configs
 from kvrag.ingest import words
 from kvrag.ingest.catalog import FILE_NAME
-from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, newer_error
 from kvrag.store.bucket import Bucket
 
 FORMAT = 1
@@ -249,11 +249,11 @@ class Log:
             values = json.loads(content)
             if values["kind"] != _KIND:
                 raise ValueError(f"its kind is {shown(values['kind'])}")
-            if values["format"] != FORMAT:
-                raise IndexFormatError(
-                    f"{where} has format {shown(values['format'])}, this kvrag reads {FORMAT}: "
-                    "use the kvrag that wrote it, or a newer one"
-                )
+            found_format = values["format"]
+            if type(found_format) is int and found_format > FORMAT:
+                raise newer_error(where, f"at most format {FORMAT}", found_format)
+            if found_format != FORMAT:
+                raise ValueError(f"its format is {shown(found_format)}, expected {FORMAT}")
             if values[CHECKSUM] != checksum(values):
                 raise ValueError("its checksum differs from its content")
             found = replace(_manifest(values), digest=str(values[CHECKSUM]), tag=tag)

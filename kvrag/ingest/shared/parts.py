@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,7 +22,7 @@ from kvrag.ingest.shared.manifest import File, Part
 from kvrag.regularfile import open_regular
 from kvrag.store.base import Store
 from kvrag.store.files import store_error
-from kvrag.store.wrapper import read_whole
+from kvrag.store.wrapper import room_for
 
 PART_BYTES = 4 << 20
 _THREADS = 8
@@ -63,7 +64,7 @@ def put_file(store: Store, path: Path) -> File:
 
 def get_bytes(store: Store, file: File) -> bytes:
     """Return a file's bytes. Raises IndexFormatError where they are not what was written."""
-    return b"".join(_get(store, file, part) for part in file.parts)
+    return b"".join(_get(store, file, part, bytearray()) for part in file.parts)
 
 
 def get_file(store: Store, file: File, path: Path) -> None:
@@ -73,12 +74,15 @@ def get_file(store: Store, file: File, path: Path) -> None:
     for part in file.parts:
         places.append((at, part))
         at += part.size
+    rooms = threading.local()  # new memory for each part would cost more than the copy
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
 
             def fetch(place: tuple[int, Part]) -> None:
-                content = memoryview(_get(store, file, place[1]))
+                if not hasattr(rooms, "room"):
+                    rooms.room = bytearray(PART_BYTES)
+                content = _get(store, file, place[1], rooms.room)
                 written = 0
                 while written < len(content):
                     written += os.pwrite(descriptor, content[written:], place[0] + written)
@@ -97,7 +101,7 @@ def damage_of(store: Store, files: Iterable[File], say: Callable[[str], None]) -
     for file in files:
         for part in file.parts:
             try:
-                _get(store, file, part)
+                _get(store, file, part, bytearray())
             except (IndexFormatError, StoreError) as error:
                 say(str(error))
 
@@ -108,7 +112,8 @@ def _put(store: Store, content: bytes) -> Part:
     return Part(key, len(content), xxhash.xxh3_64_hexdigest(content))
 
 
-def _get(store: Store, file: File, part: Part) -> bytes:
+def _get(store: Store, file: File, part: Part, room: bytearray) -> memoryview:
+    """Read a part into `room`, or into memory of its own where that is too small."""
     reason = "it is missing"
     try:
         record = store.open(ChunkKey(part.key))
@@ -116,7 +121,10 @@ def _get(store: Store, file: File, part: Part) -> bytes:
             with closing(record):
                 if record.size_bytes != part.size:
                     raise RecordError(f"it has {record.size_bytes} bytes, expected {part.size}")
-                content = read_whole(record)
+                if part.size > len(room):
+                    room = room_for(record)
+                content = memoryview(room)[: part.size]
+                record.read_into(0, content)
             if xxhash.xxh3_64_hexdigest(content) == part.checksum:
                 return content
             reason = "its checksum differs from what the log says"
