@@ -11,6 +11,7 @@ import math
 import numbers
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 from kvrag.errors import ParameterError
 
 _MOST_SHOWN = 200
+# A path object has one slash where the URL had two.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):")
 
 
 def whole(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
@@ -142,6 +145,11 @@ def path(value: Any, name: str) -> Path:
 def resolved_path(value: Any, name: str) -> Path:
     """Return `value` as an absolute path without links. Raises as `path` does."""
     return path(value, name).resolve()
+
+
+def is_url(value: Any) -> bool:
+    """Return whether an index's path is a URL, or a path object that was made from one."""
+    return isinstance(value, str | Path) and _URL.match(str(value)) is not None
 
 
 def shown(value: Any) -> str:

@@ -25,7 +25,7 @@ def _folder(text: str | Path) -> Path | str:
     if not str(text).strip():
         # An empty path would mean the working directory.
         raise typer.BadParameter("expected a folder, found an empty path")
-    return str(text) if "://" in str(text) else Path(text)
+    return str(text) if arguments.is_url(text) else Path(text)
 
 
 def _policy(text: str) -> str:

@@ -292,7 +292,7 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
         else:
             setting = check(command.keys, f"'kvrag {' '.join(table)}'", name, value, origin)
             key = command.keys[name]
-        is_path = (name == "index" and "://" not in str(value)) or (
+        is_path = (name == "index" and not arguments.is_url(value)) or (
             key is not None and key.kind is Path
         )
         if is_path:

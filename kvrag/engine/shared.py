@@ -13,7 +13,6 @@ from pathlib import Path
 from kvrag import arguments
 from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
-from kvrag.ingest.shared.place import is_shared_url
 
 # index.json identifies an opened index. It is written once, so a folder that was deleted and made
 # again is another index.
@@ -45,7 +44,7 @@ def shared_index(
         if model is None and device is None:
             return index
         return shared_index(index.url or index.path, model=model, device=device)
-    if isinstance(index, str) and is_shared_url(index):
+    if isinstance(index, str) and arguments.is_url(index):
         return _of_url(index, model, device)
     path = arguments.resolved_path(index, "index")
     key = (str(path), model, device)

@@ -27,7 +27,6 @@ from kvrag.ingest.search import Search
 from kvrag.ingest.search_methods import SearchMethods
 from kvrag.ingest.settings import IndexOptions, IndexSettings
 from kvrag.ingest.shared.opening import make_shared, open_shared
-from kvrag.ingest.shared.place import is_shared_url
 from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.upkeep import Upkeep
@@ -118,7 +117,7 @@ class Index(SearchMethods):
             When another process is creating an index there.
         """
         settings = IndexSettings(**options)
-        if is_shared_url(path):
+        if arguments.is_url(path):
             return cls(*make_shared(str(path), model, settings))
         return cls(*make_index(path, model, settings))
 
@@ -174,7 +173,7 @@ class Index(SearchMethods):
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
-        if is_shared_url(path):
+        if arguments.is_url(path):
             return cls(*open_shared(str(path), model, embedding, device, store, compute))
         return cls(*open_index(path, model, embedding, device, store, compute, mend=mend))
 

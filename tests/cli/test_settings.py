@@ -151,6 +151,12 @@ class TestWhatWins:
         assert run("ls", "--config", path).code == 0
         assert run("ls", "--config", path).err == ""
 
+    def test_a_url_that_lacks_a_slash_is_no_path_beside_the_file(
+        self, run: Run, folder: Path
+    ) -> None:
+        path = write(folder, 'index = "s3:/bucket/index"\n')
+        assert "s3://BUCKET/PREFIX" in refused(run("ls", "--config", path))
+
     def test_flags_lists_and_numbers_of_set(self, folder: Path) -> None:
         keys = COMMANDS["ingest"].keys
         pairs = ["force=true", "loader=.a=b:c", "loader=.d=e:f", "parse-seconds=3", "context="]

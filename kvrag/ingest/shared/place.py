@@ -22,9 +22,6 @@ from kvrag.store.files import store_error
 from kvrag.store.registry import parse_bytes
 from kvrag.store.remote import seconds
 
-# A path object has one slash where the URL had two.
-_URL = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://|({'|'.join(SCHEMES)}|file):")
-
 DEFAULT_VIEWS_BYTES = 100_000_000_000
 
 _BUCKET_OPTIONS: dict[str, tuple[str, Any]] = {
@@ -77,11 +74,6 @@ class Place:
         digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
         name = re.sub(r"[^\w.-]+", "-", self.url.rpartition("/")[2])[:60]
         return views_folder() / f"{name}-{digest}"
-
-
-def is_shared_url(path: Any) -> bool:
-    """Return whether an index's path is a URL; `read_place` refuses those of other schemes."""
-    return isinstance(path, str | Path) and _URL.match(str(path)) is not None
 
 
 def read_place(url: str) -> Place:

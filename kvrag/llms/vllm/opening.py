@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvrag import arguments
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
-from kvrag.ingest.shared.place import is_shared_url
 from kvrag.llms.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 def place_of(settings: ConnectorSettings) -> str:
     """Return the index's URL or its absolute folder: an engine's processes may run elsewhere."""
-    if is_shared_url(settings.index):
+    if arguments.is_url(settings.index):
         return settings.index
     return str(arguments.resolved_path(settings.index, "index"))
 
@@ -33,7 +32,7 @@ def config_of(settings: ConnectorSettings) -> IndexConfig:
         If a shared index cannot be reached.
     """
     place = place_of(settings)
-    if not is_shared_url(place):
+    if not arguments.is_url(place):
         return IndexConfig.load(Path(place))
     with Index.open(place, store=settings.store) as index:
         return index.config
