@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import Machine
 from tests.support.servers import S3Server, free_port
 
-Machine = Callable[..., Index]
 BUCKET = "kvrag-shared"
 
 
@@ -73,26 +72,6 @@ def url(
     for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
         client.delete_object(Bucket=BUCKET, Key=found["Key"])
     client.close()
-
-
-@pytest.fixture
-def folder_url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/bucket/index"
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: KVModel) -> Iterator[Machine]:
-    """Open or create an index as one of several machines, by the machine's name."""
-    with ExitStack() as stack:
-
-        def at(name: str, url: str, **settings: Any) -> Index:
-            monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "machines" / name))
-            if settings:
-                chosen = {"model": model, "embedding": "hashing", "chunk_tokens": 64, **settings}
-                return stack.enter_context(Index.create(url, **chosen))
-            return stack.enter_context(Index.open(url, model=model))
-
-        yield at
 
 
 def sources(index: Index) -> set[str]:
@@ -294,7 +273,7 @@ def test_a_writer_that_sleeps_while_versions_are_removed(
         assert sleeper.add([page(1)]).added == ("d1",)
         expected.add("d1")
     else:
-        sleeper._storage.save_config(replace(sleeper.config, codec="lossless"))
+        sleeper._storage.save_config({"codec": "lossless"})
     assert not left
     newcomer = machine("newcomer", folder_url)
     for index in (sleeper, other, newcomer):
@@ -642,8 +621,8 @@ def test_two_writers_that_fit_profiles_keep_both(
 def test_settings_that_two_writers_change_at_once(machine: Machine, folder_url: str) -> None:
     machine("creator", folder_url, context="corpus:40")
     one, other = machine("one", folder_url), machine("other", folder_url)
-    one._storage.save_config(replace(one.config, corpus_filler="a"))
-    other._storage.save_config(replace(other.config, codec="lossless"))
+    one._storage.save_config({"corpus_filler": "a"})
+    other._storage.save_config({"codec": "lossless"})
     config = machine("newcomer", folder_url).config
     assert (config.corpus_filler, config.codec) == ("a", "lossless")
 

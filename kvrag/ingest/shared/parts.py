@@ -113,7 +113,7 @@ def _put(store: Store, content: bytes) -> Part:
 
 
 def _get(store: Store, file: File, part: Part, room: bytearray) -> memoryview:
-    """Read a part into `room`, or into memory of its own where that is too small."""
+    """Read a part into `room`, or into separate memory where that is too small."""
     reason = "it is missing"
     try:
         record = store.open(ChunkKey(part.key))

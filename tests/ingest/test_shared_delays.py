@@ -1,0 +1,258 @@
+"""What processes of a shared index do to each other if one of them stands still for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import ModelLoadError, StoreError
+from kvrag.ingest import committing, writer
+from kvrag.ingest.shared import garbage
+from kvrag.ingest.shared import log as logs
+from kvrag.ingest.shared.manifest import Log, Manifest
+from tests.ingest.conftest import Machine
+from tests.ingest.test_shared import page, sources
+
+
+def long_page(number: int) -> Document:
+    words = " ".join(f"w{(number * k) % 97}" for k in range(700))
+    return Document(f"d{number}", f"Page {number}. {words}")
+
+
+def log_of(index: Any) -> logs.SharedLog:
+    found: logs.SharedLog = index._storage.log
+    return found
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_change_that_others_have_built_on_is_not_made_twice(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
+) -> None:
+    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    sleeper.add([page(0)])
+    sleeper.upkeep.gc()
+    create = Log.create
+    left = [1]
+
+    def then_sleep(log: Log, manifest: Manifest) -> Any:
+        written = create(log, manifest)
+        if left and log is log_of(sleeper)._log:
+            left.clear()
+            if is_deleted:
+                other.delete(sources=["d1"])
+            else:
+                other.add([Document("d1", "The corrected text of page one. " * 5)])
+            for number in range(20, 23):  # each is followed by a new base
+                other.add([long_page(number)])
+                other.upkeep.gc()
+        return written
+
+    monkeypatch.setattr(Log, "create", then_sleep)
+    sleeper.add([page(1)])
+    assert not left
+    for index in (sleeper, other, machine("newcomer", folder_url)):
+        index.refresh()
+        texts = [one.text for one in index.catalog.chunks(index.catalog.chunk_ids_of("d1"))]
+        assert "".join(texts).startswith("The corrected") is not is_deleted
+        assert sources(index) == {"d0", "d20", "d21", "d22", *([] if is_deleted else ["d1"])}
+
+
+def test_a_writer_that_slept_too_long_says_so(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    sleeper.add([page(0)])
+    monkeypatch.setattr(garbage, "VERSIONS_SECONDS", 0.0)
+    create = Log.create
+    left = [1]
+
+    def then_sleep(log: Log, manifest: Manifest) -> Any:
+        written = create(log, manifest)
+        if left and log is log_of(sleeper)._log:
+            left.clear()
+            for number in range(20, 23):
+                other.add([long_page(number)])
+                other.upkeep.gc(grace_seconds=0)
+        return written
+
+    monkeypatch.setattr(Log, "create", then_sleep)
+    with pytest.raises(StoreError, match="no longer says whether version 2 is its own"):
+        sleeper.add([page(1)])
+    assert not left
+    assert sleeper.add([page(1)]).unchanged == ("d1",)
+
+
+def test_a_base_that_was_removed_before_its_commit(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    sleeper.add([page(0), page(1)])
+    put = logs.SharedLog._put_base
+    left = [1]
+
+    def then_sleep(log: logs.SharedLog, version: int) -> Any:
+        base = put(log, version)
+        if left and log is log_of(sleeper):
+            left.clear()
+            other.upkeep.gc(grace_seconds=0)
+            other.upkeep.gc(grace_seconds=0)
+        return base
+
+    monkeypatch.setattr(logs.SharedLog, "_put_base", then_sleep)
+    log_of(sleeper).compact(is_forced=True)
+    assert not left
+    assert sources(machine("newcomer", folder_url)) == {"d0", "d1"}
+    other.refresh()
+    assert other.upkeep.verify().ok
+
+
+def test_a_segment_that_is_named_again_while_it_is_removed(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    one.add([page(0)])
+    one.upkeep.gc()
+    former = log_of(one)._current()
+    one.add([long_page(1)])
+    one.upkeep.gc()
+    needed = other.upkeep._needed_keys
+    left = [1]
+
+    def early() -> set[str]:
+        digests = needed()
+        if left:
+            left.clear()  # a writer that slept since the base before names that again
+            log_of(one)._commit(None, lambda now: logs.replace(now, base=former.base))
+        return digests
+
+    monkeypatch.setattr(other.upkeep, "_needed_keys", early)
+    other.upkeep.gc(grace_seconds=0)
+    assert not left
+    assert sources(machine("newcomer", folder_url)) == {"d0", "d1"}
+
+
+def test_a_fitted_profile_yields_to_another_writers_codec(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("creator", folder_url, context="none", codec="cachegen")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    create = Log.create
+    left = [1]
+
+    def late(log: Log, manifest: Manifest) -> Any:
+        if left and manifest.profiles:  # `one` is about to record its profile
+            left.clear()
+            other.upkeep.recode("raw")
+        return create(log, manifest)
+
+    monkeypatch.setattr(Log, "create", late)
+    one.add([long_page(number) for number in range(1, 6)])
+    assert not left
+    newcomer = machine("newcomer", folder_url)
+    for index in (one, newcomer):
+        assert index.config.codec == index._storage.coding.codec.name == "raw"
+        assert index.upkeep.verify().ok
+    assert newcomer.config.profile == one.config.profile == other.config.profile
+
+
+def test_settings_that_arrive_while_others_are_chosen_stay(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("creator", folder_url, context="corpus:40")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    choose = writer.choose_passages
+    left = [1]
+
+    def slowly(*given: Any) -> str:
+        found = choose(*given)
+        if left:
+            left.clear()
+            other.upkeep.recode("raw")
+            one.refresh()  # as `follow` does beside
+        return found
+
+    monkeypatch.setattr(writer, "choose_passages", slowly)
+    one.add([page(number) for number in range(6)])
+    config = machine("newcomer", folder_url).config
+    assert config.codec == "raw"
+    assert config.corpus_filler
+
+
+def test_an_ingestion_that_fails_restores_what_it_had_relied_on(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    one.add([page(0), page(1)])
+    one.delete(sources=["d1"])
+    commit = logs.SharedLog.commit
+    commits = []
+
+    def late(log: logs.SharedLog, change: Any) -> None:
+        if log is log_of(one):
+            commits.append(change)
+            if len(commits) == 1:
+                assert other.upkeep.gc(grace_seconds=0).num_records == 1
+            if len(commits) == 2:
+                raise StoreError("the bucket does not answer")
+        commit(log, change)
+
+    monkeypatch.setattr(logs.SharedLog, "commit", late)
+    monkeypatch.setattr(committing, "COMMIT_TOKENS", 1)
+    with pytest.raises(StoreError, match="does not answer"):
+        one.add([page(1), page(2)])
+    assert sources(one) == {"d0", "d1"}
+    assert one.upkeep.verify().ok
+
+
+def test_a_dry_run_beside_an_ingestion_forgets_no_doubt(machine: Machine, folder_url: str) -> None:
+    one = machine("one", folder_url, context="none")
+    log = log_of(one)
+    log.begin()
+    log._log.note_collecting("over")
+    before = log._collecting
+    one.add([page(0)], dry_run=True)
+    assert log._collecting == before != log._log.collecting()
+
+
+def test_a_gc_that_cannot_compute_what_is_needed_again_says_so(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    one.add([page(0), page(1), page(2)])
+    one.delete(sources=["d1", "d2"])
+    needed = other.upkeep._needed_keys
+
+    def early() -> set[str]:
+        digests = needed()
+        if len(one.documents()) == 1:
+            one.add([page(1), page(2)])
+        return digests
+
+    def without_model(key: Any) -> None:
+        raise ModelLoadError("there is no model here")
+
+    monkeypatch.setattr(other.upkeep, "_needed_keys", early)
+    monkeypatch.setattr(other.upkeep._fitter, "repair", without_model)
+    with pytest.raises(StoreError, match=r"^2 removed records .*no model here.*verify --repair"):
+        other.upkeep.gc(grace_seconds=0)
+    assert log_of(one)._log.collecting().startswith("over")
+    one.refresh()
+    assert not one.upkeep.verify().ok
+    assert one.upkeep.verify(repair=True).ok
+
+
+def test_a_gc_that_fails_says_that_it_is_over(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine("one", folder_url, context="none")
+    one.add([page(0)])
+
+    def refused(*_: Any) -> None:
+        raise StoreError("refused")
+
+    monkeypatch.setattr(Log, "list_garbage", refused)
+    with pytest.raises(StoreError, match="refused"):
+        one.upkeep.gc()
+    assert log_of(one)._log.collecting().startswith("over")
