@@ -8,7 +8,8 @@ VENV ?= .venv
 #   make test TORCH_FLAGS="--index-url URL"
 UV_TORCH_BACKEND ?=
 TORCH_FLAGS ?=
-# The first interpreter that runs and is new enough; `make PYTHON=... ` overrides it.
+# What makes the environments: the first interpreter that runs and is new enough, or `make PYTHON=...`.
+# An environment that is there keeps its own, except a release's.
 PYTHON ?= $(firstword $(foreach p,python3 python python3.13 python3.12 python3.11,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
@@ -116,8 +117,15 @@ RELEASE_VENV ?= .venv-release
 RELEASE_PYTHON := $(RELEASE_VENV)/bin/python
 RELEASE_STAMP := $(RELEASE_VENV)/.installed
 
+# PYTHON decides which wheels are made: if it names another version, the environment is made again.
+ifneq ($(origin PYTHON),file)
+ifneq ($(shell $(PYTHON) -V 2>&1),$(shell $(RELEASE_PYTHON) -V 2>&1))
+.PHONY: $(RELEASE_STAMP)
+endif
+endif
+
 $(RELEASE_STAMP): tools/release-requirements.txt
-	$(PYTHON) -m venv $(RELEASE_VENV) 2>/dev/null \
+	$(PYTHON) -m venv --clear $(RELEASE_VENV) 2>/dev/null \
 		|| { $(PYTHON) -m venv --clear --without-pip $(RELEASE_VENV) \
 		&& $(PYTHON) -m pip --python $(RELEASE_PYTHON) install --quiet pip; }
 	$(RELEASE_PYTHON) -m pip --disable-pip-version-check --quiet install -r $<

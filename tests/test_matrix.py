@@ -39,12 +39,13 @@ def test_a_named_version_that_is_not_here_fails(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("argv", "tried"), [(["3.11"], ["3.11"]), ([], [*named(), "3.99"])], ids=["named", "found"]
+    ("argv", "tried"), [(["./py"], ["/here/py"]), ([], [*named(), "3.99"])], ids=["named", "found"]
 )
 def test_versions_that_were_named_or_found_are_tried(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], tried: list[str]
 ) -> None:
     monkeypatch.setattr(interpreters, "installed", lambda: [*named(), "3.99"])
+    monkeypatch.setattr(interpreters, "find", {"./py": "/here/py"}.get)
     monkeypatch.setattr("sys.argv", ["matrix", "--resolution", "highest", *argv])
     seen = []
     monkeypatch.setattr(matrix, "_try", lambda version, *_: seen.append(version) or True)

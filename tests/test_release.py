@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tools import release
+from tools import interpreters, release
 from tools.release import PLACES, ReleaseError, current_version, prepare, take_over
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +48,22 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+def ready(checkout: Path, clone: Path, version: str = "77.0.0", wheel: str = "x.whl") -> Path:
+    """Return a clone with a release that is built, as far as `take_over` can see."""
+    prepare(checkout, version, clone)
+    (clone / "dist").mkdir()
+    (clone / "dist" / wheel).write_bytes(b"first")
+    return clone
+
+
+def state(checkout: Path) -> tuple[object, ...]:
+    """Return what a release changes in a checkout."""
+    listed = sorted((path.name, path.read_bytes()) for path in (checkout / "dist").glob("*"))
+    git(checkout, "diff", "--exit-code")
+    beside = sorted(path.name for path in checkout.iterdir())
+    return git(checkout, "rev-parse", "HEAD"), git(checkout, "tag"), listed, beside
+
+
 def test_version_and_changelog_are_committed_and_tagged(checkout: Path, tmp_path: Path) -> None:
     before = git(checkout, "rev-parse", "HEAD")
     clone = prepare(checkout, "77.8.9", tmp_path / "clone")
@@ -59,10 +77,15 @@ def test_version_and_changelog_are_committed_and_tagged(checkout: Path, tmp_path
     assert re.search(r"## \[Unreleased\]\n\n## \[77\.8\.9\] - \d{4}-\d\d-\d\d\n\n### Added", log)
     (clone / "dist").mkdir()
     (clone / "dist" / "kvrag.whl").write_bytes(b"wheel")
+    (checkout / "dist").mkdir()
+    (checkout / "dist" / "earlier.whl").touch()
     take_over(checkout, clone, "77.8.9")
     assert git(checkout, "describe", "--exact-match") == "v77.8.9"
     assert current_version(checkout) == "77.8.9"
-    assert (checkout / "dist" / "kvrag.whl").read_bytes() == b"wheel"
+    assert state(checkout)[2:] == (
+        [("kvrag.whl", b"wheel")],
+        [".git", "CHANGELOG.md", "bench", "dist", "kvrag", "pyproject.toml"],
+    )
 
 
 def test_no_release_of_what_is_not_ready(checkout: Path, tmp_path: Path) -> None:
@@ -78,22 +101,63 @@ def test_no_release_of_what_is_not_ready(checkout: Path, tmp_path: Path) -> None
     refused("77.0.0", "the tag v77.0.0 exists")
     (checkout / "CHANGELOG.md").write_text(LOG + "more")
     refused("77.0.1", "the checkout has changes")
+    git(checkout, "checkout", "--quiet", "--force", "--detach")
+    refused("77.0.1", "no branch is checked out")
 
 
-def test_the_checkout_stays_without_the_tag_if_it_changed_meanwhile(
-    checkout: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("meanwhile", "error"),
+    [
+        (("commit", "--quiet", "--allow-empty", "-m", "meanwhile"), "changed meanwhile"),
+        (("tag", "v77.0.0"), "would clobber existing tag"),
+        (("checkout", "--quiet", "--detach"), "meanwhile, to another branch"),
+    ],
+    ids=lambda case: case[0] if isinstance(case, tuple) else None,
+)
+def test_the_checkout_stays_as_it_is_if_it_changed_meanwhile(
+    checkout: Path, tmp_path: Path, meanwhile: tuple[str, ...], error: str
 ) -> None:
-    clone = prepare(checkout, "77.0.0", tmp_path / "clone")
-    git(checkout, "commit", "--quiet", "--allow-empty", "-m", "meanwhile")
-    before = git(checkout, "rev-parse", "HEAD")
-    with pytest.raises(ReleaseError, match="changed meanwhile"):
+    clone = ready(checkout, tmp_path / "clone")
+    (checkout / "dist").mkdir()
+    (checkout / "dist" / "earlier.whl").touch()
+    git(checkout, *meanwhile)
+    before = state(checkout)
+    with pytest.raises(ReleaseError, match=error):
         take_over(checkout, clone, "77.0.0")
-    assert git(checkout, "rev-parse", "HEAD") == before
-    assert not git(checkout, "tag")
-    assert not git(checkout, "status", "--porcelain")
-    again = prepare(checkout, "77.0.0", tmp_path / "again")
-    take_over(checkout, again, "77.0.0")
+    assert state(checkout) == before
+
+
+@pytest.mark.parametrize("failing", ["copytree", "rename"])
+def test_the_checkout_stays_as_it_is_if_the_files_cannot_be_brought(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    clone = ready(checkout, tmp_path / "clone")
+    (checkout / "dist").mkdir()
+    (checkout / "dist" / "earlier.whl").touch()
+    before = state(checkout)
+
+    def full(path: Path, target: Path) -> Path:
+        if failing == "copytree" or path.name == "new":
+            raise OSError("no space left")
+        return rename(path, target)
+
+    rename = Path.rename
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil if failing == "copytree" else Path, failing, full)
+        with pytest.raises(OSError, match="no space left"):
+            take_over(checkout, clone, "77.0.0")
+    assert state(checkout) == before
+    take_over(checkout, clone, "77.0.0")
     assert git(checkout, "describe", "--exact-match") == "v77.0.0"
+
+
+def test_a_link_to_another_disk_keeps_its_place(checkout: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (checkout / "dist").symlink_to(disk)
+    take_over(checkout, ready(checkout, tmp_path / "clone"), "77.0.0")
+    assert (checkout / "dist").readlink() == disk
+    assert [path.name for path in disk.iterdir()] == ["x.whl"]
 
 
 def test_without_a_name_in_git_it_says_how_to_set_one(
@@ -109,7 +173,8 @@ def test_without_a_name_in_git_it_says_how_to_set_one(
 
 def test_it_says_which_wheels_are_missing() -> None:
     whole = release.closing("77.0.0", None)
-    assert "twine upload" in whole
+    # Where twine is: no other environment has it.
+    assert f"{sys.executable} -m twine upload" in whole
     assert "INCOMPLETE" not in whole
     lacking = release.closing("77.0.0", "3.12")
     assert "Python 3.12 and newer would get the wheel without compiled kernels" in lacking
@@ -118,8 +183,8 @@ def test_it_says_which_wheels_are_missing() -> None:
     assert "3.11 and newer" not in release.closing("77.0.0", "3.11")
 
 
-def made_with(monkeypatch: pytest.MonkeyPatch, *wheels: str) -> None:
-    """Let another interpreter make files of these names."""
+def made_with(monkeypatch: pytest.MonkeyPatch, version: str, *wheels: str) -> None:
+    """Let another interpreter have a version, and make files of these names."""
 
     def run(folder: Path, *command: str) -> str:
         if command[1:3] == ("-m", "tools.wheels"):
@@ -128,7 +193,7 @@ def made_with(monkeypatch: pytest.MonkeyPatch, *wheels: str) -> None:
             for name in (*wheels, "kvrag-77.0.0-py3-none-any.whl"):
                 (beside / name).write_bytes(b"other")
             return ""
-        return "3.12.1\n" if command[1] == "-c" else real(folder, *command)
+        return f"{version}\n" if command[1] == "-c" else real(folder, *command)
 
     real = release._run
     monkeypatch.setattr(release, "UV", ("true",))
@@ -139,11 +204,9 @@ def made_with(monkeypatch: pytest.MonkeyPatch, *wheels: str) -> None:
 @pytest.fixture
 def released(checkout: Path, tmp_path: Path) -> Path:
     """Return a checkout with a release that one interpreter made."""
-    clone = prepare(checkout, "77.0.0", tmp_path / "clone")
+    clone = ready(checkout, tmp_path / "clone", wheel="kvrag-77.0.0-py3-none-any.whl")
     dist = clone / "dist"
-    dist.mkdir()
-    for name in ("kvrag-77.0.0-py3-none-any.whl", "kvrag-77.0.0-cp311-cp311-manylinux_2_24_x.whl"):
-        (dist / name).write_bytes(b"first")
+    (dist / "kvrag-77.0.0-cp311-cp311-manylinux_2_24_x.whl").write_bytes(b"first")
     (dist / "provenance.json").write_text('{"version": "77.0.0", "python": "3.11.7"}')
     take_over(checkout, clone, "77.0.0")
     return checkout
@@ -155,7 +218,7 @@ STABLE = "kvrag-77.0.0-cp312-abi3-manylinux_2_24_x.whl"
 def test_wheels_of_a_second_interpreter_are_added_and_described(
     released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made_with(monkeypatch, STABLE)
+    made_with(monkeypatch, "3.12.1", STABLE)
     release.add(released, "77.0.0", "python3.12", tmp_path / "adding")
     described = json.loads((released / "dist" / "provenance.json").read_text())
     assert described["python"] == "3.11.7, 3.12.1"
@@ -171,9 +234,87 @@ def test_nothing_is_added_to_another_release_nor_twice(
 ) -> None:
     with pytest.raises(ReleaseError, match=r"expected the files of 77\.0\.1, found 77\.0\.0"):
         release.add(released, "77.0.1", "python3.12", tmp_path / "wrong")
-    made_with(monkeypatch, "kvrag-77.0.0-cp311-cp311-manylinux_2_24_x.whl")
-    with pytest.raises(ReleaseError, match="name a Python that makes another wheel"):
-        release.add(released, "77.0.0", "python3.11", tmp_path / "same")
+    made_with(monkeypatch, "3.11.2")
+    with pytest.raises(ReleaseError, match=r"python is Python 3\.11\.2: .* wheels than 3\.11\.7"):
+        release.add(released, "77.0.0", "python", tmp_path / "same")
+    assert not (tmp_path / "same").exists()
+
+
+def test_wheels_whose_addition_failed_can_be_added(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_with(monkeypatch, "3.12.1", STABLE)
+    before = state(released)
+
+    def full(*_: object) -> dict[str, object]:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(release, "provenance", full)
+        with pytest.raises(OSError, match="no space left"):
+            release.add(released, "77.0.0", "python", tmp_path / "adding")
+    assert state(released) == before
+    release.add(released, "77.0.0", "python", tmp_path / "again")
+    assert (released / "dist" / STABLE).exists()
+
+
+@pytest.mark.parametrize(
+    ("built", "version"), [("3.11.7", "3.11.2"), ("3.12.1", "3.13.0"), ("3.12.1", "3.10.9")]
+)
+def test_a_second_python_that_adds_nothing_is_refused_before_the_first_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: str, version: str
+) -> None:
+    monkeypatch.setattr(release.platform, "python_version", lambda: built)
+    made_with(monkeypatch, version)
+    with pytest.raises(ReleaseError, match=f"python is Python {version}: expected"):
+        release.build(tmp_path, "77.0.0", "python")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--also", "--add"])
+def test_interpreters_are_looked_for_where_the_user_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    seen = []
+
+    def ended(*arguments: object) -> None:
+        seen.extend(arguments)
+        raise ReleaseError("seen")
+
+    monkeypatch.setattr(release, "prepare", lambda *_: None)
+    monkeypatch.setattr(release, "build", ended)
+    monkeypatch.setattr(release, "add", ended)
+    monkeypatch.setattr(interpreters, "find", {"./py": "/here/py"}.get)
+    monkeypatch.setattr("sys.argv", ["release", "77.0.0", option, "./py"])
+    with pytest.raises(SystemExit, match="no release: seen"):
+        release.main()
+    assert "/here/py" in seen
+    monkeypatch.setattr("sys.argv", ["release", "77.0.0", option, "./none"])
+    with pytest.raises(SystemExit):
+        release.main()
+    assert "expected a version of Python on this machine" in capsys.readouterr().err
+
+
+def test_make_sets_up_the_tools_again_for_another_python(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".installed").touch()
+    other = tmp_path / "other"
+    other.write_text("#!/bin/sh\necho Python 3.99.0\n")
+    other.chmod(0o755)
+
+    def shown(*python: str) -> str:
+        command = ["make", "--dry-run", "wheels", f"RELEASE_VENV={tmp_path}", *python]
+        # Not the variables of a `make test` around this.
+        plain = {"PATH": os.environ["PATH"]}
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, env=plain
+        ).stdout
+
+    assert f"{other} -m venv --clear {tmp_path}" in shown(f"PYTHON={other}")
+    for same in ((), (f"PYTHON={sys.executable}",)):
+        assert "venv --clear" not in shown(*same)
+        assert "tools.wheels" in shown(*same)
 
 
 def bill(**changes: object) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -36,6 +37,18 @@ def installed() -> list[str]:
 def find(version: str) -> str | None:
     """Return the path of an interpreter of a version; None if there is none."""
     return _uv("python", "find", "--system", version, check=False).stdout.strip() or None
+
+
+def named(python: str) -> str:
+    """Return the absolute path of an interpreter that a user names by path or version.
+
+    The commands that get it run in other folders.
+    """
+    if path := find(python):
+        return path
+    raise argparse.ArgumentTypeError(
+        f"expected a version of Python on this machine or an interpreter's path, found {python!r}"
+    )
 
 
 def _uv(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,10 @@ def main() -> None:
     """Parse the arguments, run all environments, and end with 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "versions", nargs="*", help="versions of Python, such as 3.12, or paths of interpreters"
+        "versions",
+        nargs="*",
+        type=interpreters.named,
+        help="versions of Python, such as 3.12, or paths of interpreters",
     )
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the wheels are")
     parser.add_argument("--resolution", choices=RESOLUTIONS, help="only this one")

@@ -9,7 +9,8 @@ where a step fails, the checkout stays as it was.
 
 Python 3.11 makes wheels for itself alone, and 3.12 those for all later versions. Hence a second
 interpreter builds too: the one named, or what is found of these two. Where there is none,
-``--add PYTHON`` adds its wheels to a release that is made.
+``--add PYTHON`` adds its wheels to a release that is made; ``dist`` changes as a whole, or not at
+all.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import hashlib
 import json
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -54,10 +57,11 @@ def main() -> None:
     """Parse the arguments and make the release."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("version", help="the new version, such as 0.2.0")
-    parser.add_argument("--also", metavar="PYTHON", help="a second interpreter, which builds too")
-    parser.add_argument(
-        "--add", metavar="PYTHON", help="add an interpreter's wheels to this release, already made"
-    )
+    for option, text in (
+        ("--also", "a second interpreter, which builds too"),
+        ("--add", "add an interpreter's wheels to this release, already made"),
+    ):
+        parser.add_argument(option, metavar="PYTHON", type=interpreters.named, help=text)
     given = parser.parse_args()
     version = given.version
     other = "3.12" if sys.version_info < (3, 12) else "3.11"
@@ -72,7 +76,7 @@ def main() -> None:
                 prepare(ROOT, version, clone)
                 build(clone, version, also)
                 take_over(ROOT, clone, version)
-    except ReleaseError as error:
+    except (ReleaseError, OSError) as error:
         sys.exit(f"no release: {error}")
     print(closing(version, lacking))
 
@@ -90,7 +94,8 @@ def closing(version: str, lacking: str | None) -> str:
     lines += [
         "To publish it:",
         f"  git push origin HEAD v{version}",
-        "  python -m twine upload dist/*.whl dist/*.tar.gz",
+        # Only this interpreter's environment has twine.
+        f"  {shlex.quote(sys.executable)} -m twine upload dist/*.whl dist/*.tar.gz",
     ]
     return "\n".join(lines)
 
@@ -101,8 +106,8 @@ def prepare(root: Path, version: str, clone: Path) -> Path:
     Raises
     ------
     ReleaseError
-        If the version is no later one, the checkout has changes, the tag exists, git does not know
-        who commits, or the changelog has nothing to release.
+        If the version is no later one, the checkout has changes or no branch, the tag exists, git
+        does not know who commits, or the changelog has nothing to release.
     """
     if not _VERSION.fullmatch(version):
         raise ReleaseError(f"version: expected three numbers, such as 0.2.0, found {version!r}")
@@ -112,6 +117,8 @@ def prepare(root: Path, version: str, clone: Path) -> Path:
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     if changed:
         raise ReleaseError(f"the checkout has changes: commit them or put them aside\n{changed}")
+    if not _branch(root):
+        raise ReleaseError("no branch is checked out to commit the release to: git switch BRANCH")
     if _git(root, "tag", "--list", f"v{version}"):
         raise ReleaseError(f"the tag v{version} exists: name another version")
     identity = {setting: _setting(root, setting) for setting in ("user.name", "user.email")}
@@ -129,10 +136,12 @@ def prepare(root: Path, version: str, clone: Path) -> Path:
 def build(clone: Path, version: str, also: str | None) -> None:
     """Build and check the files in the clone's ``dist``, and describe them there."""
     dist = clone / "dist"
-    _run(clone, sys.executable, "-m", "tools.wheels", "--out", str(dist))
     python = platform.python_version()
     if also:
-        python += f", {_build_with(also, clone, dist)}"
+        python = with_other(python, also)
+    _run(clone, sys.executable, "-m", "tools.wheels", "--out", str(dist))
+    if also:
+        _build_with(also, clone)
     _write_sbom(clone, dist / "sbom.json")
     _write_provenance(clone, version, python)
 
@@ -143,7 +152,7 @@ def add(root: Path, version: str, python: str, clone: Path) -> None:
     Raises
     ------
     ReleaseError
-        If ``dist`` has the files of another release or of none.
+        If ``dist`` has the files of another release or of none, or those of this interpreter.
     """
     try:
         before = json.loads((root / "dist" / "provenance.json").read_text("utf-8"))
@@ -151,14 +160,42 @@ def add(root: Path, version: str, python: str, clone: Path) -> None:
         before = {"version": "none"}
     if before["version"] != version:
         raise ReleaseError(f"dist: expected the files of {version}, found {before['version']}")
+    built = with_other(before["python"], python)
     tag = f"v{version}"
     _git(root, "clone", "--quiet", "--no-hardlinks", "--branch", tag, str(root), str(clone))
-    built = _build_with(python, clone, root / "dist")
-    _write_provenance(root, version, f"{before['python']}, {built}")
+    shutil.copytree(root / "dist", clone / "dist")
+    _build_with(python, clone)
+    _write_provenance(clone, version, built)
+    with _taken(clone / "dist", root / "dist"):
+        pass
 
 
-def _build_with(python: str, clone: Path, dist: Path) -> str:
-    """Add to `dist` the compiled wheels that another interpreter makes; return its version."""
+def with_other(built: str, python: str) -> str:
+    """Return the versions of Python that build: those that `built` lists, and an interpreter's.
+
+    Raises
+    ------
+    ReleaseError
+        If it adds nothing, or kvrag does not run there.
+    """
+    version = _run(ROOT, python, "-c", "import platform; print(platform.python_version())").strip()
+    if _numbers(version) < interpreters.OLDEST or _tag(version) in map(_tag, built.split(", ")):
+        oldest = ".".join(map(str, interpreters.OLDEST))
+        raise ReleaseError(
+            f"{python} is Python {version}: expected {oldest} or newer, and one that makes other"
+            f" wheels than {built}"
+        )
+    return f"{built}, {version}"
+
+
+def _tag(version: str) -> str:
+    """Return what the compiled wheels of a version of Python are tagged with."""
+    major, minor, *_ = _numbers(version)
+    return "cp312-abi3" if (major, minor) >= (3, 12) else f"cp{major}{minor}"
+
+
+def _build_with(python: str, clone: Path) -> None:
+    """Add to the clone's ``dist`` the compiled wheels that another interpreter makes."""
     environment = clone / "build" / "python"
     own = str(environment / "bin" / "python")
     _run(clone, *UV, "venv", "--quiet", "--python", python, str(environment))
@@ -166,22 +203,8 @@ def _build_with(python: str, clone: Path, dist: Path) -> str:
     _run(clone, *UV, "pip", "install", "--quiet", *wanted)
     beside = clone / "build" / "dist"
     _run(clone, own, "-m", "tools.wheels", "--out", str(beside))
-    adopt(beside, dist)
-    return _run(clone, own, "-c", "import platform; print(platform.python_version())").strip()
-
-
-def adopt(beside: Path, dist: Path) -> None:
-    """Copy compiled wheels to `dist`.
-
-    Raises
-    ------
-    ReleaseError
-        If one is there already, so that the interpreter added nothing.
-    """
-    for wheel in sorted(beside.glob("*manylinux*.whl")):
-        if (dist / wheel.name).exists():
-            raise ReleaseError(f"dist has {wheel.name}: name a Python that makes another wheel")
-        shutil.copy(wheel, dist)
+    for wheel in beside.glob("*manylinux*.whl"):
+        shutil.copy(wheel, clone / "dist")
 
 
 def _write_sbom(clone: Path, path: Path) -> None:
@@ -216,46 +239,70 @@ def check_sbom(sbom: dict[str, Any], version: str) -> None:
             raise ReleaseError(f"sbom.json: expected a version and hashes of {one['name']}")
 
 
-def _write_provenance(root: Path, version: str, python: str) -> None:
-    described = json.dumps(provenance(root, version, python), indent=2) + "\n"
-    (root / "dist" / "provenance.json").write_text(described)
+def _write_provenance(clone: Path, version: str, python: str) -> None:
+    described = json.dumps(provenance(clone, version, python), indent=2) + "\n"
+    (clone / "dist" / "provenance.json").write_text(described)
 
 
-def provenance(root: Path, version: str, python: str) -> dict[str, object]:
+def provenance(clone: Path, version: str, python: str) -> dict[str, object]:
     """Return what the files of ``dist`` are, and from what and by what they were made."""
     return {
         "version": version,
-        "commit": _git(root, "rev-parse", f"v{version}^{{commit}}"),
+        "commit": _git(clone, "rev-parse", f"v{version}^{{commit}}"),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": python,
         "system": platform.platform(),
         "tools": {name: metadata.version(name) for name in _TOOLS},
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted((root / "dist").iterdir())
+            for path in sorted((clone / "dist").iterdir())
             if path.name != "provenance.json"
         },
     }
 
 
 def take_over(root: Path, clone: Path, version: str) -> None:
-    """Bring the clone's commit, tag and files to the checkout.
+    """Bring the clone's commit, tag and files to the checkout: all of them, or none.
 
     Raises
     ------
     ReleaseError
-        If the checkout has changed since it was cloned; it stays as it is, without the tag.
+        If the checkout has changed since it was cloned.
     """
+    if _branch(root) != _branch(clone):
+        raise ReleaseError("the checkout changed meanwhile, to another branch: make it again")
     tag = f"refs/tags/v{version}"
-    _git(root, "fetch", "--quiet", "--no-tags", str(clone), tag)
-    try:
-        _git(root, "merge", "--quiet", "--ff-only", "FETCH_HEAD")
-    except ReleaseError as error:
-        raise ReleaseError(f"the checkout changed meanwhile: make it again\n{error}") from error
-    _git(root, "fetch", "--quiet", "--no-tags", str(clone), f"{tag}:{tag}")
-    if (clone / "dist").is_dir():
-        shutil.rmtree(root / "dist", ignore_errors=True)
-        shutil.copytree(clone / "dist", root / "dist")
+    with _taken(clone / "dist", root / "dist"), ExitStack() as undo:
+        # Fails if the tag has appeared.
+        _git(root, "fetch", "--no-tags", str(clone), f"{tag}:{tag}")
+        undo.callback(_git, root, "tag", "--delete", f"v{version}")
+        try:
+            _git(root, "merge", "--quiet", "--ff-only", tag)
+        except ReleaseError as error:
+            raise ReleaseError(f"the checkout changed meanwhile: make it again\n{error}") from error
+        undo.pop_all()
+
+
+@contextmanager
+def _taken(new: Path, dist: Path) -> Iterator[None]:
+    """Put a copy of a folder in the place of `dist`, which comes back if the block fails.
+
+    A link stays one: its target is replaced.
+    """
+    dist = dist.resolve()
+    scratch = tempfile.TemporaryDirectory(
+        prefix=".dist-", dir=dist.parent, ignore_cleanup_errors=True
+    )
+    with scratch as beside, ExitStack() as undo:
+        copied, old = Path(beside, "new"), Path(beside, "old")
+        shutil.copytree(new, copied)
+        if dist.exists():
+            dist.rename(old)
+            undo.callback(old.rename, dist)
+        copied.rename(dist)
+        undo.callback(dist.rename, copied)
+        yield
+        undo.pop_all()
 
 
 def current_version(root: Path) -> str:
@@ -294,6 +341,10 @@ def _write_version(clone: Path, version: str) -> None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def _branch(root: Path) -> str:
+    return _git(root, "branch", "--show-current")
 
 
 def _setting(root: Path, name: str) -> str:
