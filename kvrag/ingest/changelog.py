@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from kvrag.chunk import ChunkKey
-from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
 
@@ -29,7 +28,10 @@ class ChangeLog(Protocol):
         """Say that an ingestion begins, which will rely on records that it finds in the store."""
 
     def in_doubt(self) -> set[ChunkKey]:
-        """Return the records of this ingestion's chunks that a `gc` meanwhile may have removed."""
+        """Return the records of committed chunks that a `gc` meanwhile may have removed.
+
+        The caller takes out those that it has looked for.
+        """
 
     def commit(self, change: Change) -> None:
         """Write a change to the log, and carry it out here."""
@@ -37,8 +39,8 @@ class ChangeLog(Protocol):
     def drop(self, chunk_ids: Sequence[str]) -> int:
         """Remove single chunks; return how many."""
 
-    def save_config(self, config: IndexConfig) -> None:
-        """Record other settings."""
+    def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
+        """Record some settings, unless another codec than the given one was chosen meanwhile."""
 
     def refresh(self) -> int:
         """Bring this machine's view up to date; return its version."""

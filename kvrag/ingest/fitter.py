@@ -47,7 +47,7 @@ class CodecFitter:
         profile = self._fit(
             codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
         )
-        storage.use_codec(codec, profile)
+        storage.use_profile(codec, profile)
         return storage.coding.codec
 
     def note(self) -> str:
@@ -147,7 +147,7 @@ class CodecFitter:
             _ = storage.coding.codec
         except ProfileError:
             codec = storage.config.codec
-            storage.use_codec(codec, self.fit(codec, self.needed(), lambda _: None))
+            storage.use_profile(codec, self.fit(codec, self.needed(), lambda _: None))
 
     def _fit(
         self,

@@ -7,12 +7,12 @@ another codec, another store, a closed catalog.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
@@ -264,17 +264,25 @@ class Storage:
         if profile is not None:
             self.profiles.add(profile)
         name = parse_codec(codec).label
-        config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
-        self.save_config(config)
+        self.save_config({"codec": name, "profile": "" if profile is None else profile.hash})
         self.coding = self._make_coding()
 
-    def save_config(self, config: IndexConfig) -> None:
-        """Record other settings."""
-        if self.log is not None:
-            self.log.save_config(config)
-        else:
+    def use_profile(self, codec: str, profile: Profile) -> None:
+        """Write records with a profile of the index's codec, if it has that codec still."""
+        self.profiles.add(profile)
+        self.save_config({"profile": profile.hash}, codec)
+        self.coding = self._make_coding()
+
+    def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
+        """Record some settings; `codec` as in `ChangeLog.save_config`."""
+        config = replace(self.config, **changes)
+        if self.log is None:
             config.save(self.path)
+            self.config = config
+            return
+        self.log.save_config(changes, codec)
         self.config = config
+        self.reload_codec()  # another machine may have changed that
 
     def reload_codec(self) -> None:
         """Adopt a change of the index's codec, or its filler, by another process or object."""
@@ -288,7 +296,7 @@ class Storage:
     def use_key_of(self, store: Store, config: IndexConfig) -> None:
         """Write the catalog under a store's key, or none, and record the configuration."""
         if config.key_check == self.config.key_check:
-            self.save_config(config)
+            self.save_config({"store": config.store})
             return
         check_unencrypted(config)
         key = catalog_key(store) if config.key_check else None

@@ -122,7 +122,7 @@ class Upkeep:
             profile = fitter.fit(codec, fitter.needed(), on_progress, num_tokens)
             storage.profiles.add(profile)
             if storage.log is not None:
-                storage.save_config(storage.config)
+                storage.save_config({})
             return profile
 
     def recode(

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, Document
-from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.errors import IndexFormatError, KVRagError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.contexts import CORPUS, encoded_behind
@@ -77,7 +77,13 @@ class Writer:
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
         with parser, lock_taken:
-            return self._add(sources, parser, dry_run, force, on_progress, runner)
+            try:
+                return self._add(sources, parser, dry_run, force, on_progress, runner)
+            except BaseException:
+                if not dry_run:  # what was committed before needs its records
+                    with contextlib.suppress(KVRagError):
+                        self._restore_removed()
+                raise
 
     def read_again(self, paths: Sequence[str]) -> IngestReport:
         """Read files again, even unchanged ones; the caller holds the writer's lock."""
@@ -129,7 +135,7 @@ class Writer:
         started = time.perf_counter()
         storage = self._storage
         catalog = storage.catalog
-        if storage.log is not None:
+        if storage.log is not None and not dry_run:
             storage.log.begin()
         storage.refresh()
         storage.reload_codec()
@@ -231,10 +237,10 @@ class Writer:
         if config.context != CORPUS or config.corpus_filler:
             return
         found = choose_passages(sources, parser, config.context_tokens, self.cut)
-        config = replace(config, corpus_filler=found)
         if found and not dry_run:
-            storage.save_config(config)
-        storage.config = config
+            storage.save_config({"corpus_filler": found})
+        else:
+            storage.config = replace(storage.config, corpus_filler=found)
 
     def _compute_lost(self) -> int:
         """Compute the KV again that the store has lost, of unchanged documents too.
@@ -252,10 +258,12 @@ class Writer:
     def _restore_removed(self) -> None:
         """Compute the KV again that a `gc` of another machine removed during this ingestion."""
         storage = self._storage
-        for key in set() if storage.log is None else storage.log.in_doubt():
+        doubts = set() if storage.log is None else storage.log.in_doubt()
+        for key in list(doubts):
             if not storage.store.contains(key):
                 with contextlib.suppress(IndexFormatError):  # its chunk is gone again
                     self._fitter.repair(key)
+            doubts.discard(key)
 
     def _plan(
         self, sources: Sources, parser: Parser, force: bool, on_progress: Progress | None

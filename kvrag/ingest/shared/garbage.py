@@ -32,8 +32,9 @@ def collect(
     needed: Callable[[], Collection[str]],
     grace_seconds: float,
     put_since: Callable[[int, Manifest], Collection[str] | None],
-) -> tuple[GcReport, set[str]]:
-    """Remove old garbage, and list the rest; return the digests of the removed records too.
+    removed: set[str],
+) -> GcReport:
+    """Remove old garbage, and list the rest.
 
     Parameters
     ----------
@@ -46,6 +47,8 @@ def collect(
     put_since
         Returns the digests of the records that versions after a given one, up to another, have
         brought; None if that is not known.
+    removed
+        Receives the digests of the records and the keys of the segments that were removed.
     """
     # Listed before the log is read: what is written and committed meanwhile is no garbage.
     stored = dict(segments.sizes())
@@ -72,21 +75,23 @@ def collect(
             if put is None or name.partition(" ")[2] in put:
                 since[name] = now
     old = [name for name, first in since.items() if now - first >= _grace_of(name, grace_seconds)]
-    num_others = size_bytes = 0
-    removed: set[str] = set()
+    num_records = num_others = size_bytes = 0
     for name in old:
         kind, _, what = name.partition(" ")
         if kind == "version":
             log.delete(int(what))
             num_others += 1
         elif kind == "segment":
-            num_others += segments.delete(ChunkKey(what))
-        elif records is not None and records.delete(ChunkKey(what)):
             removed.add(what)
-            size_bytes += sizes[name]
+            num_others += segments.delete(ChunkKey(what))
+        elif records is not None:
+            removed.add(what)
+            if records.delete(ChunkKey(what)):
+                num_records += 1
+                size_bytes += sizes[name]
         del since[name]
     log.list_garbage({**since, _NEWEST: head.version})
-    return GcReport(len(removed), size_bytes, num_others), removed
+    return GcReport(num_records, size_bytes, num_others)
 
 
 def _grace_of(name: str, grace_seconds: float) -> float:

@@ -15,12 +15,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import IndexFormatError, IndexMismatchError, IndexNotFoundError
+from kvrag.errors import (
+    IndexFormatError,
+    IndexMismatchError,
+    IndexNotFoundError,
+    KVRagError,
+    StoreError,
+)
 from kvrag.ingest import words
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
 from kvrag.ingest.connection import next_path
@@ -241,11 +247,13 @@ class SharedLog:
 
     def begin(self) -> None:
         """Say that an ingestion begins, which will rely on records that it finds in the store."""
-        self._in_doubt.clear()
         self._collecting = self._log.collecting()
 
     def in_doubt(self) -> set[ChunkKey]:
-        """Return the records of this ingestion's chunks that a `gc` meanwhile may have removed."""
+        """Return the records of committed chunks that a `gc` meanwhile may have removed.
+
+        The caller takes out those that it has looked for.
+        """
         return self._in_doubt
 
     def commit(self, change: Change) -> None:
@@ -270,17 +278,23 @@ class SharedLog:
             self._commit(pack(Drop(chunk_ids)))
         return len(chunk_ids)
 
-    def save_config(self, config: IndexConfig) -> None:
-        """Record other settings, and the profiles of this view that the log does not have.
+    def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
+        """Record some settings, and the profiles of this view that the log does not have.
 
-        What other writers have recorded meanwhile stays, unless it is the same setting.
+        Parameters
+        ----------
+        changes
+            The new values; the other settings stay as other writers have recorded them.
+        codec
+            If given, nothing changes where another writer has chosen another codec.
         """
-        former = asdict(self._storage.config)
-        changed = {name: value for name, value in asdict(config).items() if value != former[name]}
         stored: list[File] = []
 
         def alter(one: Manifest) -> Manifest:
-            file = put_config(self._place, self._segments, self._settings(one, config, changed))
+            config = self._settings(one)
+            if codec in (None, config.codec):
+                config = replace(config, **changes)
+            file = put_config(self._place, self._segments, config)
             new = self._put_profiles(() if stored else one.profiles)
             stored[:] = [file, *new]
             return replace(one, config=file, profiles=_with_profiles(one.profiles, new))
@@ -304,22 +318,34 @@ class SharedLog:
             former = 0 if head.base is None else head.base.version
             base = self._put_base(head.version)
         self._commit(None, lambda one: _with_base(one, base, former))
+        # This process may have slept, and gc removed them.
+        if self._names(base.files) and not is_stored(self._segments, base.files):
+            self.mend()
 
     def mend(self) -> None:
         """Publish all that the newest version names again, from this view."""
         with self._holding():
-            head = self._refresh()
-            file = put_config(self._place, self._segments, self._storage.config)
-            new = self._put_profiles(())
-            base = self._put_base(head.version)
-            self._commit(
-                None,
-                lambda one: replace(
-                    _with_base(one, base, base.version),
-                    config=file if one.config == head.config else one.config,
-                    profiles=_with_profiles(one.profiles, new),
-                ),
-            )
+            while not self._publish_all():
+                pass
+
+    def _publish_all(self) -> bool:
+        """Do the work of `mend`; return False if `gc` was faster, since this process slept."""
+        head = self._refresh()
+        file = put_config(self._place, self._segments, self._settings(head))
+        new = self._put_profiles(())
+        base = self._put_base(head.version)
+        self._commit(
+            None,
+            lambda one: replace(
+                one,
+                base=base,
+                deltas=tuple(delta for delta in one.deltas if delta.version > base.version),
+                config=file if one.config == head.config else one.config,
+                profiles=_with_profiles(one.profiles, new),
+            ),
+        )
+        files = [file, *new, *base.files]
+        return not self._names(files) or is_stored(self._segments, files)
 
     def _commit(
         self, packed: bytes | None, alter: Callable[[Manifest], Manifest] = lambda one: one
@@ -344,17 +370,37 @@ class SharedLog:
 
         It does not if this process slept so long that `gc` has removed the manifest that another
         writer gave the same number.
-        """
-        return self._refresh(is_listed=True).has(written)
 
-    def _settings(
-        self, one: Manifest, config: IndexConfig, changed: Mapping[str, Any]
-    ) -> IndexConfig:
-        """Return a version's settings with some changed; `config` if that version's are damaged."""
+        Raises
+        ------
+        StoreError
+            When that cannot be known any more.
+        """
+        head = self._refresh(is_listed=True)
+        if written.version in head.names():
+            return head.has(written)
+        following = self._log.read(written.version + 1)  # the newest no longer tells of it
+        if following is not None:
+            return following.has(written)
+        if self._log.tag(written.version) is None:  # gc removed both, the older one first
+            raise StoreError(
+                f"this process stood still for so long that {self._place} no longer says whether "
+                f"version {written.version} is its own: look at what the index holds, and ingest "
+                "or delete again if it is not what you meant"
+            )
+        return False
+
+    def _names(self, files: Sequence[File]) -> bool:
+        """Return whether the newest version that was seen names all of some files."""
+        named = set() if self._head is None else set(self._head.files())
+        return named.issuperset(files)
+
+    def _settings(self, one: Manifest) -> IndexConfig:
+        """Return a version's settings, or this view's copy of them if they are damaged."""
         try:
-            return replace(read_config(self._place, self._segments, one), **changed)
+            return read_config(self._place, self._segments, one)
         except IndexFormatError:
-            return config
+            return IndexConfig.load(self._storage.path)
 
     def _put_profiles(self, known: Sequence[File]) -> list[File]:
         """Store the profiles of this view that are not known; return them."""
@@ -413,23 +459,47 @@ class SharedLog:
         all_records
             Whether records may be removed at all: other indexes may share their store.
         """
-        self._log.note_collecting(RUNNING)
         records = self._storage.store if all_records else None
-        report, removed = collect(
-            self._log,
-            self._current,
-            self._segments,
-            records,
-            needed,
-            grace_seconds,
-            self._put_since,
-        )
-        self._log.note_collecting("over")
-        if removed:
-            self._current()
-            for digest in removed.intersection(needed()):
+        removed: set[str] = set()
+        self._log.note_collecting(RUNNING)
+        try:
+            return collect(
+                self._log,
+                self._current,
+                self._segments,
+                records,
+                needed,
+                grace_seconds,
+                self._put_since,
+                removed,
+            )
+        finally:
+            self._log.note_collecting("over")
+            if removed:
+                self._put_back(removed, needed, restore)
+
+    def _put_back(
+        self,
+        removed: Collection[str],
+        needed: Callable[[], Collection[str]],
+        restore: Callable[[str], None],
+    ) -> None:
+        """Store again what a commit needs that came while garbage was removed."""
+        named = {part.key for file in self._current().files() for part in file.parts}
+        if not named.isdisjoint(removed):
+            self.mend()
+        lost: list[KVRagError] = []
+        for digest in sorted(set(needed()).intersection(removed)):
+            try:
                 restore(digest)
-        return report
+            except KVRagError as error:
+                lost.append(error)
+        if lost:
+            raise StoreError(
+                f"{len(lost)} removed records are needed again by what was ingested meanwhile, and "
+                f"cannot be computed here ({lost[0]}): run 'kvrag verify --repair --index "
+                f"{self._place}' on a machine that can"
+            ) from lost[0]
 
     def _current(self) -> Manifest:
         with self._holding():
@@ -478,8 +548,8 @@ class SharedLog:
 
 def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
     """Return a manifest with a base, and the deltas since the former one for those who follow."""
-    if manifest.base is not None and manifest.base.version > base.version:
-        return manifest  # another writer's is newer
+    if manifest.base is not None and manifest.base.version >= base.version:
+        return manifest  # another writer's
     deltas = tuple(one for one in manifest.deltas if one.version > former)
     return replace(manifest, base=base, deltas=deltas)
 

@@ -78,7 +78,7 @@ def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage,
             note_applied(place.view, written.names())
             shared = _attach(place, log, segments, storage, using)
             if config.profile:
-                shared.save_config(config)
+                shared.save_config({})
         return storage, encoders
 
 
