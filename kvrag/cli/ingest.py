@@ -228,14 +228,20 @@ def ingest(
     from kvrag.ingest.loaders import sought_suffixes
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
-    from kvrag.ingest.ray.reading import is_for_ray
+    from kvrag.ingest.ray.reading import check_scheme, is_for_ray
     from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
 
     # Check everything before an index is created.
     loaders = check_loaders(_loaders(loader or []))
     asked = Asked(ray, ray_actors, ray_cpus, ray_gpus, ray_memory, ray_rate, ray_price)
-    for_ray = [one for one in paths if is_for_ray(one) and Path(one).suffix.lower() not in loaders]
+    for_ray = [
+        one
+        for one in paths
+        if is_for_ray(one) and ("://" in one or Path(one).suffix.lower() not in loaders)
+    ]
+    for one in for_ray:
+        check_scheme(one)
     if ray is None:
         asked.check_unused(for_ray)
     elif for_ray and len(for_ray) < len(paths):
@@ -296,6 +302,7 @@ def ingest(
         console.note(
             "no file of a known type was found (hidden files are skipped); known types: "
             + " ".join(suffixes)
+            + (" .parquet" if for_ray else "; .parquet is read with --ray, at a URL (file://)")
         )
     if plain := _code_read_as_plain_text([*report.added, *report.changed], loaders):
         console.note(

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from kvrag.ingest.ray.estimate import Estimate
     from kvrag.ingest.report import IngestReport
 
+_OPTIONS = {
+    "min_actors": "--ray-actors",
+    "max_actors": "--ray-actors",
+    "cpus": "ray-cpus",
+    "gpus": "ray-gpus",
+    "store_bytes": "ray-memory",
+}
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -126,15 +134,19 @@ class Asked:
             limit = None if self.memory is None else parse_bytes(self.memory)
         except ValueError as error:
             raise ParameterError(f"ray-memory: {error}") from error
-        return RayOptions(
-            address=None if self.address == "auto" else self.address,
-            min_actors=least,
-            max_actors=most,
-            cpus=self.cpus,
-            gpus=self.gpus,
-            store_bytes=limit,
-            store=store,
-        )
+        try:
+            return RayOptions(
+                address=None if self.address == "auto" else self.address,
+                min_actors=least,
+                max_actors=most,
+                cpus=self.cpus,
+                gpus=self.gpus,
+                store_bytes=limit,
+                store=store,
+            )
+        except ParameterError as error:
+            name, _, reason = str(error).partition(" ")
+            raise ParameterError(f"{_OPTIONS.get(name, name)} {reason}") from error
 
     def _actors(self) -> tuple[int, int | None]:
         least, colon, most = self.actors.partition(":")

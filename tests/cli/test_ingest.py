@@ -270,6 +270,7 @@ def test_a_folder_with_nothing_to_read_is_told(
     assert done.code == 0
     assert "no file of a known type was found" in done.err
     assert " .pdf " in done.err
+    assert ".parquet is read with --ray" in done.err
     assert "no file of a known kind" not in run(*common).err
 
 
@@ -307,6 +308,10 @@ def test_code_without_its_grammar_is_noted_once(
         (("s3://bucket/docs",), "s3://bucket/docs: only tasks of Ray read it; add --ray"),
         (("rows.parquet",), "rows.parquet: only tasks of Ray read it; add --ray"),
         (("s3://bucket/docs", "--ray", "local"), "give s3://bucket/docs alone"),
+        (("https://host/docs",), "https://host/docs: https:// cannot be read; expected"),
+        (("s3://b/x.hang", "--loader=.hang=tests.ingest.bad_loaders:hang"), "add --ray"),
+        (("--ray", "local", "--ray-actors", "0"), "--ray-actors 0: expected a whole number"),
+        (("--ray", "local", "--set", "ray-memory=1"), "ray-memory 1: expected a whole number"),
     ],
 )
 def test_what_needs_ray_says_so(

@@ -82,7 +82,7 @@ class Collector:
     def __init__(self, run: Run, plan: Plan, is_dataset: bool) -> None:
         self._run = run
         self._plan = plan
-        self._sources: set[str] | None = set() if is_dataset else None
+        self._sources: dict[str, str] | None = {} if is_dataset else None
         self._new_keys: set[str] = set()
         self._committer = Committer(run.storage.catalog, plan)
         self._change = Change(
@@ -145,7 +145,7 @@ class Collector:
     def _note(self, part: Part) -> bool:
         """Note a document in the plan; return False if another one has its source."""
         plan, source = self._plan, part.planned.source
-        if not self._is_first(source):
+        if not self._is_first(source, part.planned.digest):
             return False
         (plan.changed if part.is_known else plan.added).append(source)
         plan.num_chunks += part.planned.num_chunks
@@ -154,13 +154,15 @@ class Collector:
             self._run.control_strings[source] = part.control_strings
         return True
 
-    def _is_first(self, source: str) -> bool:
-        """Return whether no row before had a source; note the row otherwise."""
+    def _is_first(self, source: str, digest: str = "") -> bool:
+        """Return whether no row before had a source; note the row if that one said otherwise.
+
+        `digest` is empty for a document that the index holds as it is.
+        """
         if self._sources is None:
             return True
         is_first = source not in self._sources
-        self._sources.add(source)
-        if not is_first:
+        if self._sources.setdefault(source, digest) != digest:
             self._plan.failed.append(FailedDocument(source, against_second(source)))
         return is_first
 

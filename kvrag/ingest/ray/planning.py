@@ -19,10 +19,10 @@ from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.failures import document_failures
 from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
 from kvrag.ingest.pipeline import Rereader
-from kvrag.ingest.plan import Known, Plan, Planner, Sources
+from kvrag.ingest.plan import Known, Plan, Planner, Sources, document_digest
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import News, Packet, Part, against_second, pack, split
-from kvrag.ingest.ray.reading import Listed, read_listed
+from kvrag.ingest.ray.reading import Listed, each_row, read_listed
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
 
@@ -88,21 +88,23 @@ class _Planning:
             self._known, self._digests = known, {} if known is None else ray.get(known)
         return self._digests
 
-    def packets(self, rows: list[dict[str, Any]], known: Mapping[str, str]) -> Iterator[Packet]:
+    def packets(self, table: pa.Table, known: Mapping[str, str]) -> Iterator[Packet]:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
         waiting = Packet()
         waiting_tokens = 0
         of_dataset = KnownPart(known)
-        seen: set[str] = set()
-        for view, sources in self._inputs(rows, of_dataset):
+        seen: dict[str, str] = {}
+        for view, sources in self._inputs(table, of_dataset):
             self._cutter.neutralised.clear()
             if view is of_dataset:
                 # Packets do not tell what is unchanged before a document from what is after it.
-                for source in seen & sources.documents.keys():
-                    del sources.documents[source]
-                    waiting.news.failed.append((source, against_second(source)))
+                for source in seen.keys() & sources.documents.keys():
+                    if document_digest(sources.documents.pop(source)) != seen[source]:
+                        waiting.news.failed.append((source, against_second(source)))
             plan, news = self._plan(view, sources)
-            seen |= {*plan.unchanged, *(planned.source for planned in plan.documents)}
+            if view is of_dataset:
+                seen |= {source: known[source] for source in plan.unchanged}
+                seen |= {planned.source: planned.digest for planned in plan.documents}
             _extend(waiting.news, news)
             for part in self._parts(plan):
                 waiting.parts.append(part)
@@ -164,10 +166,15 @@ class _Planning:
             )
 
     def _inputs(
-        self, rows: list[dict[str, Any]], of_dataset: KnownPart
+        self, table: pa.Table, of_dataset: KnownPart
     ) -> Iterator[tuple[KnownPart, Sources]]:
         """Yield what is known and what is planned: a row, or a file. `of_dataset` is of rows."""
-        for row in rows:
+        for row in (row for batch in table.to_batches() for row in each_row(batch)):
+            if not isinstance(row, dict):
+                name = _name_of(dict.fromkeys(table.column_names))
+                failed = [FailedDocument(name, f"{name}: cannot be read ({row})")]
+                yield of_dataset, Sources([], [], {}, failed)
+                continue
             if _GIVEN not in row:
                 yield of_dataset, self._sources(row, _name_of(row))
                 continue
@@ -177,7 +184,7 @@ class _Planning:
                 reasons: list[str] = []
                 max_bytes = self.job.limits.max_file_bytes
                 for found, place in read_listed(listed, max_bytes, reasons.append):
-                    yield of_dataset, self._sources(found, place)
+                    yield of_dataset, self._sources(found, place, listed.path)
                 failed = [FailedDocument(listed.path, reason) for reason in reasons]
                 yield of_dataset, Sources([], [], {}, failed)
             elif "document" in told:
@@ -191,24 +198,28 @@ class _Planning:
                 view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
                 yield view, Sources([told["path"]], [], {}, [])
 
-    def _sources(self, row: dict[str, Any], place: str) -> Sources:
-        """Return the documents of a row; `place` says in messages where it is."""
+    def _sources(self, row: dict[str, Any], place: str, path: str | None = None) -> Sources:
+        """Return the documents of a row of a file; `place` says in messages where it is."""
         documents: dict[str, Document] = {}
         failed: list[FailedDocument] = []
         source = next((str(row[key]) for key in ("source", "id") if row.get(key) is not None), "")
         name = source or place
         with document_failures(lambda reason: failed.append(FailedDocument(name, reason))):
-            for document in self._documents(row, source, place):
+            for document in self._documents(row, source, place, path):
                 documents[document.source] = document
         return Sources([], [], documents, failed)
 
-    def _documents(self, row: dict[str, Any], source: str, place: str) -> list[Document]:
-        content, path = row.get("bytes"), row.get("path")
+    def _documents(
+        self, row: dict[str, Any], source: str, place: str, path: str | None
+    ) -> list[Document]:
+        content, name = row.get("bytes"), row.get("path")
         # A text beside them makes the row a document, such as one of Parquet.
-        has_text = any(isinstance(row.get(name), str) for name in TEXT_FIELDS)
-        if isinstance(content, bytes) and isinstance(path, str) and not has_text:
-            return self._parser.parse(path, content)
+        has_text = any(isinstance(row.get(one), str) for one in TEXT_FIELDS)
+        if isinstance(content, bytes) and isinstance(name, str) and not has_text:
+            return self._parser.parse(name, content)
         given = {key: value for key, value in row.items() if key != "source"}
+        if source and path:  # a row named by its content may be in several files
+            given.setdefault("path", path)
         return [to_document(row_to_document(given, source, place))]
 
 
@@ -225,7 +236,7 @@ def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table
     """
     started = time.process_time()
     planning = _planning(job)
-    for packet in planning.packets(table.to_pylist(), planning.digests(known)):
+    for packet in planning.packets(table, planning.digests(known)):
         packet.cpu_seconds = time.process_time() - started
         started = time.process_time()
         yield pack(packet, job.config.embedding_dim)

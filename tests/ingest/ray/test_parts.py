@@ -247,6 +247,11 @@ def test_the_first_row_with_a_source_is_used(tmp_path: Path, is_one_block: bool)
             assert [one.source for one in report.failed] == ["x"]
             assert report.failed[0].reason.endswith("give each row a different one")
             assert text() == indexed
+        # Said again, in the same words.
+        other = {"id": "x", "text": "The other."}
+        for rows, kind in (((other, other), "changed"), ((other, other), "unchanged")):
+            report = add(*rows)
+            assert (getattr(report, kind), report.failed) == (("x",), ())
 
 
 def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvrag.errors import ParameterError
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.ray.packets import Packet, unpack
 from kvrag.ingest.ray.planning import forget, listed_row, plan_rows
-from kvrag.ingest.ray.reading import is_for_ray, list_places
+from kvrag.ingest.ray.reading import _opened, is_for_ray, list_places
 from tests.ingest.ray.test_parts import job_of, table, tiny_index
 from tests.support.servers import S3Server
 
@@ -77,7 +78,7 @@ def test_a_damaged_file_is_one_failure(tmp_path: Path) -> None:
     assert "broken.jsonl, line 2: not JSON" in line[1]
 
 
-def test_of_parquet_that_is_damaged_inside_the_rows_before_are_read(tmp_path: Path) -> None:
+def test_of_parquet_that_is_damaged_inside_the_other_groups_are_read(tmp_path: Path) -> None:
     rows = [{"text": f"Text {n}.", "id": f"r{n}"} for n in range(6)]
     file = write_rows(tmp_path / "rows.parquet", rows, group=2)
     begin = pq.ParquetFile(file).metadata.row_group(1).column(0).data_page_offset
@@ -85,10 +86,63 @@ def test_of_parquet_that_is_damaged_inside_the_rows_before_are_read(tmp_path: Pa
     content[begin : begin + 8] = b"\xff" * 8
     file.write_bytes(content)
     found = planned(tmp_path, file)
-    assert names(found) == ["r0", "r1"]
+    assert names(found) == ["r0", "r1", "r4", "r5"]
     ((source, reason),) = found.news.failed
     assert source == str(file)
-    assert "rows.parquet, row 2: cannot be read after this row" in reason
+    assert "rows.parquet, rows 3 to 4: cannot be read (" in reason
+
+
+def test_a_row_that_python_cannot_hold_costs_itself(tmp_path: Path) -> None:
+    latin = pa.array([b"One.", b"caf\xe9", b"Three."], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 3, latin.buffers())
+    times = pa.array([0, 0, 4 * 10**17], pa.timestamp("us"))
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": texts, "id": ["a", "b", "c"], "when": times}), file)
+    found = planned(tmp_path, file)
+    assert names(found) == ["a"]
+    reasons = [reason for _, reason in found.news.failed]
+    assert ["row 2: cannot be read ('utf-8'" in reasons[0], "row 3: cannot" in reasons[1]] == [
+        True,
+        True,
+    ]
+    with tiny_index(tmp_path / "dataset") as index:
+        packets = [
+            one for made in plan_rows(pq.read_table(file), job_of(index)) for one in unpack(made)
+        ]
+    assert [name for one in packets for name in names(one)] == ["a"]
+    reasons = [reason for one in packets for _, reason in one.news.failed]
+    assert [one.startswith("a row with the columns text, id, when: cannot") for one in reasons] == [
+        True,
+        True,
+    ]
+
+
+def test_equal_rows_are_one_document_whatever_their_file_is_called(tmp_path: Path) -> None:
+    row = {"text": "A row.", "year": 1}
+    files = [write_rows(tmp_path / f"part-{n}.parquet", [row, row]) for n in range(2)]
+    found = planned(tmp_path / "equal", *files)
+    assert (len(found.parts), found.news.failed) == (1, [])
+    assert found.parts[0].planned.metadata == {"year": 1}
+    write_rows(files[0], [{**row, "id": "r"}])
+    write_rows(files[1], [{**row, "id": "r"}])
+    found = planned(tmp_path / "named", *files)
+    assert found.parts[0].planned.metadata["path"] == str(files[0])
+    assert [source for source, _ in found.news.failed] == ["r"]
+
+
+def test_a_file_of_two_places_is_read_once(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.parquet", [{"text": "A row."}])
+    listed = list_places([f"file://{tmp_path}", str(file), f"file://{file}"], [])
+    assert [(one.place, one.path) for one in listed] == [(f"file://{tmp_path}", str(file))]
+
+
+def test_a_long_damaged_file_is_one_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1" + b"?" * 1000)
+    monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", 100)
+    assert [source for source, _ in planned(tmp_path, file).news.failed] == [str(file)]
 
 
 def test_a_long_parquet_file_is_read_in_parts(
@@ -99,6 +153,8 @@ def test_a_long_parquet_file_is_read_in_parts(
     file = write_rows(tmp_path / "rows.parquet", rows, group=2)
     monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", file.stat().st_size // 2)
     assert len(list_places([str(file)], [])) == 3
+    monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", 10)
+    assert len(list_places([str(file)], [])) == 4
     found = planned(tmp_path, file)
     assert names(found) == [f"r{n}" for n in range(7) if n != 5]
     assert "rows.parquet, row 6: expected an object with its text" in found.news.failed[0][1]
@@ -137,6 +193,29 @@ def test_places_that_cannot_be_listed_are_refused_by_name(place: str, wanted: st
         list_places([place], [".md"])
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "https://user:SECRET@host/x",
+        "s3://AKIA:ab/cdSECRET@bucket/x",
+        "s3://AKIA:SECRET@bucket/x?nothing=1",
+        "gs://bucket/x?client_secret=SECRET&nothing=1",
+    ],
+)
+def test_a_message_shows_no_secret(place: str) -> None:
+    with pytest.raises(ParameterError, match="cannot be read") as raised:
+        list_places([place], [])
+    assert "***" in str(raised.value)
+    assert "SECRET" not in str(raised.value)
+
+
+def test_a_bucket_of_google_that_does_not_answer_is_given_up_soon() -> None:
+    for query, seconds in (("", 30), ("?retry_limit_seconds=9", 9)):
+        system, path = _opened(f"gs://anonymous@bucket/x{query}")
+        (options,) = system.__reduce__()[1]
+        assert (path, options["retry_time_limit"]) == ("bucket/x", timedelta(seconds=seconds))
+
+
 def test_a_bucket_is_listed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -157,7 +236,9 @@ def test_a_bucket_is_listed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         }.items():
             with files.open_output_stream(f"bucket/{name}") as stream:
                 stream.write(content)
-        found = planned(tmp_path, f"s3://bucket/docs{query}")
+        # As kvrag's stores spell it.
+        query = f"?endpoint=http://127.0.0.1:{server.port}&region=us-east-1"
+        found = planned(tmp_path, f"S3://bucket/docs{query}")
     finally:
         server.kill()
     assert found.news.failed == []
