@@ -31,7 +31,7 @@ from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_recor
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.rows import DocumentRow
 from kvrag.store.base import Store
-from kvrag.store.capabilities import LocatesTier, Pins, capability
+from kvrag.store.capabilities import LocatesTier, Pins, capability, tiers_of
 
 if TYPE_CHECKING:
     from kvrag.codec.base import EncodedChunk
@@ -174,6 +174,15 @@ class Storage:
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
         return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
+
+    @property
+    def home(self) -> Store:
+        """The store that new records go to: of a shared index's tiers, the one that all share.
+
+        A faster tier may still have what `gc` of another machine removed, and pass it on only after
+        the catalog that names it.
+        """
+        return self.store if self.log is None else tiers_of(self.store)[-1]
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""

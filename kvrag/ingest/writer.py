@@ -250,7 +250,7 @@ class Writer:
         storage = self._storage
         num_computed = 0
         for key in storage.catalog.audit(storage.key_of).needed:
-            if not storage.store.contains(key):
+            if not storage.home.contains(key):
                 self._fitter.repair(key)
                 num_computed += 1
         return num_computed
@@ -260,7 +260,7 @@ class Writer:
         storage = self._storage
         doubts = set() if storage.log is None else storage.log.in_doubt()
         for key in list(doubts):
-            if not storage.store.contains(key):
+            if not storage.home.contains(key):
                 with contextlib.suppress(IndexFormatError):  # its chunk is gone again
                     self._fitter.repair(key)
             doubts.discard(key)
@@ -296,7 +296,7 @@ class Writer:
 
     def _missing_key(self, chunk: Chunk) -> str | None:
         key = self._storage.key_of(chunk)
-        return None if self._storage.store.contains(key) else key.digest
+        return None if self._storage.home.contains(key) else key.digest
 
     def _num_context_tokens(self, outcome: Outcome) -> int:
         """Return the tokens computed before chunks; a filler counts once, for all of them."""
@@ -320,7 +320,7 @@ class Writer:
         check_space(plan, storage.path, room, storage.config.embedding_dim)
         work = Work(
             catalog=storage.catalog,
-            store=storage.store,
+            store=storage.home,
             codec_for=self._fitter.codec_for,
             embedding=encoders.embedding,
             parser=parser,

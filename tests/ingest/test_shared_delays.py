@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.errors import ModelLoadError, StoreError
 from kvrag.ingest import committing, writer
+from kvrag.ingest.index import Index
 from kvrag.ingest.shared import garbage
 from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared.manifest import Log, Manifest
+from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import Machine
 from tests.ingest.test_shared import page, sources
 
@@ -256,3 +259,24 @@ def test_a_gc_that_fails_says_that_it_is_over(
     with pytest.raises(StoreError, match="refused"):
         one.upkeep.gc()
     assert log_of(one)._log.collecting().startswith("over")
+
+
+def test_a_tier_of_one_machine_is_no_place_for_others(
+    machine: Machine, folder_url: str, tmp_path: Path, model: KVModel
+) -> None:
+    one = machine("one", folder_url, context="none")
+    one.add([page(0), page(1)])
+    tiers = f"tiered:file:{tmp_path}/cache|{one.config.store}"
+    with Index.open(folder_url, model=model, store=tiers) as cached:
+        kv = cached.open_kv(cached.catalog.chunk_ids_of("d1")[0])
+        assert kv is not None
+        for layer in range(model.spec.num_layers):
+            kv.read_layer(layer)
+
+        home = cached._storage.home
+        one.delete(sources=["d1"])
+        one.upkeep.gc(grace_seconds=0)
+        assert cached.add([page(1), page(2)]).num_records == 2
+        assert {key.digest for key, _ in home.sizes()} == cached.upkeep._needed_keys()
+    one.refresh()
+    assert one.upkeep.verify().ok
