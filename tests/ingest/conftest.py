@@ -16,6 +16,7 @@ from kvrag.testing.store_contract import stored
 from tests.support.models import make_model, make_tokenizer
 
 MakeIndex = Callable[..., Index]
+Machine = Callable[..., Index]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -63,3 +64,23 @@ def docs(tmp_path: Path) -> Path:
 def stored_bytes(index: Index) -> dict[str, bytes]:
     """Return every record of the store, by the digits of its key."""
     return {key.digest: stored(index.store, key) or b"" for key in sorted(index.store.keys())}
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/index"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: KVModel) -> Iterator[Machine]:
+    """Open or create an index as one of several machines, by the machine's name."""
+    with ExitStack() as stack:
+
+        def at(name: str, url: str, **settings: Any) -> Index:
+            monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "machines" / name))
+            if settings:
+                chosen = {"model": model, "embedding": "hashing", "chunk_tokens": 64, **settings}
+                return stack.enter_context(Index.create(url, **chosen))
+            return stack.enter_context(Index.open(url, model=model))
+
+        yield at

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import Machine
 from tests.support.servers import S3Server, free_port
 
-Machine = Callable[..., Index]
 BUCKET = "kvrag-shared"
 
 
@@ -73,26 +72,6 @@ def url(
     for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
         client.delete_object(Bucket=BUCKET, Key=found["Key"])
     client.close()
-
-
-@pytest.fixture
-def folder_url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/bucket/index"
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: KVModel) -> Iterator[Machine]:
-    """Open or create an index as one of several machines, by the machine's name."""
-    with ExitStack() as stack:
-
-        def at(name: str, url: str, **settings: Any) -> Index:
-            monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "machines" / name))
-            if settings:
-                chosen = {"model": model, "embedding": "hashing", "chunk_tokens": 64, **settings}
-                return stack.enter_context(Index.create(url, **chosen))
-            return stack.enter_context(Index.open(url, model=model))
-
-        yield at
 
 
 def sources(index: Index) -> set[str]:
