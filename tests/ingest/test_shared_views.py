@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -192,3 +193,21 @@ def test_following_goes_on_after_an_error_of_the_system(
             break
         threading.Event().wait(0.02)
     assert sources(reader) == {"d0"}
+
+
+def test_adapters_are_pickled_with_the_url(machine: Machine, folder_url: str) -> None:
+    pytest.importorskip("langchain_core")
+    pytest.importorskip("llama_index.core")
+    from kvrag.llms.langchain import ChatKVRag
+    from kvrag.retrievers.langchain import KVRagRetriever, KVRagVectorStore
+    from kvrag.retrievers.llamaindex import KVRagRetriever as LlamaIndexRetriever
+
+    index = machine("one", folder_url, context="none")
+    index.add([page(0)])
+    store = pickle.loads(pickle.dumps(KVRagVectorStore(index)))
+    with store.index as opened:
+        assert opened.url == folder_url
+        assert store.similarity_search("keeper", k=1)
+        assert pickle.loads(pickle.dumps(KVRagRetriever(index=index))).invoke("keeper")
+        assert pickle.loads(pickle.dumps(LlamaIndexRetriever(index))).retrieve("keeper")
+        assert pickle.loads(pickle.dumps(ChatKVRag(index=index))).index == folder_url
