@@ -23,7 +23,7 @@ from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse_in_slices
 from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.plan import Loading
+from kvrag.fusion.plan import Loading, usable
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.ingest.index import Index
@@ -133,6 +133,7 @@ class PromptFuser:
         room = self._room(layout, request.max_tokens)
         keeps = keeps and open_kv is None and self._can_keep(request, choice, layout)
         if keeps:
+            layout = usable(index.model, layout)  # as the layouts of earlier prompts are
             begun = yield from self._begin(request.session, layout, choice, room)
         else:
             begun = _Beginning(self._new_buffer(layout, room, grows=False), None, 0, 0.0, 0)

@@ -43,7 +43,7 @@ def shared_index(
     if isinstance(index, Index):
         if model is None and device is None:
             return index
-        return shared_index(index.url or index.path, model=model, device=device)
+        return shared_index(place_of(index), model=model, device=device)
     if isinstance(index, str) and arguments.is_url(index):
         return _of_url(index, model, device)
     path = arguments.resolved_path(index, "index")
@@ -56,6 +56,11 @@ def shared_index(
         opened = Index.open(path, model=model, device=device)
         _opened[key] = (identity, opened)
         return opened
+
+
+def place_of(index: Index | str | Path) -> str:
+    """Return the folder or the URL by which another process can open an index."""
+    return str(index.url or index.path if isinstance(index, Index) else index)
 
 
 def _of_url(url: str, model: str | None, device: str | None) -> Index:

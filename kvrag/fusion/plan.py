@@ -182,7 +182,7 @@ def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading
     loading
         How to load stored KV.
     """
-    layout = _with_sink(_without_misplaced(model, layout))
+    layout = usable(model, layout)
     num_layers = model.spec.num_layers
     if num_layers == 1:
         # K/V of the only layer depend on no other token, so the stored ones are exact.
@@ -222,6 +222,11 @@ def covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
     for span in spans:
         marks[span.prompt_start : span.prompt_end] = b"\1" * span.length
     return torch.frombuffer(marks, dtype=torch.bool)
+
+
+def usable(model: KVModel, layout: Layout) -> Layout:
+    """Return a layout with the spans that a prompt can take; a second time changes nothing."""
+    return _with_sink(_without_misplaced(model, layout))
 
 
 def _with_sink(layout: Layout) -> Layout:

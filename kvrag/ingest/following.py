@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvrag.errors import KVRagError
 from kvrag.ingest.storage import Storage
 
 logger = logging.getLogger("kvrag")
@@ -44,7 +43,7 @@ class Follower:
                     self._storage.vectors.get()
                 version = found
                 has_failed = False
-            except KVRagError as error:
+            except Exception as error:  # a full disk too: this thread goes on
                 if not has_failed:
                     logger.warning("answers stay at version %s of the index: %s", version, error)
                 has_failed = True

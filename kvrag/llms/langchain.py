@@ -41,6 +41,7 @@ except ImportError as error:
 from pydantic import ConfigDict, model_validator
 
 from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.shared import place_of
 from kvrag.errors import KVRagError
 from kvrag.llms.langchain_messages import to_turns
 from kvrag.llms.langchain_structured import structured_output
@@ -66,8 +67,8 @@ class _LangChainSettings(EngineSettings):
 
     @property
     def lc_attributes(self) -> dict[str, str]:
-        """The index as its folder, so that a serialised object can be loaded again."""
-        return {"index": self._index_as_path(self.index)}
+        """The index as its folder or URL, so that a serialised object can be loaded again."""
+        return {"index": place_of(self.index)}
 
     @property
     def _llm_type(self) -> str:

@@ -31,7 +31,7 @@ from kvrag.engine.base import Engine
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
-from kvrag.engine.shared import shared_index
+from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
@@ -194,12 +194,12 @@ class EngineSettings(BaseModel):
         return self
 
     @field_serializer("index")
-    def _index_as_path(self, value: Index | str | Path) -> str:
-        return str(value.path if isinstance(value, Index) else value)
+    def _index_as_place(self, value: Index | str | Path) -> str:
+        return place_of(value)
 
     def __getstate__(self) -> dict[Any, Any]:
         # A copy, since LlamaIndex deletes what it cannot pickle from the object itself.
-        light = self.model_copy(update={"index": self._index_as_path(self.index)})
+        light = self.model_copy(update={"index": place_of(self.index)})
         light._engines, light._markup = {}, {}
         state: dict[Any, Any] = super(EngineSettings, light).__getstate__()
         return state

@@ -32,7 +32,7 @@ from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
 from kvrag.codec.presets import choose_codec
-from kvrag.engine.shared import shared_index
+from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import (
     DocumentError,
     IndexMismatchError,
@@ -72,7 +72,7 @@ class KVRagRetriever(BaseRetriever):
 
     def __getstate__(self) -> dict[Any, Any]:
         state: dict[Any, Any] = dict(super().__getstate__())
-        state["__dict__"] = {**state["__dict__"], "index": _by_folder(self.index)}
+        state["__dict__"] = {**state["__dict__"], "index": place_of(self.index)}
         return state
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
@@ -151,7 +151,7 @@ class KVRagVectorStore(VectorStore):
         self._index = index
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_index": _by_folder(self._index)}
+        return {**self.__dict__, "_index": place_of(self._index)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(self._index)  # holds locks and open files: shared, not copied
@@ -356,18 +356,13 @@ class KVRagVectorStore(VectorStore):
         )
 
 
-def _by_folder(index: Index | str | Path) -> str:
-    """Return the folder of an index, which is pickled in its place."""
-    return str(index.path if isinstance(index, Index) else index)
-
-
 def _check_made_with(index: Index, *, codec: str | None, chunk_tokens: int | None) -> None:
     label = None if codec is None else choose_codec(codec).label
     for name, wanted in (("codec", label), ("chunk_tokens", chunk_tokens)):
         recorded = getattr(index.config, name)
         if wanted is not None and wanted != recorded:
             raise IndexMismatchError(
-                f"the index at {index.path} was made with {name}={arguments.shown(recorded)}, "
+                f"the index at {place_of(index)} was made with {name}={arguments.shown(recorded)}, "
                 "asked for "
                 f"{arguments.shown(wanted)}: leave it out, or make a new index in another folder"
             )

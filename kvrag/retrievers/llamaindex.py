@@ -30,7 +30,7 @@ except ImportError as error:
 
 from kvrag import arguments
 from kvrag.chunk import Chunk
-from kvrag.engine.shared import shared_index
+from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 
@@ -68,8 +68,7 @@ class KVRagRetriever(BaseRetriever):
         self._wanted = to_filter(filters) if isinstance(filters, MetadataFilters) else filters
 
     def __getstate__(self) -> dict[str, Any]:
-        folder = self._index.path if isinstance(self._index, Index) else self._index
-        return {**self.__dict__, "_index": str(folder)}
+        return {**self.__dict__, "_index": place_of(self._index)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # An opened index holds locks and open files: shared, not copied.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -147,6 +148,23 @@ def test_an_edited_question_takes_no_repair_of_another(index: Index) -> None:
     # Without a repair, what was loaded for one question is right for another.
     ask(engine, first, policy="none")
     assert ask(engine, edited, policy="none").report.num_kept > 100
+
+
+def test_an_edited_prompt_that_begins_with_a_chunk(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = None  # a chunk begins the prompt, not <bos>
+    model = KVModel(make_model(), tokenizer)
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(f"text-{i}", text) for i, text in enumerate(TEXTS)])
+        engine = KVEngine(index, policy="none", max_tokens=4)
+        first, edited = (
+            "\n\n".join((*TEXTS[:2], f"Question: {question}")) for question in QUESTIONS[:2]
+        )
+        assert ask(engine, first).report.num_reused > 20
+        again = ask(engine, edited)
+        assert again.report.num_kept > len(engine.prompt_ids("\n\n".join(TEXTS[:2])))
+        alone = ask(KVEngine(index, session_bytes=0), edited, policy="none", max_tokens=4)
+        assert relative_difference(again.logits, alone.logits) < 1e-4
 
 
 def test_another_policy_takes_no_repair(index: Index) -> None:

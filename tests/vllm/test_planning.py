@@ -18,6 +18,7 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
+from kvrag.engine.shared import shared_index
 from kvrag.errors import (
     EngineError,
     EngineVersionError,
@@ -27,13 +28,14 @@ from kvrag.errors import (
     UnsupportedModelError,
 )
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm import versions
+from kvrag.llms.vllm import adapter_settings, versions
 from kvrag.llms.vllm.artefacts import ArtefactName, ArtefactStore
 from kvrag.llms.vllm.checks import check_engine
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.http import HTTPServer
-from kvrag.llms.vllm.opening import open_index
+from kvrag.llms.vllm.langchain import KVRagVLLM
+from kvrag.llms.vllm.opening import open_index, place_of
 from kvrag.llms.vllm.options import engine_options, serve_command
 from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
@@ -67,6 +69,12 @@ def test_a_shared_index_is_served_and_followed(
     settings = ConnectorSettings(url)
     options = engine_options(settings)
     assert options["kv_transfer_config"]["kv_connector_extra_config"]["index"] == url
+    monkeypatch.chdir(tmp_path)
+    relative = ConnectorSettings(f"{url}?key_file=key")
+    assert place_of(relative) == f"{url}?key_file={tmp_path}/key"
+    monkeypatch.setattr(adapter_settings, "start_engine", lambda settings, _: settings.index)
+    with shared_index(url) as opened:
+        assert KVRagVLLM(index=opened)._connect(None) == url
     if importlib.util.find_spec("vllm") is not None:
         assert any(url in part for part in serve_command(settings, host="here", port=1))
     with open_index(settings) as opened:

@@ -73,7 +73,7 @@ class SharedLog:
     """
 
     def __init__(self, place: Place, log: Log, segments: Store, storage: Storage) -> None:
-        self.url = f"{place}?{place.query}" if place.query else str(place)
+        self.url = place.full_url
         self._place = place
         self._log = log
         self._segments = segments

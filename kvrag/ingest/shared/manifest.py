@@ -215,9 +215,8 @@ class Log:
     def create(self, manifest: Manifest) -> Manifest | None:
         """Write a version's manifest and return it as written; None if there is one already."""
         content = manifest.to_bytes()
-        if not self._bucket.create(name_of(manifest.version), content):
-            return None
-        return self._parsed(manifest.version, content)
+        written = self._parsed(manifest.version, content)  # no reader may be stopped by it
+        return written if self._bucket.create(name_of(manifest.version), content) else None
 
     def delete(self, version: int) -> None:
         """Remove a version's manifest."""

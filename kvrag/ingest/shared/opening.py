@@ -29,6 +29,7 @@ from kvrag.ingest.opening import open_index
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.log import SharedLog, put_config, read_config
 from kvrag.ingest.shared.manifest import Log, Manifest
+from kvrag.ingest.shared.parts import put_file
 from kvrag.ingest.shared.place import (
     Place,
     held,
@@ -36,11 +37,13 @@ from kvrag.ingest.shared.place import (
     lock_path,
     make_room,
     read_place,
+    remove_scratch,
     remove_view,
 )
 from kvrag.ingest.shared.view import build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
+from kvrag.store.files import store_error
 from kvrag.store.registry import open_store
 
 logger = logging.getLogger("kvrag")
@@ -50,36 +53,44 @@ def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage,
     """Create an empty index at a URL. Parameters and errors are those of `Index.create`."""
     place = read_place(url)
     with _connected(place) as (log, segments), contextlib.ExitStack() as using:
-        if log.versions():
-            raise _taken(place)
         if settings.store is None:
             settings = replace(settings, store=place.store_url("kv"))
         with held(lock_path(place.view)):
+            if log.versions():
+                raise _taken(place)
             _clear(place)
             using.enter_context(held(in_use_path(place.view), shared=True))
             storage, encoders = make_index(place.view, given, settings)
-        with _closing_on_error(storage):
-            config = storage.config
-            if config.key_check != key_check(segments):
-                raise ParameterError(
-                    f"{place} and its store of KV need the same key, or none: give ?key_file=PATH "
-                    "in both URLs"
-                )
-            first = Manifest(
-                version=0,
-                time=time.time(),
-                index_id=config.index_id,
-                key_check=config.key_check,
-                config=put_config(place, segments, config),
-            )
-            written = log.create(first)
-            if written is None:
-                raise _taken(place)
-            note_applied(place.view, written.names())
-            shared = _attach(place, log, segments, storage, using)
-            if config.profile:
-                shared.save_config({})
+            with _closing_on_error(storage):
+                _make_folder(place)
+                written = log.create(_first(place, segments, storage))
+                if written is None:
+                    raise _taken(place)
+                note_applied(place.view, written.names())
+                _attach(place, log, segments, storage, using)
         return storage, encoders
+
+
+def _first(place: Place, segments: Store, storage: Storage) -> Manifest:
+    """Return the manifest of a new index. Raises ParameterError if its stores have two keys."""
+    config = storage.config
+    if config.key_check != key_check(segments):
+        raise ParameterError(
+            f"{place} and its store of KV need the same key, or none: give ?key_file=PATH "
+            "in both URLs"
+        )
+    profiles = (
+        replace(put_file(segments, storage.profiles.folder / f"{one}.safetensors"), name=one)
+        for one in storage.profiles.hashes()
+    )
+    return Manifest(
+        version=0,
+        time=time.time(),
+        index_id=config.index_id,
+        key_check=config.key_check,
+        config=put_config(place, segments, config),
+        profiles=tuple(profiles),
+    )
 
 
 def open_shared(
@@ -104,7 +115,10 @@ def open_shared(
         make_room(place.view)
         with held(lock_path(place.view)):
             config = _config(place, segments, head)
+            remove_scratch(place.view)
             using.enter_context(held(in_use_path(place.view), shared=True))
+            _make_folder(place)  # the view may have made room meanwhile
+            config.save(place.view)
             if is_lost(place.view / FILE_NAME):
                 _make_view(place, config, head, segments)
         given = (model, embedding, device, store, compute)
@@ -143,7 +157,6 @@ def _attach(
     place: Place, log: Log, segments: Store, storage: Storage, using: contextlib.ExitStack
 ) -> SharedLog:
     """Return the log of an opened view; it takes over what says that the view is in use."""
-    write_atomically(place.view / VIEW_OF_NAME, f"{place}\n".encode())
     shared = SharedLog(place, log, segments, storage)
     shared.on_close = using.pop_all()
     storage.log = storage.catalog.log = shared
@@ -160,7 +173,7 @@ def _clear(place: Place) -> None:
 
 
 def _config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
-    """Return a version's settings, and write them into the view; another index's view goes."""
+    """Return a version's settings; another index's view goes."""
     known: IndexConfig | None = None
     with contextlib.suppress(KVRagError):
         known = IndexConfig.load(place.view)
@@ -174,15 +187,22 @@ def _config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
         config = known  # 'kvrag verify --repair' publishes it again
     if known is None:
         _clear(place)
-        place.view.mkdir(parents=True)
-    config.save(place.view)
     return config
+
+
+def _make_folder(place: Place) -> None:
+    """Make the folder of a view, if there is none, and say that it is one."""
+    try:
+        place.view.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise store_error("make the folder", place.view, error) from error
+    write_atomically(place.view / VIEW_OF_NAME, f"{place}\n".encode())
 
 
 def _make_view(place: Place, config: IndexConfig, head: Manifest, segments: Store) -> None:
     """Write the catalog of a view that has none, or a damaged one."""
     with (
-        tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=place.view.parent) as scratch,
+        tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=place.view) as scratch,
         contextlib.closing(open_store(config.store, must_answer=False)) as store,
     ):
         made = Path(scratch)

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
+from kvrag.ingest.config import VIEW_OF_NAME
 from kvrag.store.bucket import SCHEMES, Bucket, server_of
 from kvrag.store.files import store_error
 from kvrag.store.registry import parse_bytes
@@ -48,6 +49,11 @@ class Place:
 
     def __str__(self) -> str:
         return self.url
+
+    @property
+    def full_url(self) -> str:
+        """The URL with its options; the path in it is absolute."""
+        return f"{self.url}?{self.query}" if self.query else self.url
 
     def store_url(self, name: str) -> str:
         """Return the URL of the store `name` within the index."""
@@ -168,6 +174,16 @@ def remove_view(view: Path) -> bool:
     return True
 
 
+def remove_scratch(view: Path) -> None:
+    """Remove what killed processes have left in a view, unless a process has it open."""
+    with contextlib.suppress(BlockingIOError), held(in_use_path(view), waits=False):
+        for path in view.glob(".*.tmp"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def make_room(keep: Path) -> None:
     """Remove views that no process uses, the longest unused first, until they fit their limit.
 
@@ -178,7 +194,8 @@ def make_room(keep: Path) -> None:
         limit = parse_bytes(text)
     except ValueError as error:
         raise ParameterError(f"KVRAG_VIEWS_BYTES: {error}") from error
-    views = [one for one in keep.parent.iterdir() if one.is_dir()] if keep.parent.is_dir() else []
+    # Other folders here are no views: uploads.
+    views = [one.parent for one in keep.parent.glob(f"*/{VIEW_OF_NAME}")]
     sizes = {one: _size_of(one) for one in views}
     total = sum(sizes.values())
     for view in sorted(views, key=lambda one: _last_used(one)):
@@ -192,9 +209,10 @@ def make_room(keep: Path) -> None:
 
 def _size_of(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
+    for parent, _, names in os.walk(folder):  # passes over folders that vanish meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).lstat().st_size
     return total
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from kvrag.engine.base import Engine
-from kvrag.engine.shared import shared_index
+from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
 from kvrag.llms.settings import EngineSettings
@@ -82,7 +82,7 @@ class VLLMSettings(EngineSettings):
         if self.base_url is not None:
             return HTTPServer(self.base_url, model=model)
         settings = ConnectorSettings(
-            str(shared_index(self.index).path), any_version=self.any_version
+            place_of(shared_index(self.index)), any_version=self.any_version
         )
         return start_engine(settings, {"model": model, **self.engine_args})
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvrag import arguments
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
+from kvrag.ingest.shared.place import read_place
 from kvrag.llms.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def place_of(settings: ConnectorSettings) -> str:
-    """Return the index's URL or its absolute folder: an engine's processes may run elsewhere."""
+    """Return the index's URL or folder, with absolute paths: an engine's processes run elsewhere.
+
+    Raises ParameterError.
+    """
     if arguments.is_url(settings.index):
-        return settings.index
+        return read_place(settings.index).full_url
     return str(arguments.resolved_path(settings.index, "index"))
 
 
