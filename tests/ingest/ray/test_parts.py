@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
 from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
@@ -33,6 +35,7 @@ from kvrag.ingest.report import IngestReport
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.runner import Run
 from kvrag.ingest.storage import Storage
+from kvrag.kvcache import ChunkKV
 from tests.ingest.ray.conftest import content
 
 
@@ -266,6 +269,25 @@ def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> N
             with pytest.raises(StoreError, match=r"KV for d, and .* not the same store on all"):
                 index.add(Document("d", text), runner=elsewhere)
         assert content(index)["chunks"] == before
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), ParameterError("NaN or infinity")])
+def test_a_document_whose_kv_cannot_be_encoded_costs_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Picky:
+        def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+            if kv.num_tokens > 30:
+                time.sleep(0.1)  # the worker is done with the packet's chunks before
+                raise error
+            return RawCodec().encode(key, kv)
+
+    monkeypatch.setattr(Job, "open_codec", lambda _: Picky())
+    with tiny_index(tmp_path) as index:
+        report = index.add([Document("good", "One."), Document("bad", "ship " * 40)], runner=here)
+        assert report.added == ("good",)
+        assert [one.source for one in report.failed] == ["bad"]
+        assert str(error) in report.failed[0].reason
 
 
 def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
