@@ -150,6 +150,24 @@ def test_kv_that_is_not_finite_is_refused(index: Index, monkeypatch: pytest.Monk
     assert "bad: its KV cannot be encoded (the keys of layer 0" in reasons(report)["bad"]
 
 
+def test_a_codec_is_fitted_without_the_kv_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = " ".join(f"Ines notes ship {number}." for number in range(200))
+    texts = {"good": ledger, "bad": "The fox jumps. " * 9}
+    documents = [Document(source, text) for source, text in texts.items()]
+    settings: Any = {"embedding": "hashing", "codec": "lossless", "chunk_tokens": 64}
+    with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
+        with monkeypatch.context() as patch:
+            break_kv(patch, "")
+            with pytest.raises(DocumentError, match="sample can be used: the keys of layer 0"):
+                index.add(documents)
+        break_kv(monkeypatch, "fox")
+        report = index.add(documents)
+        assert (report.added, set(reasons(report))) == (("good",), {"bad"})
+        assert index.config.profile
+
+
 def test_a_model_whose_kv_is_never_finite_ends_the_run(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
