@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from kvrag.errors import ClusterError, KVRagError
+from kvrag.errors import ClusterError
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.store.extras import require
 
 # The least that ids and offsets take: a full packet is then always a separate block.
 _BYTES_PER_TOKEN = 8
 _OWN_ERROR = re.compile(r"kvrag\.errors\.\w+: (.+)")
+_OTHER_ERROR = re.compile(r"(?!ray\.)[A-Za-z_][\w.]*(: .*)?$")
 _BARS = "ray.data._internal.progress"
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)")
 _PATIENCE = 10.0  # seconds
@@ -42,12 +43,9 @@ def connected(options: RayOptions) -> Iterator[Any]:
             _connect(ray, options.address)
         yield ray
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, KVRagError):
-            raise cause from error
         raise ClusterError(
-            f"a worker of Ray failed ({type(cause).__name__}: {cause}); finished work is kept, and "
-            "the same command goes on"
+            f"a worker of Ray failed ({reason_of(error)}); finished work is kept, and the same "
+            "command goes on"
         ) from error
     except ray.exceptions.RayError as error:
         raise ClusterError(
@@ -60,10 +58,12 @@ def connected(options: RayOptions) -> Iterator[Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what ended an actor: Ray puts its whole traceback into the message."""
+    """Return what ended a worker: Ray puts its whole traceback into the message."""
     lines = str(error).splitlines()
-    named = [found[1] for line in lines if (found := _OWN_ERROR.match(line))]
-    return named[-1] if named else f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"
+    own = [found[1] for line in lines if (found := _OWN_ERROR.match(line))]
+    others = [line for line in lines if _OTHER_ERROR.match(line)]
+    first = lines[0] if lines else "no reason"
+    return own[-1] if own else others[0] if others else f"{type(error).__name__}: {first}"
 
 
 def _connect(ray: Any, address: str | None) -> None:

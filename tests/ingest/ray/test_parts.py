@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,13 +22,13 @@ pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.codec.raw import RawCodec
-from kvrag.errors import ParameterError, StoreError
+from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreachableError
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, ingest
-from kvrag.ingest.ray.cluster import reason_of
+from kvrag.ingest.ray.cluster import connected, reason_of
 from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
@@ -36,6 +40,8 @@ from kvrag.ingest.rows import FileState
 from kvrag.ingest.runner import Run
 from kvrag.ingest.storage import Storage
 from kvrag.kvcache import ChunkKV
+from kvrag.store.file import FileStore
+from kvrag.store.registry import open_store
 from tests.ingest.ray.conftest import content
 
 
@@ -271,6 +277,38 @@ def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> N
         assert content(index)["chunks"] == before
 
 
+def test_of_tiers_workers_use_the_one_that_all_machines_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def store(machine: str) -> str:
+        return f"tiered:file:{tmp_path / machine}|file:{tmp_path / 'home'}"
+
+    def elsewhere(run: Run) -> Plan:
+        plan = Plan()
+        rows = [document_row(run.storage.catalog, one) for one in run.sources.documents.values()]
+        job = replace(job_of(run.storage), store=store("worker"))
+        packets = list(computed(rows, job))
+        with monkeypatch.context() as patch:
+            if is_gone:
+                patch.setattr(FileStore, "contains", refuse)
+            Collector(run, plan, False).collect(packets)
+        return plan
+
+    def refuse(*_: object) -> bool:
+        raise StoreUnreachableError("it does not answer")
+
+    is_gone = False
+    settings: Any = {"embedding": "hashing", "store": store("driver")}
+    with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
+        assert index.add(Document("d", "An old clock."), runner=elsewhere).ok
+        with contextlib.closing(open_store(f"file:{tmp_path / 'home'}")) as home:
+            assert set(home.keys()) == set(index.store.keys()) != set()
+        is_gone = True
+        with pytest.raises(StoreUnreachableError, match="it does not answer"):
+            index.add(Document("d", "A new clock."), runner=elsewhere)
+    assert not (tmp_path / "worker").exists()
+
+
 @pytest.mark.parametrize("error", [ValueError("odd"), ParameterError("NaN or infinity")])
 def test_a_document_whose_kv_cannot_be_encoded_costs_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -395,3 +433,31 @@ def test_of_a_worker_that_cannot_begin_only_the_reason_is_told() -> None:
     assert reason_of(died) == "cannot open s3://b/kv: access is refused; set the credentials"
     assert reason_of(RuntimeError("The node\nis gone")) == "RuntimeError: The node"
     assert reason_of(RuntimeError()) == "RuntimeError: no reason"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreError("redis does not answer"), "redis does not answer"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_of_a_worker_that_fails_at_a_packet_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    exceptions = pytest.importorskip("ray.exceptions", reason="kvrag[ray] is not installed")
+    try:  # as Ray Data does it
+        try:
+            raise error
+        except Exception as cause:
+            raise exceptions.UserCodeException("UDF failed.\nFailed after 1/1") from cause
+    except exceptions.UserCodeException as wrapped:
+        failed = exceptions.RayTaskError("map", traceback.format_exc(), wrapped)
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=exceptions)
+    monkeypatch.setattr("kvrag.ingest.ray.cluster.require", lambda *_: ray)
+    with (
+        pytest.raises(ClusterError, match=f"^a worker of Ray failed .{re.escape(reason)}.; "),
+        connected(RayOptions()),
+    ):
+        raise failed.as_instanceof_cause()
