@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from kvrag.errors import ClusterError
@@ -20,6 +21,8 @@ _BYTES_PER_TOKEN = 8
 _OWN_ERROR = re.compile(r"kvrag\.errors\.\w+: (.+)")
 _OTHER_ERROR = re.compile(r"(?!ray\.)[A-Za-z_][\w.]*(: .*)?$")
 _BARS = "ray.data._internal.progress"
+# Here a failed packet's traceback is printed, up to twice; `connected` tells the reason.
+_TRACEBACKS = ("ray.data._internal.execution.streaming_executor_state", "ray.data.exceptions")
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)")
 _PATIENCE = 10.0  # seconds
 
@@ -67,21 +70,35 @@ def reason_of(error: Exception) -> str:
 
 
 def _connect(ray: Any, address: str | None) -> None:
+    tried = _default_address() if address in (None, "auto") else address
+    remedy = "start it with 'ray start --head', or use --ray local"
     try:
-        if found := _HOST_AND_PORT.fullmatch(address or ""):
+        if found := _HOST_AND_PORT.fullmatch(tried or ""):
             # Ray itself tries for minutes.
             socket.create_connection((found[1], int(found[2])), _PATIENCE).close()
+            remedy = (
+                "something listens there: if it is Ray with token authentication, set "
+                "RAY_AUTH_MODE=token here and copy the cluster's ~/.ray/auth_token"
+            )
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.WARNING,
             **({"include_dashboard": False} if address == "local" else {}),
         )
-    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ClusterError(
-            f"the cluster of Ray at {address or 'the default address'} cannot be used ({error}); "
-            "start it with 'ray start --head', or leave the address out"
+            f"the cluster of Ray at {tried or 'the default address'} cannot be used ({error}); "
+            + remedy
         ) from error
+
+
+def _default_address() -> str | None:
+    """Return where Ray looks for a cluster by itself; None if it starts one, or elsewhere."""
+    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    with contextlib.suppress(OSError):
+        return os.environ.get("RAY_ADDRESS") or current.read_text().strip()
+    return None
 
 
 def is_one_machine(ray: Any) -> bool:
@@ -106,10 +123,13 @@ def settings(context: Any, options: RayOptions) -> Iterator[None]:
         "target_max_block_size": _BYTES_PER_TOKEN * options.batch_tokens,
         "enable_progress_bars": sys.stderr.isatty(),
         "print_on_execution_start": False,
+        # Half an hour without a packet is slow, and not wrong.
+        "execution_no_progress_timeout_s": -1,
     }
     before = {name: getattr(context, name) for name in wanted}
     # Without a terminal, the last one warns that there are no bars.
     least = {"ray": logging.WARNING, "ray.data": logging.WARNING, _BARS: logging.ERROR}
+    least |= dict.fromkeys(_TRACEBACKS, logging.CRITICAL)
     levels = {name: logging.getLogger(name).level for name in least}
     try:
         for name, value in wanted.items():

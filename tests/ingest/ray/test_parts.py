@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -27,8 +28,8 @@ from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray import RayOptions, ingest
-from kvrag.ingest.ray.cluster import connected, reason_of
+from kvrag.ingest.ray import RayOptions, RayRunner, ingest
+from kvrag.ingest.ray.cluster import connected, reason_of, settings
 from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
@@ -461,3 +462,69 @@ def test_of_a_worker_that_fails_at_a_packet_the_reason_is_told(
         connected(RayOptions()),
     ):
         raise failed.as_instanceof_cause()
+
+
+def test_what_listens_and_is_no_cluster_of_ours_may_want_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exceptions = pytest.importorskip("ray.exceptions", reason="kvrag[ray] is not installed")
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    ray = SimpleNamespace(
+        is_initialized=lambda: False, exceptions=exceptions, init=refuse, shutdown=lambda: None
+    )
+    monkeypatch.setattr("kvrag.ingest.ray.cluster.require", lambda *_: ray)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with (
+            pytest.raises(ClusterError, match="RAY_AUTH_MODE=token"),
+            connected(RayOptions(address)),
+        ):
+            pass
+
+
+def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_running = False
+
+    class Rows:
+        context = None
+
+        def map_batches(self, *_: object, **__: object) -> Rows:
+            return self
+
+        def iter_batches(self, **_: object) -> Iterator[Any]:
+            nonlocal is_running
+            is_running = True
+            try:
+                while True:
+                    yield pack(Packet([part("not stored", [3])]), 4)
+            finally:
+                is_running = False
+
+    @contextlib.contextmanager
+    def cluster(_: RayOptions) -> Iterator[Any]:
+        try:
+            yield SimpleNamespace(cluster_resources=dict, nodes=list)
+        finally:
+            assert not is_running
+
+    driver = "kvrag.ingest.ray.driver"
+    monkeypatch.setattr(f"{driver}.connected", cluster)
+    monkeypatch.setattr(f"{driver}.settings", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(RayRunner, "_computed", lambda _, __, packets, job: packets)
+    with tiny_index(tmp_path) as index, pytest.raises(StoreError, match="not the same store"):
+        index.add((), runner=RayRunner(dataset=Rows()))
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray warns of its own settings
+def test_a_slow_packet_ends_no_run() -> None:
+    data = pytest.importorskip("ray.data", reason="kvrag[ray] is not installed")
+    context = data.DataContext()
+    before = context.execution_no_progress_timeout_s
+    with settings(context, RayOptions()):
+        assert context.execution_no_progress_timeout_s == -1
+    assert context.execution_no_progress_timeout_s == before != -1
