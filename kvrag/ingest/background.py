@@ -21,7 +21,7 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
+        self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue(_MAX_WAITING)
         self._error: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvrag-writer", daemon=True)
@@ -42,7 +42,7 @@ class BackgroundWriter:
         if kind is None:
             self._raise()
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], object]) -> None:
         """Queue a task. Blocks while the queue is full. Raises the error of an earlier task."""
         self._raise()
         self._tasks.put(task)

@@ -13,7 +13,7 @@ import torch
 
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.codec.base import Codec, EncodedChunk, check_kv
 from kvrag.codec.container import RecordReader
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.header import RecordHeader
@@ -23,7 +23,8 @@ from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
-from kvrag.errors import ParameterError, ProfileError, RecordError, StoreError
+from kvrag.errors import DocumentError, ParameterError, ProfileError, RecordError, StoreError
+from kvrag.ingest.failures import document_failures
 from kvrag.ingest.profiles import SAMPLE_TOKENS, ProfileFolder
 from kvrag.ingest.report import RecodeReport
 from kvrag.kvcache import ChunkKV, KVSpec
@@ -92,18 +93,33 @@ def fit_to(
     ------
     ParameterError
         When the codec needs no profile, or the sample is too small.
+    DocumentError
+        When the KV of no chunk of the sample can be computed, or is finite.
     """
     choice = choose_codec(codec)
     if choice.config is None:
         raise ParameterError(f"codec {shown(codec)} needs no profile")
     sample = spread_evenly(lengths, num_tokens)
+    reasons: list[str] = []
 
     def computed() -> Iterator[ChunkKV]:
         for done, number in enumerate(sample):
             on_progress(f"computing chunk {done + 1:,} of {len(sample):,} of the sample")
-            yield kv_of(number)
+            # One that fails is left out here, and refused when its record is made.
+            with document_failures(reasons.append):
+                yield _sound(kv_of(number))
+        if sample and len(reasons) == len(sample):
+            raise DocumentError(f"no chunk of the sample can be used: {reasons[0]}")
 
     return fit_profile(choice.config, spec, model_fingerprint, computed(), on_progress)
+
+
+def _sound(kv: ChunkKV) -> ChunkKV:
+    try:
+        check_kv(kv)
+    except ParameterError as error:  # NaN or infinity
+        raise DocumentError(str(error)) from error
+    return kv
 
 
 @dataclass

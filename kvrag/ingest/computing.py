@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.errors import DocumentError
+from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.background import BackgroundWriter
 from kvrag.ingest.failures import document_failures
 from kvrag.ingest.rows import KeyOf
@@ -122,7 +122,8 @@ class RecordMaker:
         self._store = store
         self._prefill = prefill
         self._outcome = outcome
-        self._last_computed: Chunk | None = None
+        self._last_encoded: Chunk | None = None
+        self._is_doubted = False
 
     def make(
         self, key: ChunkKey, chunk: Chunk, writer: BackgroundWriter, bad: dict[ChunkKey, str]
@@ -138,21 +139,29 @@ class RecordMaker:
         kv: ChunkKV | None = None
         with document_failures(fail):
             kv = self._prefill(chunk)
-        if kv is None:
+        self._outcome.prefill_seconds += time.perf_counter() - started
+        if kv is None or self._is_doubted:
+            self._is_doubted = False
             # A model that fails where it succeeded before, or on a single token, is broken.
             one_token = replace(chunk, text="", token_ids=chunk.token_ids[:1])
-            self._prefill(self._last_computed or one_token)
+            sample = self._prefill(self._last_encoded or one_token)
+            writer.submit(lambda: codec.encode(key, sample))
+        if kv is None:
             return False
-        self._last_computed = chunk
-        self._outcome.prefill_seconds += time.perf_counter() - started
 
         def store() -> None:
             record: bytes | None = None
             with document_failures(fail):
-                record = codec.encode(key, kv)
-            if record is not None:
-                self._store.put(key, record)
-                self._outcome.size_bytes += len(record)
+                try:
+                    record = codec.encode(key, kv)
+                except ParameterError as error:  # NaN or infinity
+                    raise DocumentError(f"its KV cannot be encoded ({error})") from error
+            if record is None:
+                self._is_doubted = True  # the model, until it is asked again
+                return
+            self._last_encoded = chunk
+            self._store.put(key, record)
+            self._outcome.size_bytes += len(record)
 
         writer.submit(store)
         self._outcome.num_records += 1

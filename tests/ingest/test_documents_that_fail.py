@@ -132,14 +132,54 @@ def test_vectors_that_are_not_finite_are_refused(
     assert "its vector is not finite" in reasons(report)["bad"]
 
 
-def test_kv_that_cannot_be_encoded_is_refused(
+def break_kv(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let the KV of texts with `text` in them be NaN."""
+    prefill = Encoders.prefill
+
+    def prefill_broken(self: Encoders, chunk: Chunk) -> ChunkKV:
+        kv = prefill(self, chunk)
+        return ChunkKV(kv.keys * torch.nan, kv.values) if text in chunk.text else kv
+
+    monkeypatch.setattr(Encoders, "prefill", prefill_broken)
+
+
+def test_kv_that_is_not_finite_is_refused(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_kv(monkeypatch, "fox")
+    report = index.add([BAD, GOOD])
+    assert report.added == ("good",)
+    assert "bad: its KV cannot be encoded (the keys of layer 0" in reasons(report)["bad"]
+
+
+def test_a_codec_is_fitted_without_the_kv_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = " ".join(f"Ines notes ship {number}." for number in range(200))
+    texts = {"good": ledger, "bad": "The fox jumps. " * 9}
+    documents = [Document(source, text) for source, text in texts.items()]
+    settings: Any = {"embedding": "hashing", "codec": "lossless", "chunk_tokens": 64}
+    with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
+        with monkeypatch.context() as patch:
+            break_kv(patch, "")
+            with pytest.raises(DocumentError, match="sample can be used: the keys of layer 0"):
+                index.add(documents)
+        break_kv(monkeypatch, "fox")
+        report = index.add(documents)
+        assert (report.added, set(reasons(report))) == (("good",), {"bad"})
+        assert index.config.profile
+
+
+def test_a_model_whose_kv_is_never_finite_ends_the_run(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, codec_for = Encoders.prefill, CodecFitter.codec_for
+    break_kv(monkeypatch, "")
+    # The thread that encodes is a few chunks behind.
+    with pytest.raises(ParameterError, match="NaN or infinity; load the model in a wider dtype"):
+        index.add([Document(str(number), f"Fox number {number}.") for number in range(12)])
 
-    def prefill_marked(self: Encoders, chunk: Chunk) -> ChunkKV:
-        kv = prefill(self, chunk)
-        return ChunkKV(kv.keys * torch.nan, kv.values) if "fox" in chunk.text else kv
+
+def test_kv_that_a_codec_fails_at_is_refused(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_kv(monkeypatch, "fox")
+    codec_for = CodecFitter.codec_for
 
     class Picky:
         def __init__(self, codec: Codec) -> None:
@@ -150,7 +190,6 @@ def test_kv_that_cannot_be_encoded_is_refused(
                 raise ValueError("not finite")
             return self._codec.encode(key, kv)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Encoders, "prefill", prefill_marked)
     monkeypatch.setattr(CodecFitter, "codec_for", lambda *given: Picky(codec_for(*given)))
     report = index.add([BAD, GOOD])
     assert report.added == ("good",)

@@ -9,16 +9,20 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from kvrag.errors import ClusterError, KVRagError
+from kvrag.errors import ClusterError
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.store.extras import require
 
 # The least that ids and offsets take: a full packet is then always a separate block.
 _BYTES_PER_TOKEN = 8
 _OWN_ERROR = re.compile(r"kvrag\.errors\.\w+: (.+)")
+_OTHER_ERROR = re.compile(r"(?!ray\.)[A-Za-z_][\w.]*(: .*)?$")
 _BARS = "ray.data._internal.progress"
+# Here a failed packet's traceback is printed, up to twice; `connected` tells the reason.
+_TRACEBACKS = ("ray.data._internal.execution.streaming_executor_state", "ray.data.exceptions")
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)")
 _PATIENCE = 10.0  # seconds
 
@@ -42,12 +46,9 @@ def connected(options: RayOptions) -> Iterator[Any]:
             _connect(ray, options.address)
         yield ray
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, KVRagError):
-            raise cause from error
         raise ClusterError(
-            f"a worker of Ray failed ({type(cause).__name__}: {cause}); finished work is kept, and "
-            "the same command goes on"
+            f"a worker of Ray failed ({reason_of(error)}); finished work is kept, and the same "
+            "command goes on"
         ) from error
     except ray.exceptions.RayError as error:
         raise ClusterError(
@@ -60,28 +61,44 @@ def connected(options: RayOptions) -> Iterator[Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what ended an actor: Ray puts its whole traceback into the message."""
+    """Return what ended a worker: Ray puts its whole traceback into the message."""
     lines = str(error).splitlines()
-    named = [found[1] for line in lines if (found := _OWN_ERROR.match(line))]
-    return named[-1] if named else f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"
+    own = [found[1] for line in lines if (found := _OWN_ERROR.match(line))]
+    others = [line for line in lines if _OTHER_ERROR.match(line)]
+    first = lines[0] if lines else "no reason"
+    return own[-1] if own else others[0] if others else f"{type(error).__name__}: {first}"
 
 
 def _connect(ray: Any, address: str | None) -> None:
+    tried = _default_address() if address in (None, "auto") else address
+    remedy = "start it with 'ray start --head', or use --ray local"
     try:
-        if found := _HOST_AND_PORT.fullmatch(address or ""):
+        if found := _HOST_AND_PORT.fullmatch(tried or ""):
             # Ray itself tries for minutes.
             socket.create_connection((found[1], int(found[2])), _PATIENCE).close()
+            remedy = (
+                "something listens there: if it is Ray with token authentication, set "
+                "RAY_AUTH_MODE=token here and copy the cluster's ~/.ray/auth_token"
+            )
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.WARNING,
             **({"include_dashboard": False} if address == "local" else {}),
         )
-    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ClusterError(
-            f"the cluster of Ray at {address or 'the default address'} cannot be used ({error}); "
-            "start it with 'ray start --head', or leave the address out"
+            f"the cluster of Ray at {tried or 'the default address'} cannot be used ({error}); "
+            + remedy
         ) from error
+
+
+def _default_address() -> str | None:
+    """Return where Ray looks for a cluster by itself; None if it starts one, or elsewhere."""
+    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    with contextlib.suppress(OSError):
+        return os.environ.get("RAY_ADDRESS") or current.read_text().strip()
+    return None
 
 
 def is_one_machine(ray: Any) -> bool:
@@ -106,10 +123,13 @@ def settings(context: Any, options: RayOptions) -> Iterator[None]:
         "target_max_block_size": _BYTES_PER_TOKEN * options.batch_tokens,
         "enable_progress_bars": sys.stderr.isatty(),
         "print_on_execution_start": False,
+        # Half an hour without a packet is slow, and not wrong.
+        "execution_no_progress_timeout_s": -1,
     }
     before = {name: getattr(context, name) for name in wanted}
     # Without a terminal, the last one warns that there are no bars.
     least = {"ray": logging.WARNING, "ray.data": logging.WARNING, _BARS: logging.ERROR}
+    least |= dict.fromkeys(_TRACEBACKS, logging.CRITICAL)
     levels = {name: logging.getLogger(name).level for name in least}
     try:
         for name, value in wanted.items():

@@ -14,6 +14,7 @@ from kvrag.ingest.ray.packets import News, Packet, Part, against_second
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import Change, ChunkRow, KeyOf
 from kvrag.ingest.runner import Run
+from kvrag.store.capabilities import tiers_of
 
 
 @dataclass
@@ -135,10 +136,11 @@ class Collector:
             return
         # What was stored now, if anything was: the first chunk may be on all machines already.
         key = ChunkKey(packet.stored) if packet.stored else storage.key_of(part.chunks[0])
-        if not storage.store.contains(key):
+        store = tiers_of(storage.store)[-1]
+        if not store.contains(key):
             raise StoreError(
                 f"a worker stored KV for {part.planned.source}, and this machine does not find it "
-                f"in {storage.store.url}: that is not the same store on all machines; mount the "
+                f"in {store.url}: that is not the same store on all machines; mount the "
                 "folder everywhere, or choose a store that they share (redis://, s3://)"
             )
 

@@ -6,8 +6,9 @@ The stages are ``plan_rows`` (tasks: read, compare, cut), `Embedder` (actors) an
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
@@ -145,16 +146,21 @@ class RayRunner:
         storage, config = run.storage, run.storage.config
         check_lasting(storage.store)
         options = self._options
-        needed = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
-        needed += 0.0 if self._dataset is None else _READ_CPUS
-        found = ray.cluster_resources().get("CPU", 0.0)
-        # Other clusters may grow.
-        if options.address == "local" and not run.dry_run and needed > found:
-            raise ParameterError(
-                f"{options.min_actors} workers of {options.cpus:g} processors, and the stages "
-                f"before them, take {needed:g} processors, and this machine has {found:g}: ask for "
-                "fewer (--ray-actors), or give each less (--set ray-cpus=0.5)"
-            )
+        cpus = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
+        cpus += 0.0 if self._dataset is None else _READ_CPUS
+        gpus = options.min_actors * options.gpus
+        found = ray.cluster_resources()
+        for name, each, needed, what, option in (
+            ("CPU", options.cpus, cpus, "processors", "ray-cpus=0.5"),
+            ("GPU", options.gpus, gpus, "graphics cards", "ray-gpus=0"),
+        ):
+            # Other clusters may grow.
+            if options.address == "local" and not run.dry_run and needed > found.get(name, 0.0):
+                raise ParameterError(
+                    f"{options.min_actors} workers of {each:g} {what}, and the stages before them, "
+                    f"take {needed:g} {what}, and this machine has {found.get(name, 0.0):g}: ask "
+                    f"for fewer (--ray-actors), or give each less (--set {option})"
+                )
         if config.key_check:
             raise ParameterError(
                 "an index with a key cannot be filled with Ray: its object store would hold the "
@@ -220,7 +226,9 @@ class RayRunner:
         if not run.dry_run:
             packets = self._computed(ray, packets, job)
         collector = Collector(run, plan, self._has_rows)
-        collector.collect(_packets(packets))
+        # Its executor would outlive the connection, and start another Ray.
+        with contextlib.closing(_packets(packets)) as made:
+            collector.collect(made)
         self.cpu_seconds = collector.cpu_seconds
 
     def _computed(self, ray: Any, packets: Any, job: Job) -> Any:
@@ -260,7 +268,9 @@ class RayRunner:
             fn_constructor_kwargs={"job": job, "attempts": attempts},
         )
 
-    def _choose_codec(self, run: Run, packets: Callable[[], Iterator[Packet]]) -> tuple[str, bytes]:
+    def _choose_codec(
+        self, run: Run, packets: Callable[[], Generator[Packet, None, None]]
+    ) -> tuple[str, bytes]:
         """Return codec and profile of new records; fits the profile here if there is none.
 
         It is fitted to the chunks that the single-machine path would fit it to.
@@ -271,15 +281,15 @@ class RayRunner:
         if storage.coding.needs_profile:
             missing = []
             window, num_tokens = [], 0
-            parts = (part for packet in packets() for part in packet.parts)
-            for document in assemble(parts):
-                window += list(document.chunks())
-                num_tokens += document.planned.num_tokens
-                if num_tokens >= COMMIT_TOKENS:
-                    missing = _missing(run, window)
-                    window, num_tokens = [], 0
-                    if missing:
-                        break
+            with contextlib.closing(packets()) as made:
+                for document in assemble(part for packet in made for part in packet.parts):
+                    window += list(document.chunks())
+                    num_tokens += document.planned.num_tokens
+                    if num_tokens >= COMMIT_TOKENS:
+                        missing = _missing(run, window)
+                        window, num_tokens = [], 0
+                        if missing:
+                            break
             missing = missing or _missing(run, window)
             if missing:
                 run.codec_for(missing, lambda _: None)
@@ -318,7 +328,7 @@ def _in_tasks(ray: Any, rows: list[dict[str, str]], size_bytes: int) -> Any:
     return ray.data.from_items(rows, override_num_blocks=num_tasks)
 
 
-def _packets(dataset: Any) -> Iterator[Packet]:
+def _packets(dataset: Any) -> Generator[Packet, None, None]:
     from kvrag.ingest.ray.packets import unpack
 
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):

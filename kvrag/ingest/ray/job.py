@@ -66,8 +66,12 @@ class Job:
         )
 
     def open_store(self) -> Store:
-        """Open the store of KV. Raises as `kvrag.store.registry.open_store` does."""
-        return open_store(self.store)
+        """Open the store of KV; of tiers only the last one, which all machines share.
+
+        Raises as `kvrag.store.registry.open_store` does.
+        """
+        url = self.store
+        return open_store(url.rpartition("|")[2] if url.startswith("tiered:") else url)
 
     def open_codec(self) -> Codec:
         """Return the codec of new records."""

@@ -106,6 +106,7 @@ class Encoder:
         bad: dict[ChunkKey, str] = {}
         name = sound[0].chunk_id if sound else ""
         is_careful = bool(name) and self._begin(name) > 0
+        made: list[ChunkKey] = []
         with BackgroundWriter() as writer:
             for key, chunk in by_length(required):
                 # Others may have stored it meanwhile.
@@ -115,8 +116,9 @@ class Encoder:
                     self._make_alone(key, chunk, maker, bad)
                 else:
                     maker.make(key, chunk, writer, bad)
-                if key not in bad:
-                    packet.stored = key.digest
+                made.append(key)
+        # The last task has ended only now.
+        packet.stored = next((key.digest for key in reversed(made) if key not in bad), "")
         if name:
             self._end(name)
         for part in packet.parts:

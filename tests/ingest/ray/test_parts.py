@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import socket
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +22,14 @@ import pytest
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
 from kvrag.chunk import Chunk, ChunkKey, Document
-from kvrag.errors import ParameterError, StoreError
+from kvrag.codec.raw import RawCodec
+from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreachableError
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray import RayOptions, ingest
-from kvrag.ingest.ray.cluster import reason_of
+from kvrag.ingest.ray import RayOptions, RayRunner, ingest
+from kvrag.ingest.ray.cluster import connected, reason_of, settings
 from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
@@ -33,6 +40,9 @@ from kvrag.ingest.report import IngestReport
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.runner import Run
 from kvrag.ingest.storage import Storage
+from kvrag.kvcache import ChunkKV
+from kvrag.store.file import FileStore
+from kvrag.store.registry import open_store
 from tests.ingest.ray.conftest import content
 
 
@@ -273,6 +283,57 @@ def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> N
         assert content(index)["chunks"] == before
 
 
+def test_of_tiers_workers_use_the_one_that_all_machines_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def store(machine: str) -> str:
+        return f"tiered:file:{tmp_path / machine}|file:{tmp_path / 'home'}"
+
+    def elsewhere(run: Run) -> Plan:
+        plan = Plan()
+        rows = [document_row(run.storage.catalog, one) for one in run.sources.documents.values()]
+        job = replace(job_of(run.storage), store=store("worker"))
+        packets = list(computed(rows, job))
+        with monkeypatch.context() as patch:
+            if is_gone:
+                patch.setattr(FileStore, "contains", refuse)
+            Collector(run, plan, False).collect(packets)
+        return plan
+
+    def refuse(*_: object) -> bool:
+        raise StoreUnreachableError("it does not answer")
+
+    is_gone = False
+    settings: Any = {"embedding": "hashing", "store": store("driver")}
+    with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
+        assert index.add(Document("d", "An old clock."), runner=elsewhere).ok
+        with contextlib.closing(open_store(f"file:{tmp_path / 'home'}")) as home:
+            assert set(home.keys()) == set(index.store.keys()) != set()
+        is_gone = True
+        with pytest.raises(StoreUnreachableError, match="it does not answer"):
+            index.add(Document("d", "A new clock."), runner=elsewhere)
+    assert not (tmp_path / "worker").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), ParameterError("NaN or infinity")])
+def test_a_document_whose_kv_cannot_be_encoded_costs_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Picky:
+        def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+            if kv.num_tokens > 30:
+                time.sleep(0.1)  # the worker is done with the packet's chunks before
+                raise error
+            return RawCodec().encode(key, kv)
+
+    monkeypatch.setattr(Job, "open_codec", lambda _: Picky())
+    with tiny_index(tmp_path) as index:
+        report = index.add([Document("good", "One."), Document("bad", "ship " * 40)], runner=here)
+        assert report.added == ("good",)
+        assert [one.source for one in report.failed] == ["bad"]
+        assert str(error) in report.failed[0].reason
+
+
 def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
     with tiny_index(tmp_path) as index:
         config = index.config
@@ -378,3 +439,97 @@ def test_of_a_worker_that_cannot_begin_only_the_reason_is_told() -> None:
     assert reason_of(died) == "cannot open s3://b/kv: access is refused; set the credentials"
     assert reason_of(RuntimeError("The node\nis gone")) == "RuntimeError: The node"
     assert reason_of(RuntimeError()) == "RuntimeError: no reason"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreError("redis does not answer"), "redis does not answer"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_of_a_worker_that_fails_at_a_packet_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    exceptions = pytest.importorskip("ray.exceptions", reason="kvrag[ray] is not installed")
+    try:  # as Ray Data does it
+        try:
+            raise error
+        except Exception as cause:
+            raise exceptions.UserCodeException("UDF failed.\nFailed after 1/1") from cause
+    except exceptions.UserCodeException as wrapped:
+        failed = exceptions.RayTaskError("map", traceback.format_exc(), wrapped)
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=exceptions)
+    monkeypatch.setattr("kvrag.ingest.ray.cluster.require", lambda *_: ray)
+    with (
+        pytest.raises(ClusterError, match=f"^a worker of Ray failed .{re.escape(reason)}.; "),
+        connected(RayOptions()),
+    ):
+        raise failed.as_instanceof_cause()
+
+
+def test_what_listens_and_is_no_cluster_of_ours_may_want_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exceptions = pytest.importorskip("ray.exceptions", reason="kvrag[ray] is not installed")
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    ray = SimpleNamespace(
+        is_initialized=lambda: False, exceptions=exceptions, init=refuse, shutdown=lambda: None
+    )
+    monkeypatch.setattr("kvrag.ingest.ray.cluster.require", lambda *_: ray)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with (
+            pytest.raises(ClusterError, match="RAY_AUTH_MODE=token"),
+            connected(RayOptions(address)),
+        ):
+            pass
+
+
+def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_running = False
+
+    class Rows:
+        context = None
+
+        def map_batches(self, *_: object, **__: object) -> Rows:
+            return self
+
+        def iter_batches(self, **_: object) -> Iterator[Any]:
+            nonlocal is_running
+            is_running = True
+            try:
+                while True:
+                    yield pack(Packet([part("not stored", [3])]), 4)
+            finally:
+                is_running = False
+
+    @contextlib.contextmanager
+    def cluster(_: RayOptions) -> Iterator[Any]:
+        try:
+            yield SimpleNamespace(cluster_resources=dict, nodes=list)
+        finally:
+            assert not is_running
+
+    driver = "kvrag.ingest.ray.driver"
+    monkeypatch.setattr(f"{driver}.connected", cluster)
+    monkeypatch.setattr(f"{driver}.settings", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(RayRunner, "_computed", lambda _, __, packets, job: packets)
+    with tiny_index(tmp_path) as index, pytest.raises(StoreError, match="not the same store"):
+        index.add((), runner=RayRunner(dataset=Rows()))
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray warns of its own settings
+def test_a_slow_packet_ends_no_run() -> None:
+    data = pytest.importorskip("ray.data", reason="kvrag[ray] is not installed")
+    context = data.DataContext()
+    before = context.execution_no_progress_timeout_s
+    with settings(context, RayOptions()):
+        assert context.execution_no_progress_timeout_s == -1
+    assert context.execution_no_progress_timeout_s == before != -1
