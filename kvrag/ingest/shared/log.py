@@ -379,7 +379,7 @@ class SharedLog:
         head = self._refresh(is_listed=True)
         if written.version in head.names():
             return head.has(written)
-        following = self._log.read(written.version + 1)  # the newest no longer tells of it
+        following = self._log.read(written.version + 1)  # the newest no longer says it
         if following is not None:
             return following.has(written)
         if self._log.tag(written.version) is None:  # gc removed both, the older one first
