@@ -89,7 +89,7 @@ def list_places(places: Sequence[str], suffixes: Collection[str]) -> list[Listed
         servers.append(server)
         for path, size in _files_of(place, {*suffixes, _PARQUET}):
             files[Listed(server, path, size)] = None
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE, "kvrag-footers") as pool:
         parts = zip(files, pool.map(_num_parts, files), strict=True)
         return [replace(one, part=part, num_parts=num) for one, num in parts for part in range(num)]
 
