@@ -29,7 +29,7 @@ MINIMUM_VERSIONS = {
     "transformers": (5, 22),
     "tokenizers": (0, 23),
     "safetensors": (0, 8),
-    "numpy": (1, 26),
+    "numpy": (2, 1),
     "faiss-cpu": (1, 9),
     "xxhash": (3, 5),
 }
