@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.errors import ProfileError
+from kvrag.errors import DocumentError, ParameterError, ProfileError
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
@@ -44,9 +44,12 @@ class CodecFitter:
         if sum(lengths) < LEAST_TOKENS:
             return storage.coding.present_codec
         codec = storage.config.codec
-        profile = self._fit(
-            codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
-        )
+        try:
+            profile = self._fit(
+                codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
+            )
+        except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
+            return storage.coding.present_codec
         storage.use_profile(codec, profile)
         return storage.coding.codec
 
@@ -104,7 +107,10 @@ class CodecFitter:
     def repair(self, key: ChunkKey) -> None:
         """Compute the KV of a record again, and put it into the store."""
         storage = self._storage
-        storage.store.replace(key, storage.coding.codec.encode(key, self.compute(key)))
+        record = storage.coding.codec.encode(key, self.compute(key))
+        storage.store.replace(key, record)
+        if storage.home is not storage.store:
+            storage.home.replace(key, record)  # at once, and not when its turn comes
 
     def needed(self) -> dict[ChunkKey, int]:
         """Return the names of all records of sound chunks, each with its number of rows.

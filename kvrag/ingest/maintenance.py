@@ -32,6 +32,7 @@ def verify_records(
     coding: RecordCoding,
     spec: KVSpec,
     *,
+    home: Store,
     audit: Audit,
     num_rows: Callable[[int], int],
     repair: Callable[[ChunkKey], None] | None,
@@ -41,6 +42,8 @@ def verify_records(
 
     Parameters
     ----------
+    home
+        The store that must have the records: `store`, or the tier of it that all machines share.
     audit
         The result of the check of the catalog's rows against their seals.
     num_rows
@@ -57,6 +60,8 @@ def verify_records(
     size_bytes = 0
     for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
         size, reason = _read_record(key, num_rows(num_tokens), store, coding, spec)
+        if reason is None and home is not store and not home.contains(key):
+            reason = _MISSING
         is_left_out = reason == _MISSING and key not in audit.needed
         num_records += not is_left_out
         size_bytes += size

@@ -342,6 +342,7 @@ class Upkeep:
             storage.store,
             storage.coding,
             storage.config.spec,
+            home=storage.home,
             audit=audit,
             num_rows=storage.num_rows,
             repair=self._fitter.repair if repair else None,

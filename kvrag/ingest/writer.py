@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, Document
-from kvrag.errors import IndexFormatError, KVRagError, ParameterError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.computing import Outcome
 from kvrag.ingest.contexts import CORPUS, encoded_behind
@@ -81,7 +81,7 @@ class Writer:
                 return self._add(sources, parser, dry_run, force, on_progress, runner)
             except BaseException:
                 if not dry_run:  # what was committed before needs its records
-                    with contextlib.suppress(KVRagError):
+                    with contextlib.suppress(Exception):
                         self._restore_removed()
                 raise
 

@@ -268,7 +268,7 @@ def parse_bytes(text: str) -> int:
 def without_password(url: str) -> str:
     """Return a URL with stars in place of its password, even if the URL is malformed."""
     masked = re.sub(r"(://[^/@:|]*):[^|]*@", r"\1:***@", url)
-    return re.sub(r"(client_secret=)[^&|'\s]*", r"\1***", masked)  # of Azure
+    return re.sub(r"((?:client_secret|[?&]sig)=)[^&|'\s]*", r"\1***", masked)  # of Azure
 
 
 _COMMON: Options = {"limit": ("limit", parse_bytes), "key_file": ("key_file", file_path)}

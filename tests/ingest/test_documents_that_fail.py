@@ -156,13 +156,17 @@ def test_a_codec_is_fitted_without_the_kv_that_is_not_finite(
     ledger = " ".join(f"Ines notes ship {number}." for number in range(200))
     texts = {"good": ledger, "bad": "The fox jumps. " * 9}
     documents = [Document(source, text) for source, text in texts.items()]
+    bad = Document("long", "The fox jumps. " * 400)
     settings: Any = {"embedding": "hashing", "codec": "lossless", "chunk_tokens": 64}
     with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
         with monkeypatch.context() as patch:
             break_kv(patch, "")
-            with pytest.raises(DocumentError, match="sample can be used: the keys of layer 0"):
+            with pytest.raises(ParameterError, match="NaN or infinity"):
                 index.add(documents)
         break_kv(monkeypatch, "fox")
+        # What is left is too little for a profile.
+        assert set(reasons(index.add([Document("short", "An owl sleeps."), bad]))) == {"long"}
+        assert not index.config.profile
         report = index.add(documents)
         assert (report.added, set(reasons(report))) == (("good",), {"bad"})
         assert index.config.profile

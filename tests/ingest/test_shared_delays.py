@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.errors import ModelLoadError, StoreError
+from kvrag.errors import IndexFormatError, ModelLoadError, StoreError
 from kvrag.ingest import committing, writer
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import garbage
@@ -111,6 +112,46 @@ def test_a_base_that_was_removed_before_its_commit(
     assert other.upkeep.verify().ok
 
 
+def test_publishing_again_leaves_no_hole_in_the_changes(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    sleeper.add([page(0)])
+    sleeper.upkeep.gc()
+    put = logs.SharedLog._put_base
+    left = [1]
+
+    def then_sleep(log: logs.SharedLog, version: int) -> Any:
+        base = put(log, version)
+        if left and log is log_of(sleeper):
+            left.clear()
+            for number in (1, 2, 3):
+                other.add([page(number)])
+                other.upkeep.gc()
+        return base
+
+    monkeypatch.setattr(logs.SharedLog, "_put_base", then_sleep)
+    log_of(sleeper).mend()
+    assert not left
+    newcomer = machine("newcomer", folder_url)
+    for index in (sleeper, other, newcomer):
+        index.refresh()
+        assert sources(index) == {"d0", "d1", "d2", "d3"}
+
+
+def test_a_log_that_lacks_a_change_is_not_followed(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine("one", folder_url, context="none")
+    one.add([page(0)])
+    one.upkeep.gc()
+    one.add([page(1)])
+    log = log_of(one)
+    log._commit(None, lambda now: replace(now, deltas=now.deltas[-1:]))
+    with pytest.raises(IndexFormatError, match="lacks a change between its versions"):
+        machine("newcomer", folder_url)
+
+
 def test_a_segment_that_is_named_again_while_it_is_removed(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +168,7 @@ def test_a_segment_that_is_named_again_while_it_is_removed(
         digests = needed()
         if left:
             left.clear()  # a writer that slept since the base before names that again
-            log_of(one)._commit(None, lambda now: logs.replace(now, base=former.base))
+            log_of(one)._commit(None, lambda now: replace(now, base=former.base))
         return digests
 
     monkeypatch.setattr(other.upkeep, "_needed_keys", early)
@@ -270,13 +311,22 @@ def test_a_tier_of_one_machine_is_no_place_for_others(
     with Index.open(folder_url, model=model, store=tiers) as cached:
         kv = cached.open_kv(cached.catalog.chunk_ids_of("d1")[0])
         assert kv is not None
+        first = cached.open_kv(cached.catalog.chunk_ids_of("d0")[0])
+        assert first is not None
         for layer in range(model.spec.num_layers):
             kv.read_layer(layer)
+            first.read_layer(layer)
 
         home = cached._storage.home
         one.delete(sources=["d1"])
         one.upkeep.gc(grace_seconds=0)
         assert cached.add([page(1), page(2)]).num_records == 2
+        lost = cached._storage.key_of(cached.catalog.chunks(cached.catalog.chunk_ids_of("d0"))[0])
+        home.delete(lost)
+        assert cached._storage.store.contains(lost)
+        assert not cached.upkeep.verify().ok
+        assert cached.upkeep.verify(repair=True).ok
+        assert home.contains(lost)
         assert {key.digest for key, _ in home.sizes()} == cached.upkeep._needed_keys()
     one.refresh()
     assert one.upkeep.verify().ok

@@ -95,9 +95,12 @@ def _connect(ray: Any, address: str | None) -> None:
 
 def _default_address() -> str | None:
     """Return where Ray looks for a cluster by itself; None if it starts one, or elsewhere."""
-    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    named = os.environ.get("RAY_ADDRESS")
+    if named and named != "auto":
+        return named
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     with contextlib.suppress(OSError):
-        return os.environ.get("RAY_ADDRESS") or current.read_text().strip()
+        return Path(folder, "ray", "ray_current_cluster").read_text().strip()
     return None
 
 

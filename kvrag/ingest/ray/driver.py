@@ -23,6 +23,7 @@ from kvrag.ingest.ray.cluster import connected, is_one_machine, settings
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.runner import Run
+from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
@@ -74,11 +75,11 @@ def ingest(
     Raises
     ------
     ClusterError
-        When the cluster cannot be used, or gives up.
+        When the cluster cannot be used, or gives up, and for an error in one of its workers.
     ParameterError
         When `dataset` is none, or the index cannot be filled from other machines.
     KVRagError
-        As `Index.add` does.
+        As `Index.add` does, for an error in this process.
     """
     if not hasattr(dataset, "map_batches"):
         raise ParameterError(
@@ -338,5 +339,6 @@ def _packets(dataset: Any) -> Generator[Packet, None, None]:
 def _missing(run: Run, window: list[Any]) -> list[Any]:
     storage = run.storage
     _, required = names_of(window, storage.key_of)
-    lacking = {key: one for key, one in required.items() if not storage.store.contains(key)}
+    home = tiers_of(storage.store)[-1]
+    lacking = {key: one for key, one in required.items() if not home.contains(key)}
     return [chunk for _, chunk in by_length(lacking)]

@@ -157,12 +157,20 @@ def _rows(
 
 def each_row(batch: Any) -> Iterator[dict[str, Any] | Exception]:
     """Yield each row of a batch of Arrow, or why Python cannot hold it: text that is not UTF-8."""
-    for number in range(batch.num_rows):
+    for first in range(0, batch.num_rows, _BATCH_ROWS):
+        part = batch.slice(first, _BATCH_ROWS)
         try:
-            (row,) = batch.slice(number, 1).to_pylist()
-        except Exception as error:  # of any type of Arrow
-            row = error
-        yield row
+            rows = part.to_pylist()
+        except Exception:  # of any type of Arrow: one by one
+            rows = [_row(part.slice(number, 1)) for number in range(part.num_rows)]
+        yield from rows
+
+
+def _row(batch: Any) -> Any:
+    try:
+        return batch.to_pylist()[0]
+    except Exception as error:
+        return error
 
 
 def _num_parts(listed: Listed) -> int:

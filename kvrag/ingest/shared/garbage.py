@@ -48,7 +48,7 @@ def collect(
         Returns the digests of the records that versions after a given one, up to another, have
         brought; None if that is not known.
     removed
-        Receives the digests of the records and the keys of the segments that were removed.
+        Receives what is removed: ``"record DIGEST"`` and ``"segment KEY"``.
     """
     # Listed before the log is read: what is written and committed meanwhile is no garbage.
     stored = dict(segments.sizes())
@@ -82,10 +82,10 @@ def collect(
             log.delete(int(what))
             num_others += 1
         elif kind == "segment":
-            removed.add(what)
+            removed.add(name)
             num_others += segments.delete(ChunkKey(what))
         elif records is not None:
-            removed.add(what)
+            removed.add(name)
             if records.delete(ChunkKey(what)):
                 num_records += 1
                 size_bytes += sizes[name]

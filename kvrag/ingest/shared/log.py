@@ -135,6 +135,12 @@ class SharedLog:
                 for again in head.behind_base:
                     self._carry_out(again)
                 break
+        if catalog.generation() != head.version:
+            raise IndexFormatError(
+                f"the log of {self._place} lacks a change between its versions "
+                f"{catalog.generation()} and {head.version}: run 'kvrag verify --repair' on a "
+                "machine that has answered at the newest version"
+            )
         self._head = head
         return head
 
@@ -319,7 +325,7 @@ class SharedLog:
             base = self._put_base(head.version)
         self._commit(None, lambda one: _with_base(one, base, former))
         # This process may have slept, and gc removed them.
-        if self._names(base.files) and not is_stored(self._segments, base.files):
+        if not is_stored(self._segments, self._named(base.files)):
             self.mend()
 
     def mend(self) -> None:
@@ -334,18 +340,17 @@ class SharedLog:
         file = put_config(self._place, self._segments, self._settings(head))
         new = self._put_profiles(())
         base = self._put_base(head.version)
-        self._commit(
-            None,
-            lambda one: replace(
-                one,
-                base=base,
-                deltas=tuple(delta for delta in one.deltas if delta.version > base.version),
-                config=file if one.config == head.config else one.config,
-                profiles=_with_profiles(one.profiles, new),
-            ),
-        )
-        files = [file, *new, *base.files]
-        return not self._names(files) or is_stored(self._segments, files)
+
+        def alter(one: Manifest) -> Manifest:
+            config = file if one.config == head.config else one.config
+            one = replace(one, config=config, profiles=_with_profiles(one.profiles, new))
+            if one.base is not None and one.base.version > base.version:
+                return one  # another writer's is newer, and has changes that no delta has any more
+            deltas = tuple(delta for delta in one.deltas if delta.version > base.version)
+            return replace(one, base=base, deltas=deltas)
+
+        self._commit(None, alter)
+        return is_stored(self._segments, self._named([file, *new, *base.files]))
 
     def _commit(
         self, packed: bytes | None, alter: Callable[[Manifest], Manifest] = lambda one: one
@@ -390,10 +395,10 @@ class SharedLog:
             )
         return False
 
-    def _names(self, files: Sequence[File]) -> bool:
-        """Return whether the newest version that was seen names all of some files."""
+    def _named(self, files: Sequence[File]) -> list[File]:
+        """Return those of some files that the newest version seen names."""
         named = set() if self._head is None else set(self._head.files())
-        return named.issuperset(files)
+        return [one for one in files if one in named]
 
     def _settings(self, one: Manifest) -> IndexConfig:
         """Return a version's settings, or this view's copy of them if they are damaged."""
@@ -474,22 +479,27 @@ class SharedLog:
                 removed,
             )
         finally:
-            self._log.note_collecting("over")
-            if removed:
-                self._put_back(removed, needed, restore)
+            try:
+                self._log.note_collecting("over")
+            finally:
+                if removed:
+                    self._put_back(removed, needed, restore)
 
     def _put_back(
         self,
-        removed: Collection[str],
+        removed: set[str],
         needed: Callable[[], Collection[str]],
         restore: Callable[[str], None],
     ) -> None:
         """Store again what a commit needs that came while garbage was removed."""
-        named = {part.key for file in self._current().files() for part in file.parts}
-        if not named.isdisjoint(removed):
+        parts = (part for file in self._current().files() for part in file.parts)
+        if not removed.isdisjoint(f"segment {part.key}" for part in parts):
             self.mend()
+        digests = {one.removeprefix("record ") for one in removed if one.startswith("record ")}
         lost: list[KVRagError] = []
-        for digest in sorted(set(needed()).intersection(removed)):
+        for digest in sorted(digests.intersection(needed()) if digests else ()):
+            if self._storage.home.contains(ChunkKey(digest)):
+                continue  # the writer was faster
             try:
                 restore(digest)
             except KVRagError as error:

@@ -29,7 +29,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
-from kvrag.ingest.ray.cluster import connected, reason_of, settings
+from kvrag.ingest.ray.cluster import _default_address, connected, reason_of, settings
 from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
@@ -533,3 +533,20 @@ def test_a_slow_packet_ends_no_run() -> None:
     with settings(context, RayOptions()):
         assert context.execution_no_progress_timeout_s == -1
     assert context.execution_no_progress_timeout_s == before != -1
+
+
+def test_a_cluster_is_looked_for_where_ray_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("first", "second"):
+        (tmp_path / name / "ray").mkdir(parents=True)
+        (tmp_path / name / "ray" / "ray_current_cluster").write_text(f"{name}:6379\n")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "second"))
+    assert _default_address() == "second:6379"
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "first"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # as if unset, for Ray
+    assert _default_address() == "first:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "other:1")
+    assert _default_address() == "other:1"

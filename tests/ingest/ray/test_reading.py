@@ -200,6 +200,7 @@ def test_places_that_cannot_be_listed_are_refused_by_name(place: str, wanted: st
         "s3://AKIA:ab/cdSECRET@bucket/x",
         "s3://AKIA:SECRET@bucket/x?nothing=1",
         "gs://bucket/x?client_secret=SECRET&nothing=1",
+        "gs://bucket/x?sv=1&sig=SECRET&nothing=1",
     ],
 )
 def test_a_message_shows_no_secret(place: str) -> None:
