@@ -102,15 +102,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sanitize: $(STAMP)
-	for kind in address,undefined thread; do \
-		$(BIN)/cmake -S . -B build/sanitize-$$kind -DKVRAG_MODULE=OFF -DKVRAG_DRIVER=ON \
-			-DCMAKE_BUILD_TYPE=RelWithDebInfo \
-			-DCMAKE_CXX_FLAGS="-fsanitize=$$kind -fno-sanitize-recover=all" >/dev/null \
-		&& $(BIN)/cmake --build build/sanitize-$$kind -j 2 >/dev/null \
-		&& build/sanitize-$$kind/kvrag_driver 3000 \
-		&& build/sanitize-$$kind/kvrag_emulation 50 || exit 1; \
-	done
+# Side by side: a program of the tests takes one core.
+sanitize: sanitize-address,undefined sanitize-thread
+
+sanitize-%: $(STAMP)
+	$(BIN)/cmake -S . -B build/$@ -DKVRAG_MODULE=OFF -DKVRAG_DRIVER=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DCMAKE_CXX_FLAGS="-fsanitize=$* -fno-sanitize-recover=all" >/dev/null
+	$(BIN)/cmake --build build/$@ -j 2 >/dev/null
+	build/$@/kvrag_driver 3000
+	build/$@/kvrag_emulation 50
 
 # What makes a release has an environment apart: nothing of it runs in kvrag.
 RELEASE_VENV ?= .venv-release

@@ -25,7 +25,7 @@ PASSAGE = (
 
 
 @pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
-@pytest.mark.parametrize("num_passages", [20, pytest.param(750, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_passages", [20, pytest.param(250, marks=pytest.mark.slow)])
 def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passages: int) -> None:
     items = json.loads(MUSIQUE.read_text())
     passages = [passage["text"] for item in items for passage in item["ctxs"]][:num_passages]
