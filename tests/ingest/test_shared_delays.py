@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,24 @@ def log_of(index: Any) -> logs.SharedLog:
     return found
 
 
+def after_first(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str, own: object, act: Callable[[], object]
+) -> list[object]:
+    """Let something happen right after the first call of an object's method; return those calls."""
+    method = getattr(kind, name)
+    calls: list[object] = []
+
+    def called(self: object, *given: Any) -> Any:
+        found = method(self, *given)
+        if self is own and not calls:
+            calls.append(self)
+            act()
+        return found
+
+    monkeypatch.setattr(kind, name, called)
+    return calls
+
+
 @pytest.mark.parametrize("is_deleted", [True, False])
 def test_a_change_that_others_have_built_on_is_not_made_twice(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
@@ -37,25 +56,19 @@ def test_a_change_that_others_have_built_on_is_not_made_twice(
     sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
     sleeper.add([page(0)])
     sleeper.upkeep.gc()
-    create = Log.create
-    left = [1]
 
-    def then_sleep(log: Log, manifest: Manifest) -> Any:
-        written = create(log, manifest)
-        if left and log is log_of(sleeper)._log:
-            left.clear()
-            if is_deleted:
-                other.delete(sources=["d1"])
-            else:
-                other.add([Document("d1", "The corrected text of page one. " * 5)])
-            for number in range(20, 23):  # each is followed by a new base
-                other.add([long_page(number)])
-                other.upkeep.gc()
-        return written
+    def meanwhile() -> None:
+        if is_deleted:
+            other.delete(sources=["d1"])
+        else:
+            other.add([Document("d1", "The corrected text of page one. " * 5)])
+        for number in range(20, 23):  # each is followed by a new base
+            other.add([long_page(number)])
+            other.upkeep.gc()
 
-    monkeypatch.setattr(Log, "create", then_sleep)
+    slept = after_first(monkeypatch, Log, "create", log_of(sleeper)._log, meanwhile)
     sleeper.add([page(1)])
-    assert not left
+    assert slept
     for index in (sleeper, other, machine("newcomer", folder_url)):
         index.refresh()
         texts = [one.text for one in index.catalog.chunks(index.catalog.chunk_ids_of("d1"))]
@@ -69,22 +82,16 @@ def test_a_writer_that_slept_too_long_says_so(
     sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
     sleeper.add([page(0)])
     monkeypatch.setattr(garbage, "VERSIONS_SECONDS", 0.0)
-    create = Log.create
-    left = [1]
 
-    def then_sleep(log: Log, manifest: Manifest) -> Any:
-        written = create(log, manifest)
-        if left and log is log_of(sleeper)._log:
-            left.clear()
-            for number in range(20, 23):
-                other.add([long_page(number)])
-                other.upkeep.gc(grace_seconds=0)
-        return written
+    def meanwhile() -> None:
+        for number in range(20, 23):
+            other.add([long_page(number)])
+            other.upkeep.gc(grace_seconds=0)
 
-    monkeypatch.setattr(Log, "create", then_sleep)
+    slept = after_first(monkeypatch, Log, "create", log_of(sleeper)._log, meanwhile)
     with pytest.raises(StoreError, match="no longer says whether version 2 is its own"):
         sleeper.add([page(1)])
-    assert not left
+    assert slept
     assert sleeper.add([page(1)]).unchanged == ("d1",)
 
 
@@ -93,20 +100,14 @@ def test_a_base_that_was_removed_before_its_commit(
 ) -> None:
     sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
     sleeper.add([page(0), page(1)])
-    put = logs.SharedLog._put_base
-    left = [1]
 
-    def then_sleep(log: logs.SharedLog, version: int) -> Any:
-        base = put(log, version)
-        if left and log is log_of(sleeper):
-            left.clear()
-            other.upkeep.gc(grace_seconds=0)
-            other.upkeep.gc(grace_seconds=0)
-        return base
+    def meanwhile() -> None:
+        other.upkeep.gc(grace_seconds=0)
+        other.upkeep.gc(grace_seconds=0)
 
-    monkeypatch.setattr(logs.SharedLog, "_put_base", then_sleep)
+    slept = after_first(monkeypatch, logs.SharedLog, "_put_base", log_of(sleeper), meanwhile)
     log_of(sleeper).compact(is_forced=True)
-    assert not left
+    assert slept
     assert sources(machine("newcomer", folder_url)) == {"d0", "d1"}
     other.refresh()
     assert other.upkeep.verify().ok
@@ -118,21 +119,15 @@ def test_publishing_again_leaves_no_hole_in_the_changes(
     sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
     sleeper.add([page(0)])
     sleeper.upkeep.gc()
-    put = logs.SharedLog._put_base
-    left = [1]
 
-    def then_sleep(log: logs.SharedLog, version: int) -> Any:
-        base = put(log, version)
-        if left and log is log_of(sleeper):
-            left.clear()
-            for number in (1, 2, 3):
-                other.add([page(number)])
-                other.upkeep.gc()
-        return base
+    def meanwhile() -> None:
+        for number in (1, 2, 3):
+            other.add([page(number)])
+            other.upkeep.gc()
 
-    monkeypatch.setattr(logs.SharedLog, "_put_base", then_sleep)
+    slept = after_first(monkeypatch, logs.SharedLog, "_put_base", log_of(sleeper), meanwhile)
     log_of(sleeper).mend()
-    assert not left
+    assert slept
     newcomer = machine("newcomer", folder_url)
     for index in (sleeper, other, newcomer):
         index.refresh()

@@ -31,6 +31,7 @@ from kvrag.ingest import words
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
 from kvrag.ingest.connection import next_path
 from kvrag.ingest.contexts import encoded_behind
+from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.shared.changes import Drop, pack, unpack
@@ -408,15 +409,7 @@ class SharedLog:
             return IndexConfig.load(self._storage.path)
 
     def _put_profiles(self, known: Sequence[File]) -> list[File]:
-        """Store the profiles of this view that are not known; return them."""
-        profiles = self._storage.profiles
-        names = {one.name for one in known}
-        new = (
-            put_file(self._segments, profiles.folder / f"{one}.safetensors")
-            for one in profiles.hashes()
-            if one not in names
-        )
-        return [replace(one, name=one.name.removesuffix(".safetensors")) for one in new]
+        return put_profiles(self._segments, self._storage.profiles, known)
 
     def _put_base(self, version: int) -> Base:
         """Store the view's catalog and its caches, which are brought up to date first."""
@@ -567,6 +560,18 @@ def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
 def _with_profiles(known: Sequence[File], new: Sequence[File]) -> tuple[File, ...]:
     """Return profiles with others, which replace those of the same name."""
     return tuple({one.name: one for one in (*known, *new)}.values())
+
+
+def put_profiles(
+    segments: Store, profiles: ProfileFolder, known: Sequence[File] = ()
+) -> list[File]:
+    """Store the profiles of a view that are not known; return them. A file's name is its hash."""
+    names = {one.name for one in known}
+    return [
+        replace(put_file(segments, profiles.folder / f"{one}.safetensors"), name=one)
+        for one in profiles.hashes()
+        if one not in names
+    ]
 
 
 def put_config(place: Place, segments: Store, config: IndexConfig) -> File:

@@ -27,9 +27,8 @@ from kvrag.ingest.encryption import key_check
 from kvrag.ingest.making import make_index
 from kvrag.ingest.opening import open_index
 from kvrag.ingest.settings import IndexSettings
-from kvrag.ingest.shared.log import SharedLog, put_config, read_config
+from kvrag.ingest.shared.log import SharedLog, put_config, put_profiles, read_config
 from kvrag.ingest.shared.manifest import Log, Manifest
-from kvrag.ingest.shared.parts import put_file
 from kvrag.ingest.shared.place import (
     Place,
     held,
@@ -79,17 +78,13 @@ def _first(place: Place, segments: Store, storage: Storage) -> Manifest:
             f"{place} and its store of KV need the same key, or none: give ?key_file=PATH "
             "in both URLs"
         )
-    profiles = (
-        replace(put_file(segments, storage.profiles.folder / f"{one}.safetensors"), name=one)
-        for one in storage.profiles.hashes()
-    )
     return Manifest(
         version=0,
         time=time.time(),
         index_id=config.index_id,
         key_check=config.key_check,
         config=put_config(place, segments, config),
-        profiles=tuple(profiles),
+        profiles=tuple(put_profiles(segments, storage.profiles)),
     )
 
 
