@@ -10,14 +10,30 @@ static inline Floats add_products(Floats sums, Ints pairs, u32 factors) {
   return (Floats)_mm512_dpbf16_ps((__m512)sums, a, b);
 }
 
-// The upper halves of two lines of floats, rounded, as a line of pairs.
+// Two lines of floats, rounded, as a line of pairs.
 static inline Ints paired(Floats low, Floats high) {
-  const auto rounded = [](Floats x) {
-    Ints bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits + 0x7fff + (bits >> 16 & 1);
-  };
-  return (rounded(low) >> 16 & 0xffff) | (rounded(high) & ~0xffff);
+  const auto rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (Ints)_mm512_permutexvar_epi16(places, rounded);
+}
+
+// Write weights of `count` keys as lines of pairs; return how many. Pairs of a block begin with even keys: a
+// strip that begins or ends within one gives its other key no weight.
+static inline u64 pair_up(const float* lines, u64 skipped, u64 count, float* pairs) {
+  const u64 num_pairs = (skipped + count + 1) / 2;
+  for (u64 pair = 0; pair < num_pairs; ++pair) {
+    for (u32 v = 0; v < kVectors; ++v) {
+      Floats halves[2] = {};
+      for (u64 half = 0; half < 2; ++half) {
+        const u64 key = 2 * pair + half;
+        if (key < skipped || key - skipped >= count) continue;
+        halves[half] = load<Floats>(lines + (key - skipped) * kLanes + v * kWidth);
+      }
+      store(pairs + pair * kLanes + v * kWidth, paired(halves[0], halves[1]));
+    }
+  }
+  return num_pairs;
 }
 
 static inline u32 pair_at(const u16* from) {
@@ -63,9 +79,8 @@ struct Pairs {
     }
   }
 
-  void score_keys(const Attention& a, const float* queries, u64 first, u64 count,
-                  float* scores) const {
-    const float factor = factor_of(a);
+  float score_keys(const Attention& a, const float* queries, u64 first, u64 count,
+                   float* scores) const {
     in_groups<KVRAG_SUMS>(0, count, [&](auto keys_at_once, u64 key) {
       constexpr u32 kCount = decltype(keys_at_once)::value;
       const u16* const rows = keys + static_cast<i64>(first + key) * stride;
@@ -83,31 +98,14 @@ struct Pairs {
           for (u32 v = 0; v < kVectors; ++v) sums[i][v] = add_products(sums[i][v], line[v], pair);
         }
       }
-#pragma GCC unroll 16
-      for (u32 i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-        for (u32 v = 0; v < kVectors; ++v) sums[i][v] *= factor;
-      }
       store_sums<kCount>(sums, scores + key * kLanes);
     });
+    return factor_of(a);
   }
 
   void gather_values(const Attention& a, const float* lines, u64 first, u64 count,
                      const Line& shrink, float* out) const {
-    // Pairs of a block begin with even keys: a strip that begins or ends within one gives its other
-    // key no weight.
-    const u64 skipped = first % 2, num_pairs = (skipped + count + 1) / 2;
-    for (u64 pair = 0; pair < num_pairs; ++pair) {
-      for (u32 v = 0; v < kVectors; ++v) {
-        Floats halves[2] = {};
-        for (u64 half = 0; half < 2; ++half) {
-          const u64 key = 2 * pair + half;
-          if (key < skipped || key - skipped >= count) continue;
-          halves[half] = load<Floats>(lines + (key - skipped) * kLanes + v * kWidth);
-        }
-        store(weights + pair * kLanes + v * kWidth, paired(halves[0], halves[1]));
-      }
-    }
+    const u64 num_pairs = pair_up(lines, first % 2, count, weights);
     const u32* const base = values + first / 2 * a.value_dim;
     in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
       constexpr u32 kCount = decltype(channels)::value;

@@ -48,15 +48,33 @@ static inline Line same(float value) {
   return line;
 }
 
+// `x` where it is NaN.
+static inline Floats greater(Floats low, Floats x) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_max_ps((__m512)low, (__m512)x);  // one instruction, which compilers do not find
+#else
+  return x < low ? low : x;
+#endif
+}
+
 // NaN stays NaN.
 static inline Floats at_least(Floats x, float low) {
-  const Floats lows = low - Floats{};
-  return x < lows ? lows : x;
+  return greater(low - Floats{}, x);
 }
 
 static inline Floats at_most(Floats x, float high) {
   const Floats highs = high - Floats{};
   return x > highs ? highs : x;
+}
+
+// (2^f - 1) / f for |f| of up to a half: the polynomial of this degree whose greatest relative error in 2^f is
+// least, 2e-9.
+static inline Floats slope(Floats f) {
+  Floats sum = 0.00015353361959569156f * f + 0.0013398875016719103f;
+  sum = sum * f + 0.00961843691766262f;
+  sum = sum * f + 0.055503323674201965f;
+  sum = sum * f + 0.24022647738456726f;
+  return sum * f + 0.6931471824645996f;
 }
 
 // 2^x = whole (1 + rest); exactly 0 for x of -127 and less. x is at most 127.
@@ -75,19 +93,23 @@ static inline Power power_of_2(Floats x) {
   bits = (bits + 127) << 23;
   Power power;
   std::memcpy(&power.whole, &bits, sizeof bits);
-  // The polynomial of this degree whose greatest relative error in 2^f is least, 2e-9.
-  Floats sum = 0.00015353361959569156f * f + 0.0013398875016719103f;
-  sum = sum * f + 0.00961843691766262f;
-  sum = sum * f + 0.055503323674201965f;
-  sum = sum * f + 0.24022647738456726f;
-  sum = sum * f + 0.6931471824645996f;
-  power.rest = sum * f;
+  power.rest = slope(f) * f;
   return power;
 }
 
+// 2^x; exactly 0 for x of -127 and less. x is at most 127.
 static inline Floats exp2(Floats x) {
+#ifdef __AVX512F__
+  const __m512 exponent = (__m512)x;
+  const __m512 whole = _mm512_roundscale_ps(exponent, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats f = x - (Floats)whole;
+  // Not less: NaN stays NaN. Numbers below the normal ones would take a hundred times as long.
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)(slope(f) * f + 1.0f), whole);
+#else
   const Power power = power_of_2(x);
   return power.whole * power.rest + power.whole;
+#endif
 }
 
 // tanh(x ln(2) / 2), exact to the last bits near 0 too.
@@ -224,12 +246,14 @@ struct Wide {
     for (u64 d = 0; d < a.key_dim; ++d) lane[d * kLanes] = widened(query[d]) * factor;
   }
 
-  void score_keys(const Attention& a, const float* queries, u64 first, u64 count,
-                  float* scores) const {
+  // Return the factor that scores still lack.
+  float score_keys(const Attention& a, const float* queries, u64 first, u64 count,
+                   float* scores) const {
     in_groups<KVRAG_SUMS>(0, count, [&](auto keys_at_once, u64 key) {
       score<decltype(keys_at_once)::value>(queries, a.key_dim, keys.row(first + key), keys.stride,
                                            scores + key * kLanes);
     });
+    return 1.0f;
   }
 
   void gather_values(const Attention& a, const float* weights, u64 first, u64 count,
@@ -243,6 +267,9 @@ struct Wide {
 
 #ifdef KVRAG_PAIRS
 #include "attend_pairs.h"
+#endif
+#ifdef KVRAG_SQUARES
+#include "attend_squares.h"
 #endif
 
 // Rows [begin, end) of a key head: row r is query head r % group of position r / group.
@@ -298,17 +325,19 @@ struct Strip {
     store_line(sum, same(0.0f));
   }
 
-  // Scores of keys [from, to) of a block that begins with key `start`, a line each.
+  // Scores of keys [from, to) of a block that begins with key `start`, a line each. Return the factor that they
+  // still lack.
   template <class Block>
-  void score_keys(const Attention& a, const Block& block, u64 start, u64 from, u64 to,
-                  float* scores) const {
-    block.score_keys(a, queries, from - start, to - from, scores);
+  float score_keys(const Attention& a, const Block& block, u64 start, u64 from, u64 to,
+                   float* scores) const {
+    float factor = block.score_keys(a, queries, from - start, to - from, scores);
     if (a.softcap != 0.0f) {
       for (u64 i = 0; i < (to - from) * kLanes; i += kWidth) {
-        store(scores + i, tanh2(load<Floats>(scores + i)) * (a.softcap * kLog2OfE));
+        store(scores + i, tanh2(load<Floats>(scores + i) * factor) * (a.softcap * kLog2OfE));
       }
+      factor = 1.0f;
     }
-    if (from >= begin_all && to <= end_all) return;
+    if (from >= begin_all && to <= end_all) return factor;
     for (u32 v = 0; v < kVectors; ++v) {
       const Ints firsts = load<Ints>(first + v * kWidth), ends = load<Ints>(end + v * kWidth);
       for (u64 key = from; key < to; ++key) {
@@ -318,6 +347,31 @@ struct Strip {
         store(at, hidden ? -__builtin_inff() - Floats{} : load<Floats>(at));
       }
     }
+    return factor;
+  }
+
+  // The greatest of `count` lines. Several are sought at once: each waits for the one before.
+  static Line greatest(const float* lines, u64 count) {
+    constexpr u64 kAtOnce = 4;
+    Line found[kAtOnce];
+    for (Line& line : found) line = same(-__builtin_inff());
+    const auto take = [&](u64 key, u64 which) {
+#pragma GCC unroll 4
+      for (u32 v = 0; v < kVectors; ++v) {
+        Floats& most = found[which].at[v];
+        most = greater(most, load<Floats>(lines + key * kLanes + v * kWidth));
+      }
+    };
+    u64 key = 0;
+    for (; key + kAtOnce <= count; key += kAtOnce) {
+#pragma GCC unroll 4
+      for (u64 i = 0; i < kAtOnce; ++i) take(key + i, i);
+    }
+    for (; key < count; ++key) take(key, 0);
+    for (u64 i = 1; i < kAtOnce; ++i) {
+      for (u32 v = 0; v < kVectors; ++v) found[0].at[v] = greater(found[0].at[v], found[i].at[v]);
+    }
+    return found[0];
   }
 
   // Leaves the keys' weights in `weights`, and after those of a whole block the scores they are
@@ -325,28 +379,28 @@ struct Strip {
   template <class Block>
   void add_keys(const Attention& a, const Block& block, u64 start, u64 from, u64 to,
                 float* weights) const {
-    score_keys(a, block, start, from, to, weights);
+    const float factor = score_keys(a, block, start, from, to, weights);
     const u64 count = to - from;
-    Line shrink;
+    const Line high = greatest(weights, count);
+    Line shrink, most, total;
     for (u32 v = 0; v < kVectors; ++v) {
-      float* const at = weights + v * kWidth;
       const Floats before = load<Floats>(top + v * kWidth);
-      Floats most = before;
-      for (u64 key = 0; key < count; ++key) {
-        const Floats found = load<Floats>(at + key * kLanes);
-        most = found < most ? most : found;
-      }
-      shrink.at[v] = exp2(before - most);
-      Floats total = load<Floats>(sum + v * kWidth) * shrink.at[v];
-      for (u64 key = 0; key < count; ++key) {
-        const Floats weight = exp2(load<Floats>(at + key * kLanes) - most);
-        total += weight;
-        store(at + key * kLanes, weight);
-      }
-      store(top + v * kWidth, most);
-      store(at + kBlockKeys * kLanes, most);
-      store(sum + v * kWidth, total);
+      most.at[v] = greater(high.at[v] * factor, before);
+      shrink.at[v] = exp2(before - most.at[v]);
+      total.at[v] = load<Floats>(sum + v * kWidth) * shrink.at[v];
     }
+    for (u64 key = 0; key < count; ++key) {
+#pragma GCC unroll 4
+      for (u32 v = 0; v < kVectors; ++v) {
+        float* const at = weights + key * kLanes + v * kWidth;
+        const Floats weight = exp2(load<Floats>(at) * factor - most.at[v]);
+        total.at[v] += weight;
+        store(at, weight);
+      }
+    }
+    store_line(top, most);
+    store_line(weights + kBlockKeys * kLanes, most);
+    store_line(sum, total);
     block.gather_values(a, weights, from - start, count, shrink, out);
   }
 
@@ -485,6 +539,12 @@ void attend_tile(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mas
                : attend_few<linear::Halves, TwoValues>(a, kv_head, begin, end, scratch);
   }
   if (a.type == ElementType::f32) return attend<Wide<float>>(a, kv_head, begin, end, mass, scratch);
+#ifdef KVRAG_SQUARES
+  if (Squares::can(a)) {
+    const SquareScope scope;
+    return attend<Squares>(a, kv_head, begin, end, mass, scratch);
+  }
+#endif
 #ifdef KVRAG_PAIRS
   if (Pairs::can(a)) return attend<Pairs>(a, kv_head, begin, end, mass, scratch);
 #endif

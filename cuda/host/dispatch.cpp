@@ -14,6 +14,7 @@ std::vector<const Kernels*> available_kernels() {
   if (processor.avx512) found.push_back(&kAvx512);
   if (processor.avx512_vbmi2) found.push_back(&avx512_vbmi2());
   if (processor.avx512_bf16) found.push_back(&avx512_bf16());
+  if (processor.amx_bf16) found.push_back(&amx_bf16());
 #elif defined(__aarch64__)
   found.push_back(&kNeon);
 #endif

@@ -220,6 +220,7 @@ extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 const Kernels& avx512_vbmi2();
 const Kernels& avx512_bf16();
+const Kernels& amx_bf16();
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 #endif

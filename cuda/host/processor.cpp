@@ -4,6 +4,10 @@
 #include <cpuid.h>
 
 #include <initializer_list>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace kvrag::host {
@@ -28,6 +32,16 @@ bool has_all(unsigned bits, std::initializer_list<unsigned> wanted) {
 
 }  // namespace
 
+// Its registers are 8 KiB, which Linux saves only for processes that have asked.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestState = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestState, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 // Bits as Intel's manual numbers them: "CPUID", volume 2A.
 Processor this_processor() {
   Processor found;
@@ -46,9 +60,12 @@ Processor this_processor() {
                  has_all(b, {kF, kDq, kBw, kVl});
   constexpr unsigned kVbmi = 1, kVbmi2 = 6, kVnni = 11;
   found.avx512_vbmi2 = found.avx512 && has_all(c, {kVbmi, kVbmi2, kVnni});
+  constexpr unsigned kAmxBf16 = 22, kAmxTile = 24, kTileShapes = 17, kTileData = 18;
+  const bool has_tiles = has_all(d, {kAmxBf16, kAmxTile}) && has_all(saved, {kTileShapes, kTileData});
   constexpr unsigned kBf16 = 5;
   found.avx512_bf16 = found.avx512_vbmi2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 &&
                       has_all(a, {kBf16});
+  found.amx_bf16 = found.avx512_bf16 && has_tiles && may_use_tiles();
   return found;
 }
 

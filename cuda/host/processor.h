@@ -9,6 +9,7 @@ struct Processor {
   bool avx512 = false;        // F, BW, DQ and VL
   bool avx512_vbmi2 = false;  // with VBMI and VNNI
   bool avx512_bf16 = false;
+  bool amx_bf16 = false;  // and the operating system lets this process use it
 };
 
 // Empty where the processor is not x86-64.

@@ -4,7 +4,7 @@ All functions take numpy arrays or torch CPU tensors and work on their memory wi
 They check arguments before they call a kernel, and release the GIL while it runs. The kernels are
 in ``cuda/``: headers with one copy of each algorithm for CPU and GPU, and the CPU's vector code.
 The import of this package chooses the instruction set. To choose another, set
-``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|avx512bf16|neon`` in the environment. Where nothing was
+``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|avx512bf16|amxbf16|neon`` in the environment. Where nothing was
 compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute (`kvrag.native.reference`).
 
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
