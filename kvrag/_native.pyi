@@ -127,6 +127,20 @@ def int8_linear(
     is_bfloat16: bool,
     threads: int,
 ) -> None: ...
+def norm(
+    input: int,
+    weight: int,
+    out: int,
+    num_rows: int,
+    width: int,
+    epsilon: float,
+    adds_one: bool,
+    is_bfloat16: bool,
+    threads: int,
+) -> None: ...
+def gate(
+    gate: int, up: int, out: int, count: int, is_gelu: bool, is_bfloat16: bool, threads: int
+) -> None: ...
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None: ...
 def refine(values: NDArray[np.int16], symbols: NDArray[np.uint8]) -> None: ...
 def instruction_set() -> str: ...

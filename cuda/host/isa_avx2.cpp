@@ -8,6 +8,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "elements_tile.h"
 #include "int8_tile.h"
 #include "lane_tables.h"
 #include "linear_tile.h"
@@ -179,6 +180,8 @@ const Kernels kAvx2 = {
     linear_tile,
     int8_quantise,
     int8_multiply,
+    norm_tile,
+    gate_tile,
 };
 
 }  // namespace kvrag::host

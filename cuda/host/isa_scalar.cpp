@@ -7,6 +7,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "elements_tile.h"
 #include "int8_tile.h"
 #include "linear_tile.h"
 #include "planes.h"
@@ -80,6 +81,8 @@ const Kernels kScalar = {
     linear_tile,
     int8_quantise,
     int8_multiply,
+    norm_tile,
+    gate_tile,
 };
 
 }  // namespace kvrag::host

@@ -174,6 +174,26 @@ struct Int8Linear {
   u64 num_outputs;
 };
 
+// Rows over the root of their mean square, times weights. Everything is contiguous and has one type, f32 or bf16.
+struct Norm {
+  ElementType type;
+  const void* input;   // [rows, width]
+  const void* weight;  // [width]
+  void* out;           // [rows, width]
+  u64 width;
+  float epsilon;  // added to the mean
+  bool adds_one;  // to the weights, and rounds only products; otherwise rows are rounded before too
+};
+
+// An activation of one number times another, as between an MLP's layers. One type, f32 or bf16.
+struct Gate {
+  ElementType type;
+  const void* gate;
+  const void* up;
+  void* out;
+  bool is_gelu;  // by tanh; otherwise SiLU
+};
+
 constexpr u64 kInt8Panel = 64;
 // A row's inputs with what fills its last quad.
 constexpr u64 int8_stride(u64 num_inputs) { return (num_inputs + 3) / 4 * 4; }
@@ -212,6 +232,9 @@ struct Kernels {
   void (*int8_quantise)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end) noexcept;
   void (*int8_multiply)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end,
                         u64 panel) noexcept;
+  // Rows [begin, end), and numbers [begin, end).
+  void (*norm)(const Norm&, u64 begin, u64 end) noexcept;
+  void (*gate)(const Gate&, u64 begin, u64 end) noexcept;
 };
 
 extern const Kernels kScalar;

@@ -130,6 +130,7 @@ NB_MODULE(_native, m) {
   m.def("first_uncodable", &first_uncodable, nb::arg("model"), nb::arg("symbols").noconvert(),
         nb::arg("classes").noconvert(), nb::arg("contexts").none());
   bind_attention(m);
+  bind_elements(m);
   bind_linear(m);
   bind_reconstruction(m);
   m.def("instruction_set", [] { return std::string(kernels().name); });

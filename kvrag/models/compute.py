@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.models.linears import fast_linears
+from kvrag.models.fast_modules import fast_modules
 from kvrag.models.precision import AUTO, COMPUTES, INT8, check_compute
 
 # A precision that rounds more is chosen only if it takes at most this share of the time. So noise
@@ -87,7 +87,7 @@ def measured(hf: PreTrainedModel) -> dict[str, float]:
     """
     own = str(hf.dtype).removeprefix("torch.")
     part = _part_of_largest(hf)
-    # A model of this layer: what `fast_linears` keeps for it ends with it.
+    # A model of this layer: what `fast_modules` keeps for it ends with it.
     model = nn.Sequential(part)
     rows = torch.linspace(-1, 1, _NUM_ROWS * part.in_features, dtype=hf.dtype)
     rows = rows.view(_NUM_ROWS, part.in_features)
@@ -96,7 +96,7 @@ def measured(hf: PreTrainedModel) -> dict[str, float]:
     with torch.no_grad():
         for turn in range(_REPEATS + 1):
             for name in names:
-                with fast_linears(model, name):
+                with fast_modules(model, name):
                     started = time.perf_counter()
                     model(rows)
                     taken = time.perf_counter() - started

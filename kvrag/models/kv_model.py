@@ -35,7 +35,7 @@ from kvrag.models.families import (
     num_kv_heads,
     sliding_windows,
 )
-from kvrag.models.linears import fast_linears
+from kvrag.models.fast_modules import fast_modules
 from kvrag.models.loading import (
     check_tokenizer,
     load_tokenizer,
@@ -332,7 +332,7 @@ class KVModel(RowMethods):
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self.family.attends_itself else whole_attention(self.hf)
         # In the weights' own type: what is stored must not depend on how this process answers.
-        own = fast_linears(self.hf, str(self.spec.dtype).removeprefix("torch."))
+        own = fast_modules(self.hf, str(self.spec.dtype).removeprefix("torch."))
         with self.lock, without_adapters(self.hf), attending, own:
             self._base(
                 input_ids=padded[:, rows].to(self.device),

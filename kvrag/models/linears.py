@@ -1,15 +1,8 @@
-"""A model's linear layers on the CPU, by kernels for few rows, for many, and in other precisions.
-
-The layers' parameters and the model's own forward pass stay as they are. Layers compute in another
-way only inside a block (`fast_linears`).
-"""
+"""A model's linear layers on the CPU: few rows, many rows, and other precisions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,57 +14,21 @@ from kvrag.models.precision import INT8
 from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-_Layers = list[tuple[dict[str, Any], Forward]]
 
 # Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
 _LEAST_PACKED = 5
 
-_layers: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], _Layers]] = WeakKeyDictionary()
 
-
-@contextmanager
-def fast_linears(model: nn.Module, precision: str, *, each_row: bool = False) -> Iterator[None]:
-    """Let linear layers on the CPU use kernels inside the block.
-
-    Layers of other classes, such as quantised ones, stay as they are. Hold the model's lock, and
-    compute without gradients. Which kernel computes a layer depends on the number of rows alone, so
-    equal calls give equal bits.
+def linear_forwards(
+    model: nn.Module, precision: str, *, packs: bool
+) -> Iterator[tuple[nn.Module, Forward]]:
+    """Yield a model's linear layers, each with what computes it; see `fast_modules`.
 
     Parameters
     ----------
-    model
-        The model. At its first call with more than a few rows, each layer copies its weights in
-        another layout; the copies live as long as the model.
-    precision
-        What the layers compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and
-        outputs keep the weights' type. The output embeddings compute in that type unless it is
-        ``"int8"``.
-    each_row
-        Whether rows that belong to different prompts are computed as each would be alone, bit for
-        bit, where the layers compute in the weights' type: by the kernel for few rows.
+    packs
+        Whether layers may use weights in another layout, which are copies.
     """
-    known = _layers.setdefault(model, {})
-    layers = known.get((precision, each_row))
-    if layers is None:
-        found = _forwards(model, precision, packs=not each_row)
-        layers = known[precision, each_row] = [(vars(layer), forward) for layer, forward in found]
-    # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
-    before = [own.get("forward") for own, _ in layers]
-    try:
-        for own, forward in layers:
-            own["forward"] = forward
-        yield
-    finally:
-        for (own, _), original in zip(layers, before, strict=True):
-            if original is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = original
-
-
-def _forwards(
-    model: nn.Module, precision: str, *, packs: bool
-) -> Iterator[tuple[nn.Linear, Forward]]:
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     for layer in model.modules():

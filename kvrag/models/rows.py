@@ -30,7 +30,7 @@ from kvrag.models.caches import (
     RowWriter,
 )
 from kvrag.models.families import Family
-from kvrag.models.linears import fast_linears
+from kvrag.models.fast_modules import fast_modules
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryTable
@@ -85,7 +85,7 @@ class RowRunner:
     windows
         Each layer's sliding window in tokens, None if it sees everything.
     compute
-        What linear layers compute in (`fast_linears`).
+        What linear layers compute in (`fast_modules`).
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class RowRunner:
         acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
-        linears = fast_linears(self._hf, self._compute)
+        linears = fast_modules(self._hf, self._compute)
         with self._lock, torch.no_grad(), attending, acting, linears:
             yield
 
     def each_row(self) -> AbstractContextManager[None]:
         """Compute rows of different prompts as each would be computed alone."""
-        return fast_linears(self._hf, self._compute, each_row=True)
+        return fast_modules(self._hf, self._compute, each_row=True)
 
     def forward(
         self,

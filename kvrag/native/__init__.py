@@ -4,14 +4,16 @@ All functions take numpy arrays or torch CPU tensors and work on their memory wi
 They check arguments before they call a kernel, and release the GIL while it runs. The kernels are
 in ``cuda/``: headers with one copy of each algorithm for CPU and GPU, and the CPU's vector code.
 The import of this package chooses the instruction set. To choose another, set
-``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|avx512bf16|amxbf16|neon`` in the environment. Where nothing was
-compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute (`kvrag.native.reference`).
+``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|avx512bf16|amxbf16|neon`` in the environment. Where
+nothing was compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute
+(`kvrag.native.reference`).
 
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
   `Rotation`, `contexts`, `refine`.
 - `kvrag.native.attention`: `attend`, `VisibleKeys`, `Mass`, `attend_each`, `Buffers`,
   `ATTENTION_TYPES`.
+- `kvrag.native.elements`: `rms_norm`, `gated`.
 - `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
@@ -26,6 +28,7 @@ from kvrag.native.attention import (
     attend,
     attend_each,
 )
+from kvrag.native.elements import gated, rms_norm
 from kvrag.native.entropy import (
     DecodeJob,
     RansModel,
@@ -68,11 +71,13 @@ __all__ = [
     "decode_many",
     "decode_rows",
     "encode_rows",
+    "gated",
     "ideal_bits",
     "instruction_set",
     "instruction_sets",
     "place_channels",
     "reconstruct",
     "refine",
+    "rms_norm",
     "use_instruction_set",
 ]

@@ -27,11 +27,13 @@ __all__ = [
     "decode",
     "encode",
     "first_uncodable",
+    "gate",
     "ideal_bits",
     "instruction_set",
     "instruction_sets",
     "int8_linear",
     "linear",
+    "norm",
     "refine",
     "transform",
     "use_instruction_set",
@@ -223,6 +225,44 @@ def linear(
     added = _tensor(_at(bias, (num_outputs,), kind)) if bias else None
     written = _tensor(_at(out, (num_rows, num_outputs), kind))
     written.copy_(functional.linear(rows, weights, added))
+
+
+def norm(
+    input: int,
+    weight: int,
+    out: int,
+    num_rows: int,
+    width: int,
+    epsilon: float,
+    adds_one: bool,
+    is_bfloat16: bool,
+    threads: int,
+) -> None:
+    del threads
+    kind = np.dtype(np.int16 if is_bfloat16 else np.float32)
+    rows, factors, written = (
+        _tensor(_at(address, shape, kind))
+        for address, shape in (
+            (input, (num_rows, width)),
+            (weight, (width,)),
+            (out, (num_rows, width)),
+        )
+    )
+    wide = rows.float()
+    made = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    written.copy_(made * (1 + factors.float()) if adds_one else made.to(rows.dtype) * factors)
+
+
+def gate(
+    gate: int, up: int, out: int, count: int, is_gelu: bool, is_bfloat16: bool, threads: int
+) -> None:
+    del threads
+    kind = np.dtype(np.int16 if is_bfloat16 else np.float32)
+    opening, passing, written = (
+        _tensor(_at(address, (count,), kind)) for address in (gate, up, out)
+    )
+    opened = functional.gelu(opening, approximate="tanh") if is_gelu else functional.silu(opening)
+    written.copy_(opened * passing)
 
 
 def int8_linear(

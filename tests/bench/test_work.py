@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvrag.models import linears
 from kvrag.models.attention import MassObserver, RowMask, _row_attention
+from kvrag.models.fast_modules import fast_modules
 from kvrag_bench.work import operations_spent
 
 
@@ -35,7 +35,7 @@ def test_linear_layers_count_whatever_computes_them(num_rows: int, precision: st
     rows = torch.randn(num_rows, 64)
 
     def compute() -> None:
-        with torch.inference_mode(), linears.fast_linears(model, precision):
+        with torch.inference_mode(), fast_modules(model, precision):
             model(rows)
 
     assert operations_spent(compute) == 2 * num_rows * (64 * 96 + 96 * 32)

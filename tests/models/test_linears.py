@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvrag.models import linears as module
-from kvrag.models.linears import fast_linears
+from kvrag.models.fast_modules import fast_modules
 from kvrag.native import MAX_ROWS, FewRowsLinear
 
 
@@ -46,7 +46,7 @@ def test_few_rows_go_to_the_kernel(
     monkeypatch.setattr(module, "can_pack", lambda _: packs)
     rows = torch.randn(num_rows, 40)
     expected = layer(rows)
-    with fast_linears(layer, "float32"):
+    with fast_modules(layer, "float32"):
         found = layer(rows)
     assert torch.allclose(found, expected, atol=1e-5)
     assert len(calls) == (2 if num_rows <= (4 if packs else MAX_ROWS) else 0)
@@ -55,7 +55,7 @@ def test_few_rows_go_to_the_kernel(
 
 
 def test_gradients_stay(layer: nn.Module, calls: list[int]) -> None:
-    with fast_linears(layer, "float32"):
+    with fast_modules(layer, "float32"):
         layer(torch.randn(1, 40)).sum().backward()
     assert not calls
     assert all(one.grad is not None for one in layer.parameters())
@@ -75,7 +75,7 @@ def test_changed_weights_count(
     layer: nn.Sequential, calls: list[int], change: Callable[[nn.Module], object]
 ) -> None:
     rows = torch.randn(2, 40)
-    with fast_linears(layer, "float32"):
+    with fast_modules(layer, "float32"):
         layer(rows)
         change(layer[0])
         found = layer(rows)
@@ -86,7 +86,7 @@ def test_changed_weights_count(
 @torch.no_grad()
 def test_other_types_are_left_to_torch(layer: nn.Module, calls: list[int]) -> None:
     for dtype in (torch.float64, torch.float16):
-        with fast_linears(layer, "float32"):
+        with fast_modules(layer, "float32"):
             assert layer.to(dtype)(torch.ones(1, 40, dtype=dtype)).dtype == dtype
     assert not calls
 
@@ -100,7 +100,7 @@ def test_layers_of_other_classes_are_left_alone(calls: list[int]) -> None:
     doubled = Doubled(4, 4)
     rows = torch.ones(1, 4)
     expected = doubled(rows)
-    with fast_linears(nn.ModuleList([doubled]), "float32"):
+    with fast_modules(nn.ModuleList([doubled]), "float32"):
         assert torch.equal(doubled(rows), expected)
     assert not calls
 
@@ -113,7 +113,7 @@ def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torc
     layer.to(dtype)
     rows = torch.randn(num_rows, 40, dtype=dtype)
     expected = layer(rows)
-    with fast_linears(layer, precision):
+    with fast_modules(layer, precision):
         found = layer(rows)
         assert torch.equal(layer(rows), found)
     assert found.dtype == dtype
@@ -128,9 +128,9 @@ def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torc
 @torch.no_grad()
 def test_a_block_inside_another_has_its_own_precision(layer: nn.Module) -> None:
     rows = torch.randn(20, 40)
-    with fast_linears(layer, "int8"):
+    with fast_modules(layer, "int8"):
         rough = layer(rows)
-        with fast_linears(layer, "float32"):
+        with fast_modules(layer, "float32"):
             assert torch.allclose(layer(rows), nn.Sequential.forward(layer, rows), atol=1e-5)
             assert not torch.equal(layer(rows), rough)
         assert torch.equal(layer(rows), rough)
@@ -142,7 +142,7 @@ def test_weights_changed_in_place_count_where_they_were_copied(
     layer: nn.Sequential, precision: str
 ) -> None:
     rows = torch.randn(40, 40)
-    with fast_linears(layer, precision):
+    with fast_modules(layer, precision):
         before = layer[0](rows)
         layer[0].weight.mul_(2)
         layer[0].bias.mul_(2)
@@ -154,6 +154,6 @@ def test_weights_changed_in_place_count_where_they_were_copied(
 def test_weights_that_eight_bits_cannot_hold_are_left_to_torch(layer: nn.Sequential) -> None:
     layer[0].weight[0, 0] = float("inf")
     rows = torch.ones(1, 40)
-    with fast_linears(layer, "int8"):
+    with fast_modules(layer, "int8"):
         assert torch.equal(layer[0](rows), layer[0](rows))
         assert layer[0](rows)[0, 0] == float("inf")

@@ -1,0 +1,65 @@
+"""Lets a model's modules compute by kernels, inside a block.
+
+The modules' parameters and the model's own forward pass stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from kvrag.models.elements import element_forwards
+from kvrag.models.linears import Forward, linear_forwards
+
+_Modules = list[tuple[dict[str, Any], Forward]]
+
+_modules: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], _Modules]] = WeakKeyDictionary()
+
+
+@contextmanager
+def fast_modules(model: nn.Module, precision: str, *, each_row: bool = False) -> Iterator[None]:
+    """Let a model's modules on the CPU use kernels inside the block.
+
+    Those are its linear layers, and the norms and MLPs that agree with a kernel; others, such as
+    quantised layers, stay as they are. Hold the model's lock, and compute without gradients. Which
+    kernel computes a module depends on the number of rows alone, so equal calls give equal bits.
+
+    Parameters
+    ----------
+    model
+        The model. At its first call with more than a few rows, each linear layer copies its weights
+        in another layout; the copies live as long as the model.
+    precision
+        What the modules compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and
+        outputs keep the weights' type. The output embeddings compute in that type unless it is
+        ``"int8"``.
+    each_row
+        Whether rows that belong to different prompts are computed as each would be alone, bit for
+        bit, where the modules compute in the weights' type: by the kernel for few rows.
+    """
+    known = _modules.setdefault(model, {})
+    modules = known.get((precision, each_row))
+    if modules is None:
+        found = chain(
+            linear_forwards(model, precision, packs=not each_row), element_forwards(model)
+        )
+        modules = known[precision, each_row] = [
+            (vars(module), forward) for module, forward in found
+        ]
+    # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
+    before = [own.get("forward") for own, _ in modules]
+    try:
+        for own, forward in modules:
+            own["forward"] = forward
+        yield
+    finally:
+        for (own, _), original in zip(modules, before, strict=True):
+            if original is None:
+                own.pop("forward", None)
+            else:
+                own["forward"] = original

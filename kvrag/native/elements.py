@@ -1,0 +1,98 @@
+"""What a decoder layer computes number by number: norms, and the gates of its MLP.
+
+Each takes one pass over memory. Numbers are rounded to their type where Transformers' layers round
+them, so results are equal bit for bit, but for the order of a norm's sum and the last bits of
+exponentials.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.native.arrays import check_threads
+from kvrag.native.attention import ATTENTION_TYPES
+from kvrag.native.kernels import kernels
+
+
+def rms_norm(
+    rows: torch.Tensor, weight: torch.Tensor, epsilon: float, *, adds_one: bool = False
+) -> torch.Tensor:
+    """Return rows over the root of their mean square, times weights.
+
+    Parameters
+    ----------
+    rows
+        ``[..., width]`` float32 or bfloat16 on the CPU.
+    weight
+        ``[width]`` of the same type, contiguous.
+    epsilon
+        Added to the mean square.
+    adds_one
+        Whether the weights are less by 1, and products alone are rounded, as in Gemma. Otherwise
+        rows are rounded before they are multiplied, as in Llama.
+
+    Raises
+    ------
+    ParameterError
+        If rows and weights do not fit each other, or are of another type or device.
+    """
+    width = rows.shape[-1]
+    if weight.shape != (width,):
+        raise ParameterError(f"weight: expected shape [{width}], found {list(weight.shape)}")
+    rows = _sound(rows, "rows", rows.dtype)
+    out = torch.empty_like(rows)
+    kernels.norm(
+        rows.data_ptr(),
+        _sound(weight, "weight", rows.dtype).data_ptr(),
+        out.data_ptr(),
+        rows.numel() // max(width, 1),
+        width,
+        epsilon,
+        adds_one,
+        rows.dtype == torch.bfloat16,
+        check_threads(torch.get_num_threads()),
+    )
+    return out
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
+    """Return an activation of one tensor times another of the same shape.
+
+    Parameters
+    ----------
+    gate, up
+        Float32 or bfloat16 on the CPU.
+    is_gelu
+        Whether the activation is GELU as approximated by tanh; otherwise it is SiLU.
+
+    Raises
+    ------
+    ParameterError
+        If the tensors differ in shape, or are of another type or device.
+    """
+    if gate.shape != up.shape:
+        raise ParameterError(f"up: expected shape {list(gate.shape)}, found {list(up.shape)}")
+    gate = _sound(gate, "gate", gate.dtype)
+    up = _sound(up, "up", gate.dtype)
+    out = torch.empty_like(gate)
+    kernels.gate(
+        gate.data_ptr(),
+        up.data_ptr(),
+        out.data_ptr(),
+        gate.numel(),
+        is_gelu,
+        gate.dtype == torch.bfloat16,
+        check_threads(torch.get_num_threads()),
+    )
+    return out
+
+
+def _sound(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or dtype not in ATTENTION_TYPES:
+        known = " or ".join(map(str, ATTENTION_TYPES))
+        raise ParameterError(
+            f"{name}: expected {known} on the CPU, all of one type, found {tensor.dtype} on "
+            f"{tensor.device}"
+        )
+    return tensor.detach().contiguous()
