@@ -141,6 +141,22 @@ def norm(
 def gate(
     gate: int, up: int, out: int, count: int, is_gelu: bool, is_bfloat16: bool, threads: int
 ) -> None: ...
+def rotate(
+    input: int,
+    out: int,
+    cos: int,
+    sin: int,
+    input_head_stride: int,
+    input_token_stride: int,
+    out_head_stride: int,
+    out_token_stride: int,
+    angle_stride: int,
+    num_heads: int,
+    num_tokens: int,
+    head_dim: int,
+    num_rotated: int,
+    is_bfloat16: bool,
+) -> None: ...
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None: ...
 def refine(values: NDArray[np.int16], symbols: NDArray[np.uint8]) -> None: ...
 def instruction_set() -> str: ...

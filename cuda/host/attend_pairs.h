@@ -18,23 +18,42 @@ static inline Ints paired(Floats low, Floats high) {
   return (Ints)_mm512_permutexvar_epi16(places, rounded);
 }
 
-// Write weights of `count` keys as lines of pairs; return how many. Pairs of a block begin with even keys: a
-// strip that begins or ends within one gives its other key no weight.
-static inline u64 pair_up(const float* lines, u64 skipped, u64 count, float* pairs) {
-  const u64 num_pairs = (skipped + count + 1) / 2;
-  for (u64 pair = 0; pair < num_pairs; ++pair) {
+// Turn the scores of `count` keys into weights, as lines of pairs. Pairs of a block begin with even keys: a strip
+// that begins or ends within one gives its other key no weight. Keep the weights in `lines` too, if asked to.
+template <bool kKeeps>
+static inline void weigh_pairs(Softmax& softmax, float* lines, u64 first, u64 count, float* pairs) {
+  const auto weigh = [&](u64 key, u32 v) {
+    float* const at = lines + key * kLanes + v * kWidth;
+    const Floats weight = softmax.weigh<true>(v, load<Floats>(at));
+    if (kKeeps) store(at, weight);
+    return weight;
+  };
+  u64 key = 0;
+  if (first % 2 == 1 && count > 0) {
+    for (u32 v = 0; v < kVectors; ++v) store(pairs + v * kWidth, paired(Floats{}, weigh(0, v)));
+    key = 1;
+    pairs += kLanes;
+  }
+  for (; key + 2 <= count; key += 2, pairs += kLanes) {
+#pragma GCC unroll 4
     for (u32 v = 0; v < kVectors; ++v) {
-      Floats halves[2] = {};
-      for (u64 half = 0; half < 2; ++half) {
-        const u64 key = 2 * pair + half;
-        if (key < skipped || key - skipped >= count) continue;
-        halves[half] = load<Floats>(lines + (key - skipped) * kLanes + v * kWidth);
-      }
-      store(pairs + pair * kLanes + v * kWidth, paired(halves[0], halves[1]));
+      const Floats low = weigh(key, v);
+      store(pairs + v * kWidth, paired(low, weigh(key + 1, v)));
     }
   }
-  return num_pairs;
+  if (key < count) {
+    for (u32 v = 0; v < kVectors; ++v) store(pairs + v * kWidth, paired(weigh(key, v), Floats{}));
+  }
 }
+
+static inline void weigh_pairs(Softmax& softmax, float* lines, u64 first, u64 count, float* pairs,
+                               bool keeps) {
+  if (keeps) return weigh_pairs<true>(softmax, lines, first, count, pairs);
+  weigh_pairs<false>(softmax, lines, first, count, pairs);
+}
+
+// How many pairs hold `count` keys of a block from `first` on.
+static inline u64 pairs_of(u64 first, u64 count) { return (first % 2 + count + 1) / 2; }
 
 static inline u32 pair_at(const u16* from) {
   u32 pair;
@@ -103,9 +122,13 @@ struct Pairs {
     return factor_of(a);
   }
 
-  void gather_values(const Attention& a, const float* lines, u64 first, u64 count,
-                     const Line& shrink, float* out) const {
-    const u64 num_pairs = pair_up(lines, first % 2, count, weights);
+  void weigh_keys(Softmax& softmax, float* lines, u64 first, u64 count, bool keeps) const {
+    weigh_pairs(softmax, lines, first, count, weights, keeps);
+  }
+
+  void gather_values(const Attention& a, const float*, u64 first, u64 count, const Line& shrink,
+                     float* out) const {
+    const u64 num_pairs = pairs_of(first, count);
     const u32* const base = values + first / 2 * a.value_dim;
     in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
       constexpr u32 kCount = decltype(channels)::value;

@@ -48,6 +48,8 @@ struct Squares {
   // Registers are always full, so what follows a block's last key is 0.
   static constexpr u64 kKeys = kBlockKeys + kDeep;
   static constexpr u64 kPairLines = kKeys / 2;
+  // Keys that are weighed before the unit falls asleep (about 800 cycles).
+  static constexpr u64 kAwake = 48;
   static_assert(kLanes == 2 * kSide && kBlockKeys % kDeep == 0);
 
   u16* keys;       // [kKeys, key_dim]
@@ -159,13 +161,24 @@ struct Squares {
     return factor_of(a);
   }
 
-  void gather_values(const Attention& a, const float* lines, u64 first, u64 count,
-                     const Line& shrink, float* out) const {
-    const u64 skipped = first % 2;
-    const u64 num_pairs = pair_up(lines, skipped, count, weights);
+  void weigh_keys(Softmax& softmax, float* lines, u64 first, u64 count, bool keeps) const {
+    const u64 odd = first % 2;
+    const u64 half = count > kAwake ? kAwake - odd : count;
+    weigh_pairs(softmax, lines, first, half, weights, keeps);
+    if (half == count) return;
+    // The unit falls asleep meanwhile, and would take longer to wake up than for its work. So it gets some, and
+    // nobody looks at what comes of it.
+    _tile_dpbf16ps(3, 4, 6);
+    weigh_pairs(softmax, lines + half * kLanes, 0, count - half, weights + kAwake / 2 * kLanes,
+                keeps);
+  }
+
+  void gather_values(const Attention& a, const float*, u64 first, u64 count, const Line& shrink,
+                     float* out) const {
+    const u64 num_pairs = pairs_of(first, count);
     const u64 depth = (2 * num_pairs + kDeep - 1) / kDeep * kDeep;
     std::memset(weights + num_pairs * kLanes, 0, (depth / 2 - num_pairs) * kLanes * sizeof *weights);
-    const u16* const rows = values + first - skipped;
+    const u16* const rows = values + first - first % 2;
     for (u64 channel = 0; channel < a.value_dim; channel += kDeep) {
       float* const to = out + channel * kLanes;
       for (u64 i = 0; i < kDeep; ++i) {

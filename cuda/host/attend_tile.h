@@ -97,7 +97,14 @@ static inline Power power_of_2(Floats x) {
   return power;
 }
 
+// The same to within 3e-6, for what is rounded to bfloat16 afterwards.
+static inline Floats rough_slope(Floats f) {
+  const Floats sum = (0.009582854f * f + 0.055906426f) * f + 0.24024099f;
+  return sum * f + 0.6931242f;
+}
+
 // 2^x; exactly 0 for x of -127 and less. x is at most 127.
+template <bool kRough = false>
 static inline Floats exp2(Floats x) {
 #ifdef __AVX512F__
   const __m512 exponent = (__m512)x;
@@ -105,7 +112,8 @@ static inline Floats exp2(Floats x) {
   const Floats f = x - (Floats)whole;
   // Not less: NaN stays NaN. Numbers below the normal ones would take a hundred times as long.
   const __mmask16 is_normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)(slope(f) * f + 1.0f), whole);
+  const Floats part = (kRough ? rough_slope(f) : slope(f)) * f + 1.0f;
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)part, whole);
 #else
   const Power power = power_of_2(x);
   return power.whole * power.rest + power.whole;
@@ -229,6 +237,19 @@ static inline float factor_of(const Attention& a) {
   return a.scale * kLog2OfE * (a.softcap == 0.0f ? 1.0f : 2.0f / a.softcap);
 }
 
+// Turns scores into weights: 2^(score factor - most), summed up in `total`.
+struct Softmax {
+  float factor;
+  Line most, total;
+
+  template <bool kRough = false>
+  Floats weigh(u32 v, const Floats& score) {
+    const Floats weight = exp2<kRough>(score * factor - most.at[v]);
+    total.at[v] += weight;
+    return weight;
+  }
+};
+
 // A block's keys and values as floats. `first` is the first key of it that a strip sees.
 template <class Type>
 struct Wide {
@@ -256,6 +277,17 @@ struct Wide {
     return 1.0f;
   }
 
+  void weigh_keys(Softmax& softmax, float* lines, u64, u64 count, bool) const {
+    for (u64 key = 0; key < count; ++key) {
+#pragma GCC unroll 4
+      for (u32 v = 0; v < kVectors; ++v) {
+        float* const at = lines + key * kLanes + v * kWidth;
+        store(at, softmax.weigh(v, load<Floats>(at)));
+      }
+    }
+  }
+
+  // Add what the keys that were weighed last give.
   void gather_values(const Attention& a, const float* weights, u64 first, u64 count,
                      const Line& shrink, float* out) const {
     in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
@@ -374,33 +406,26 @@ struct Strip {
     return found[0];
   }
 
-  // Leaves the keys' weights in `weights`, and after those of a whole block the scores they are
-  // relative to.
+  // Leaves the keys' weights in `weights` if they count, and after those of a whole block the scores
+  // they are relative to.
   template <class Block>
   void add_keys(const Attention& a, const Block& block, u64 start, u64 from, u64 to,
                 float* weights) const {
     const float factor = score_keys(a, block, start, from, to, weights);
     const u64 count = to - from;
     const Line high = greatest(weights, count);
-    Line shrink, most, total;
+    Softmax softmax{factor, {}, {}};
+    Line shrink;
     for (u32 v = 0; v < kVectors; ++v) {
       const Floats before = load<Floats>(top + v * kWidth);
-      most.at[v] = greater(high.at[v] * factor, before);
-      shrink.at[v] = exp2(before - most.at[v]);
-      total.at[v] = load<Floats>(sum + v * kWidth) * shrink.at[v];
+      softmax.most.at[v] = greater(high.at[v] * factor, before);
+      shrink.at[v] = exp2(before - softmax.most.at[v]);
+      softmax.total.at[v] = load<Floats>(sum + v * kWidth) * shrink.at[v];
     }
-    for (u64 key = 0; key < count; ++key) {
-#pragma GCC unroll 4
-      for (u32 v = 0; v < kVectors; ++v) {
-        float* const at = weights + key * kLanes + v * kWidth;
-        const Floats weight = exp2(load<Floats>(at) * factor - most.at[v]);
-        total.at[v] += weight;
-        store(at, weight);
-      }
-    }
-    store_line(top, most);
-    store_line(weights + kBlockKeys * kLanes, most);
-    store_line(sum, total);
+    block.weigh_keys(softmax, weights, from - start, count, counts);
+    store_line(top, softmax.most);
+    store_line(weights + kBlockKeys * kLanes, softmax.most);
+    store_line(sum, softmax.total);
     block.gather_values(a, weights, from - start, count, shrink, out);
   }
 

@@ -1,4 +1,4 @@
-// Bindings of norms and gates.
+// Bindings of norms, gates and rotations.
 #include "bindings.h"
 #include "elements.h"
 
@@ -32,6 +32,26 @@ void gate(u64 gate, u64 up, u64 out, u64 count, bool is_gelu, bool is_bfloat16, 
   run_gate(both, count, threads);
 }
 
+void rotate(u64 input, u64 out, u64 cos, u64 sin, i64 input_head_stride, i64 input_token_stride,
+            i64 out_head_stride, i64 out_token_stride, i64 angle_stride, u64 num_heads,
+            u64 num_tokens, u64 head_dim, u64 num_rotated, bool is_bfloat16) {
+  const nb::gil_scoped_release release;
+  Rotation rotation{};
+  rotation.type = is_bfloat16 ? ElementType::bf16 : ElementType::f32;
+  rotation.input = reinterpret_cast<const void*>(input);
+  rotation.out = reinterpret_cast<void*>(out);
+  rotation.cos = reinterpret_cast<const float*>(cos);
+  rotation.sin = reinterpret_cast<const float*>(sin);
+  rotation.input_head_stride = input_head_stride;
+  rotation.input_token_stride = input_token_stride;
+  rotation.out_head_stride = out_head_stride;
+  rotation.out_token_stride = out_token_stride;
+  rotation.angle_stride = angle_stride;
+  rotation.head_dim = head_dim;
+  rotation.num_rotated = num_rotated;
+  run_rotation(rotation, num_heads, num_tokens);
+}
+
 }  // namespace
 
 void bind_elements(nb::module_& m) {
@@ -40,6 +60,11 @@ void bind_elements(nb::module_& m) {
         nb::arg("threads"));
   m.def("gate", &gate, nb::arg("gate"), nb::arg("up"), nb::arg("out"), nb::arg("count"),
         nb::arg("is_gelu"), nb::arg("is_bfloat16"), nb::arg("threads"));
+  m.def("rotate", &rotate, nb::arg("input"), nb::arg("out"), nb::arg("cos"), nb::arg("sin"),
+        nb::arg("input_head_stride"), nb::arg("input_token_stride"), nb::arg("out_head_stride"),
+        nb::arg("out_token_stride"), nb::arg("angle_stride"), nb::arg("num_heads"),
+        nb::arg("num_tokens"), nb::arg("head_dim"), nb::arg("num_rotated"),
+        nb::arg("is_bfloat16"));
 }
 
 }  // namespace kvrag::host

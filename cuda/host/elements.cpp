@@ -33,4 +33,8 @@ void run_gate(const Gate& gate, u64 count, u32 threads) {
   in_parts(count, 1, threads, [&](u64 begin, u64 end) { kernels().gate(gate, begin, end); });
 }
 
+void run_rotation(const Rotation& rotation, u64 num_heads, u64 num_tokens) {
+  for (u64 head = 0; head < num_heads; ++head) kernels().rotate(rotation, head, 0, num_tokens);
+}
+
 }  // namespace kvrag::host

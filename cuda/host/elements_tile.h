@@ -1,4 +1,4 @@
-// What a decoder layer computes number by number, each in one pass over memory: norms, and gates of its MLP.
+// What is computed number by number, each in one pass over memory: norms, gates of MLPs, and rotations.
 //
 // Numbers are rounded to their type where a model's own code rounds them. Only sums over a row have another
 // order. Include it after attend_tile.h, which has the exponentials.
@@ -140,6 +140,35 @@ static inline void gate(const Gate& gate, u64 begin, u64 end) {
   }
 }
 
+template <class Element>
+static inline void rotate(const Rotation& rotation, u64 head, u64 begin, u64 end) {
+  const u64 half = rotation.num_rotated / 2, rest = rotation.head_dim - 2 * half;
+  for (u64 token = begin; token < end; ++token) {
+    const i64 at = static_cast<i64>(token);
+    const Element* const in = static_cast<const Element*>(rotation.input) +
+                              static_cast<i64>(head) * rotation.input_head_stride +
+                              at * rotation.input_token_stride;
+    Element* const out = static_cast<Element*>(rotation.out) +
+                         static_cast<i64>(head) * rotation.out_head_stride +
+                         at * rotation.out_token_stride;
+    const float* const cos = rotation.cos + at * rotation.angle_stride;
+    const float* const sin = rotation.sin + at * rotation.angle_stride;
+    u64 i = 0;
+    for (; i + kWidth <= half; i += kWidth) {
+      const Floats first = get(in + i), second = get(in + half + i);
+      const Floats c = get(cos + i), s = get(sin + i);
+      put(out + i, first * c - second * s);
+      put(out + half + i, second * c + first * s);
+    }
+    for (; i < half; ++i) {
+      const float first = attention::widened(in[i]), second = attention::widened(in[half + i]);
+      attention::narrow(reconstruct::rotate_first(first, second, cos[i], sin[i]), out + i);
+      attention::narrow(reconstruct::rotate_second(first, second, cos[i], sin[i]), out + half + i);
+    }
+    std::memcpy(out + 2 * half, in + 2 * half, rest * sizeof(Element));
+  }
+}
+
 }  // namespace elements
 
 void norm_tile(const Norm& norm, u64 begin, u64 end) noexcept {
@@ -150,6 +179,13 @@ void norm_tile(const Norm& norm, u64 begin, u64 end) noexcept {
 void gate_tile(const Gate& gate, u64 begin, u64 end) noexcept {
   if (gate.type == ElementType::f32) return elements::gate<float>(gate, begin, end);
   elements::gate<u16>(gate, begin, end);
+}
+
+void rotate_tile(const Rotation& rotation, u64 head, u64 begin, u64 end) noexcept {
+  if (rotation.type == ElementType::f32) {
+    return elements::rotate<float>(rotation, head, begin, end);
+  }
+  elements::rotate<u16>(rotation, head, begin, end);
 }
 
 }  // namespace

@@ -182,6 +182,7 @@ const Kernels kAvx2 = {
     int8_multiply,
     norm_tile,
     gate_tile,
+    rotate_tile,
 };
 
 }  // namespace kvrag::host

@@ -145,6 +145,7 @@ const Kernels kAvx512 = {
     int8_multiply,
     norm_tile,
     gate_tile,
+    rotate_tile,
 };
 
 }  // namespace kvrag::host

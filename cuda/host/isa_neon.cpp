@@ -165,6 +165,7 @@ const Kernels kNeon = {
     int8_multiply,
     norm_tile,
     gate_tile,
+    rotate_tile,
 };
 
 }  // namespace kvrag::host

@@ -83,6 +83,7 @@ const Kernels kScalar = {
     int8_multiply,
     norm_tile,
     gate_tile,
+    rotate_tile,
 };
 
 }  // namespace kvrag::host

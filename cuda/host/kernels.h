@@ -194,6 +194,23 @@ struct Gate {
   bool is_gelu;  // by tanh; otherwise SiLU
 };
 
+// Rows whose first channels are rotated, in halves: each token has its own angles. One type, f32 or bf16; strides
+// are in elements, channels are contiguous.
+struct Rotation {
+  ElementType type;
+  const void* input;  // [heads, tokens, head_dim]
+  void* out;          // the same shape
+  i64 input_head_stride;
+  i64 input_token_stride;
+  i64 out_head_stride;
+  i64 out_token_stride;
+  u64 head_dim;
+  u64 num_rotated;
+  const float* cos;  // [tokens, at least num_rotated / 2]
+  const float* sin;
+  i64 angle_stride;  // of both
+};
+
 constexpr u64 kInt8Panel = 64;
 // A row's inputs with what fills its last quad.
 constexpr u64 int8_stride(u64 num_inputs) { return (num_inputs + 3) / 4 * 4; }
@@ -232,9 +249,11 @@ struct Kernels {
   void (*int8_quantise)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end) noexcept;
   void (*int8_multiply)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end,
                         u64 panel) noexcept;
-  // Rows [begin, end), and numbers [begin, end).
+  // Compute rows [begin, end), or numbers [begin, end).
   void (*norm)(const Norm&, u64 begin, u64 end) noexcept;
   void (*gate)(const Gate&, u64 begin, u64 end) noexcept;
+  // Tokens [begin, end) of a head.
+  void (*rotate)(const Rotation&, u64 head, u64 begin, u64 end) noexcept;
 };
 
 extern const Kernels kScalar;

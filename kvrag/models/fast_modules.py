@@ -18,11 +18,13 @@ from kvrag.models.linears import Forward, linear_forwards
 
 _Modules = list[tuple[dict[str, Any], Forward]]
 
-_modules: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], _Modules]] = WeakKeyDictionary()
+_modules: WeakKeyDictionary[nn.Module, dict[tuple[str, bool, bool], _Modules]] = WeakKeyDictionary()
 
 
 @contextmanager
-def fast_modules(model: nn.Module, precision: str, *, each_row: bool = False) -> Iterator[None]:
+def fast_modules(
+    model: nn.Module, precision: str, *, each_row: bool = False, besides: nn.Module | None = None
+) -> Iterator[None]:
     """Let a model's modules on the CPU use kernels inside the block.
 
     Those are its linear layers, and the norms and MLPs that agree with a kernel; others, such as
@@ -32,24 +34,26 @@ def fast_modules(model: nn.Module, precision: str, *, each_row: bool = False) ->
     Parameters
     ----------
     model
-        The model. At its first call with more than a few rows, each linear layer copies its weights
-        in another layout; the copies live as long as the model.
+        The model, or a part of it. At its first call with more than a few rows, each linear layer
+        copies its weights in another layout; the copies live as long as the model.
     precision
         What the modules compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and
         outputs keep the weights' type. The output embeddings compute in that type unless it is
         ``"int8"``.
     each_row
-        Whether rows that belong to different prompts are computed as each would be alone, bit for
-        bit, where the modules compute in the weights' type: by the kernel for few rows.
+        Whether rows that belong to different prompts, `MAX_ROWS` at most, are computed as each
+        would be alone, bit for bit, where the modules compute in the weights' type.
+    besides
+        A part of the model that stays as it is; None: no part does.
     """
     known = _modules.setdefault(model, {})
-    modules = known.get((precision, each_row))
+    kind = precision, each_row, besides is None
+    modules = known.get(kind)
     if modules is None:
-        found = chain(
-            linear_forwards(model, precision, packs=not each_row), element_forwards(model)
-        )
-        modules = known[precision, each_row] = [
-            (vars(module), forward) for module, forward in found
+        left_out = set() if besides is None else set(besides.modules())
+        found = chain(linear_forwards(model, precision, each_row=each_row), element_forwards(model))
+        modules = known[kind] = [
+            (vars(module), forward) for module, forward in found if module not in left_out
         ]
     # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
     before = [own.get("forward") for own, _ in modules]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
 from kvrag.errors import ParameterError
-from kvrag.models.packed import PackedWeight, can_pack
+from kvrag.models.packed import PackedWeight, can_pack, multiplies_squares
 from kvrag.models.precision import INT8
 from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
@@ -18,26 +19,34 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 # Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
 _LEAST_PACKED = 5
 
+_forwards: WeakKeyDictionary[nn.Linear, dict[tuple[str, bool, bool], Forward]] = WeakKeyDictionary()
+
 
 def linear_forwards(
-    model: nn.Module, precision: str, *, packs: bool
+    model: nn.Module, precision: str, *, each_row: bool
 ) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield a model's linear layers, each with what computes it; see `fast_modules`.
-
-    Parameters
-    ----------
-    packs
-        Whether layers may use weights in another layout, which are copies.
-    """
+    """Yield a model's linear layers, each with what computes it; see `fast_modules`."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            is_head = layer is head
-            yield layer, _forward_of(layer, precision, is_head=is_head, packs=packs and not is_head)
+            yield layer, _forward_of(layer, precision, is_head=layer is head, each_row=each_row)
 
 
-def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool, packs: bool) -> Forward:
+def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) -> Forward:
+    """Return what computes a layer, the same wherever it computes the same: it keeps copies."""
+    dtype = layer.weight.dtype
+    is_own = is_head or str(dtype).removeprefix("torch.") == precision
+    # Only where a number of rows decides between kernels.
+    differs = each_row and is_own and precision != INT8 and not multiplies_squares(dtype)
+    known = _forwards.setdefault(layer, {})
+    kind = precision, is_head, differs
+    if kind not in known:
+        known[kind] = _new_forward(layer, precision, is_head=is_head, each_row=differs)
+    return known[kind]
+
+
+def _new_forward(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) -> Forward:
     compute: Forward | None = None
     # What it computes with. It is kept alive, so no other tensor has these addresses.
     known: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -57,7 +66,7 @@ def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool, packs: bool)
             or not (_is_same(weight, known[0]) and _is_same(bias, known[1]))
         ):
             known, versions = (weight.detach(), None if bias is None else bias.detach()), found
-            compute = _way(*known, precision, is_head=is_head, packs=packs)
+            compute = _way(*known, precision, is_head=is_head, each_row=each_row)
         return linear(rows, weight, bias) if compute is None else compute(rows)
 
     return forward
@@ -80,7 +89,7 @@ def _way(
     precision: str,
     *,
     is_head: bool,
-    packs: bool,
+    each_row: bool,
 ) -> Forward | None:
     """Return what computes a layer; None if only PyTorch can."""
     if weight.device.type != "cpu" or not weight.is_floating_point():
@@ -93,7 +102,9 @@ def _way(
         return layer if weight.dtype in ATTENTION_TYPES else _through(torch.float32, layer)
     dtype: torch.dtype = getattr(torch, precision)
     if is_head or weight.dtype == dtype:
-        return _own_type(weight, bias, packs=packs)
+        if multiplies_squares(weight.dtype):
+            return _packed(weight, bias)
+        return _own_type(weight, bias, packs=not (each_row or is_head))
     given = None if bias is None else bias.to(dtype)
     if not can_pack(dtype):
         other = weight.to(dtype)
@@ -103,6 +114,19 @@ def _way(
 
 def _through(dtype: torch.dtype, compute: Forward) -> Forward:
     return lambda rows: compute(rows.to(dtype)).to(rows.dtype)
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
+    """Return what computes a layer over packed weights, whatever the number of rows."""
+    packed: PackedWeight | None = None
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        if packed is None:
+            packed = PackedWeight(weight, bias)
+        return packed(rows)
+
+    return compute
 
 
 def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -> Forward | None:

@@ -127,13 +127,16 @@ class RowRunner:
         acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
-        linears = fast_modules(self._hf, self._compute)
-        with self._lock, torch.no_grad(), attending, acting, linears:
+        with self._lock, torch.no_grad(), attending, acting, self._outer():
             yield
+
+    def _outer(self, *, each_row: bool = False) -> AbstractContextManager[None]:
+        """Let modules outside the layers use kernels: a layer's own ones are switched with it."""
+        return fast_modules(self._hf, self._compute, each_row=each_row, besides=self._layers)
 
     def each_row(self) -> AbstractContextManager[None]:
         """Compute rows of different prompts as each would be computed alone."""
-        return fast_modules(self._hf, self._compute, each_row=True)
+        return self._outer(each_row=True)
 
     def forward(
         self,
@@ -192,13 +195,15 @@ class RowRunner:
     ) -> None:
         """Run one layer over a row of each prompt of a batch (`KVModel.forward_each`)."""
         self._at_hand = batch.indices
-        output = self._layers[layer_index](
-            hidden[None],
-            attention_mask=batch,
-            position_ids=batch.positions[None],
-            position_embeddings=embeddings,
-            **{self._family.cache_argument: batch},
-        )
+        layer = self._layers[layer_index]
+        with fast_modules(layer, self._compute, each_row=True):
+            output = layer(
+                hidden[None],
+                attention_mask=batch,
+                position_ids=batch.positions[None],
+                position_embeddings=embeddings,
+                **{self._family.cache_argument: batch},
+            )
         hidden.copy_((output[0] if isinstance(output, tuple) else output)[0])
 
     def project(
@@ -261,11 +266,13 @@ class RowRunner:
     ) -> Any:
         """Return what a layer's own forward returns for a block of rows ``[n, hidden]``."""
         self._at_hand = mask.positions
-        return self._layers[layer_index](
-            hidden[None],
-            **self._arguments(mask, num_keys, table),
-            **{self._family.cache_argument: cache},
-        )
+        layer = self._layers[layer_index]
+        with fast_modules(layer, self._compute):
+            return layer(
+                hidden[None],
+                **self._arguments(mask, num_keys, table),
+                **{self._family.cache_argument: cache},
+            )
 
     def _arguments(self, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
         """Return a layer's arguments for a block of rows, besides their hidden states."""

@@ -13,7 +13,7 @@ nothing was compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute
   `Rotation`, `contexts`, `refine`.
 - `kvrag.native.attention`: `attend`, `VisibleKeys`, `Mass`, `attend_each`, `Buffers`,
   `ATTENTION_TYPES`.
-- `kvrag.native.elements`: `rms_norm`, `gated`.
+- `kvrag.native.elements`: `rms_norm`, `gated`, `rotate`.
 - `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
@@ -28,7 +28,7 @@ from kvrag.native.attention import (
     attend,
     attend_each,
 )
-from kvrag.native.elements import gated, rms_norm
+from kvrag.native.elements import gated, rms_norm, rotate
 from kvrag.native.entropy import (
     DecodeJob,
     RansModel,
@@ -79,5 +79,6 @@ __all__ = [
     "reconstruct",
     "refine",
     "rms_norm",
+    "rotate",
     "use_instruction_set",
 ]

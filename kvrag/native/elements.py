@@ -1,4 +1,4 @@
-"""What a decoder layer computes number by number: norms, and the gates of its MLP.
+"""What is computed number by number: norms, the gates of MLPs, and the rotation of keys.
 
 Each takes one pass over memory. Numbers are rounded to their type where Transformers' layers round
 them, so results are equal bit for bit, but for the order of a norm's sum and the last bits of
@@ -86,6 +86,68 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, is_gelu: bool = False) -> tor
         check_threads(torch.get_num_threads()),
     )
     return out
+
+
+def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> bool:
+    """Rotate rows' first R channels in halves, in float32, and write them to `out`.
+
+    Parameters
+    ----------
+    rows
+        ``[H, n, D]`` on the CPU.
+    cos, sin
+        ``[n, R]`` float32, of which the first half counts.
+    out
+        ``[H, n, D]``; it does not overlap `rows`.
+
+    Returns
+    -------
+    bool
+        Whether the rows were rotated. They are not if rows and `out` are not both float32 or both
+        bfloat16, if channels are not next to each other, or if gradients are wanted.
+    """
+    dtype = rows.dtype
+    is_ours = (
+        dtype == out.dtype
+        and dtype in ATTENTION_TYPES
+        and rows.device.type == out.device.type == cos.device.type == "cpu"
+        and rows.stride(-1) == out.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
+        and cos.stride() == sin.stride()
+        and cos.dtype == sin.dtype == torch.float32
+        and rows.dim() == 3
+        and not (rows.requires_grad and torch.is_grad_enabled())
+    )
+    if not is_ours:
+        return False
+    shape = num_heads, num_tokens, head_dim = rows.shape
+    num_rotated = cos.shape[1]
+    if out.shape != shape or cos.shape != sin.shape or len(cos) != num_tokens:
+        raise ParameterError(
+            f"rows, angles and out: expected shapes that fit, found {list(shape)}, "
+            f"{list(cos.shape)}, {list(sin.shape)} and {list(out.shape)}"
+        )
+    if num_rotated > head_dim or num_rotated % 2:
+        raise ParameterError(
+            f"cos: expected an even number of columns, at most {head_dim}, found {num_rotated}"
+        )
+    if rows.numel():
+        kernels.rotate(
+            rows.data_ptr(),
+            out.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rows.stride(0),
+            rows.stride(1),
+            out.stride(0),
+            out.stride(1),
+            cos.stride(0),
+            num_heads,
+            num_tokens,
+            head_dim,
+            num_rotated,
+            dtype == torch.bfloat16,
+        )
+    return True
 
 
 def _sound(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:

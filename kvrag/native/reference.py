@@ -35,6 +35,7 @@ __all__ = [
     "linear",
     "norm",
     "refine",
+    "rotate",
     "transform",
     "use_instruction_set",
 ]
@@ -265,6 +266,37 @@ def gate(
     written.copy_(opened * passing)
 
 
+def rotate(
+    input: int,
+    out: int,
+    cos: int,
+    sin: int,
+    input_head_stride: int,
+    input_token_stride: int,
+    out_head_stride: int,
+    out_token_stride: int,
+    angle_stride: int,
+    num_heads: int,
+    num_tokens: int,
+    head_dim: int,
+    num_rotated: int,
+    is_bfloat16: bool,
+) -> None:
+    kind = np.dtype(np.int16 if is_bfloat16 else np.float32)
+    shape = (num_heads, num_tokens, head_dim)
+    rows = _spread(input, shape, (input_head_stride, input_token_stride, 1), kind)
+    written = _spread(out, shape, (out_head_stride, out_token_stride, 1), kind)
+    half = num_rotated // 2
+    cosines, sines = (
+        _spread(angle, (num_tokens, half), (angle_stride, 1), np.dtype(np.float32))
+        for angle in (cos, sin)
+    )
+    first, second = rows[..., :half].float(), rows[..., half:num_rotated].float()
+    written[..., :half] = first * cosines - second * sines
+    written[..., half:num_rotated] = second * cosines + first * sines
+    written[..., num_rotated:] = rows[..., num_rotated:]
+
+
 def int8_linear(
     input: int,
     weight: int,
@@ -309,6 +341,14 @@ def _at(address: int, shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[An
         return np.empty(shape, kind)
     memory = memoryview((ctypes.c_uint8 * size).from_address(address))
     return np.frombuffer(memory, kind).reshape(shape)
+
+
+def _spread(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: np.dtype[Any]
+) -> torch.Tensor:
+    """Return the tensor with these strides at an address."""
+    size = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+    return _tensor(_at(address, (size,), kind)).as_strided(shape, strides)
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from kvrag.errors import UnsupportedModelError
+from kvrag.native import rotate
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -68,6 +69,8 @@ class RotaryTable:
     def _rotate(
         keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
     ) -> None:
+        if rotate(keys, cos, sin, out):
+            return
         num_rotated = cos.shape[-1]
         half = num_rotated // 2
         # Both halves of a row of the table hold the same frequencies.
