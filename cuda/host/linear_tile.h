@@ -221,7 +221,7 @@ static inline void outputs(const Linear& layer, float* apart, u64 begin, u64 end
 
 }  // namespace linear
 
-void linear_tile(const Linear& layer, u64 begin, u64 end, float* scratch) noexcept {
+[[maybe_unused]] void linear_tile(const Linear& layer, u64 begin, u64 end, float* scratch) noexcept {
   if (layer.type == ElementType::f32) {
     linear::outputs<linear::Singles>(layer, scratch, begin, end);
   } else {

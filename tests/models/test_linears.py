@@ -157,3 +157,48 @@ def test_weights_that_eight_bits_cannot_hold_are_left_to_torch(layer: nn.Sequent
     with fast_modules(layer, "int8"):
         assert torch.equal(layer[0](rows), layer[0](rows))
         assert layer[0](rows)[0, 0] == float("inf")
+
+
+@torch.no_grad()
+def test_a_part_of_a_model_stays_as_it_is() -> None:
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    with fast_modules(model, "float32", besides=model[1]):
+        assert ["forward" in vars(layer) for layer in model] == [True, False]
+        with fast_modules(model[1], "float32"):
+            assert all("forward" in vars(layer) for layer in model)
+    assert not any("forward" in vars(layer) for layer in model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["bfloat16", "float32", "int8"])
+def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer alone, in a model, and with rows of other prompts uses one copy."""
+    made = []
+    for name in ("PackedWeight", "Int8Linear"):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *given, original=original: made.append(1) or original(*given),
+        )
+    model = nn.ModuleList([nn.Linear(64, 64).bfloat16()])
+    rows = torch.randn(30, 64).bfloat16()
+    with fast_modules(model, precision):
+        model[0](rows)
+    with fast_modules(model[0], precision):
+        model[0](rows)
+    with fast_modules(model, precision, each_row=True):
+        model[0](rows[:8])
+    assert len(made) <= 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_inputs", [64, 576, 1536])
+def test_rows_of_other_prompts_do_not_change_a_rows_bits(num_inputs: int) -> None:
+    layer = nn.Linear(num_inputs, 96, bias=False).bfloat16()
+    rows = torch.randn(16, num_inputs).bfloat16()
+    with fast_modules(layer, "bfloat16", each_row=True):
+        together = layer(rows)
+        for count in (1, 2, 7, 8, 9, 15):
+            assert torch.equal(layer(rows[:count]), together[:count])
+            assert torch.equal(layer(rows[-count:]), together[-count:])

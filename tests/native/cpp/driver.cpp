@@ -2,11 +2,12 @@
 //
 //     driver [rounds] [seed]
 //
-// Round trips, damaged payloads, reconstructions, attention and linear layers with every instruction set
+// Round trips, damaged payloads, reconstructions, attention, layers and their elements with every instruction set
 // there is, in buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
 // be the same on every machine.
 #include <thread>
 
+#include "elements.h"
 #include "input.h"
 #include "linear.h"
 
@@ -149,6 +150,60 @@ void layer_once() {
   }
 }
 
+// The first instruction set's results count as right; rows and tokens end where the memory does.
+void elements_once() {
+  const u64 rows = 1 + below(9), width = 1 + below(100), size = rows * width;
+  const u64 half = below(width / 2 + 1);
+  const auto input = filled<float>(size, uniform), other = filled<float>(size, uniform);
+  const auto weight = filled<float>(width, uniform);
+  const auto cos = filled<float>(rows * half, uniform), sin = filled<float>(rows * half, uniform);
+  const auto halves = [](const std::unique_ptr<float[]>& floats, u64 count) {
+    auto found = exactly<u16>(count);
+    for (u64 i = 0; i < count; ++i) found[i] = reconstruct::to_bf16(floats[i]);
+    return found;
+  };
+  const auto input16 = halves(input, size), other16 = halves(other, size);
+  const auto weight16 = halves(weight, width);
+  const bool flag = below(2) == 0;
+  const u32 threads = 1 + static_cast<u32>(below(3));
+  std::vector<std::vector<float>> first(3);
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto run = [&](u64 which, auto is_wide, auto* out) {
+      constexpr bool kWide = decltype(is_wide)::value;
+      const ElementType type = kWide ? ElementType::f32 : ElementType::bf16;
+      const auto of = [](const auto& wide, const auto& narrow) {
+        return kWide ? static_cast<const void*>(wide.get()) : narrow.get();
+      };
+      if (which == 0) {
+        const Norm norm{type, of(input, input16), of(weight, weight16), out, width, 1e-3f, flag};
+        run_norm(norm, rows, threads);
+      } else if (which == 1) {
+        run_gate({type, of(input, input16), of(other, other16), out, flag}, size, threads);
+      } else {
+        const i64 stride = static_cast<i64>(width);
+        run_rotation({type, of(input, input16), out, stride, stride, stride, stride, width,
+                      2 * half, cos.get(), sin.get(), static_cast<i64>(half)},
+                     1, rows);
+      }
+    };
+    for (u64 which = 0; which < 3; ++which) {
+      const auto out = exactly<float>(size);
+      run(which, std::true_type(), out.get());
+      if (first[which].empty()) first[which].assign(out.get(), out.get() + size);
+      check_close(out.get(), first[which].data(), size, "another element than the first's");
+      const auto rounded = exactly<u16>(size);
+      run(which, std::false_type(), rounded.get());
+      for (u64 i = 0; i < size; ++i) {
+        const u32 bits = u32{rounded[i]} << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        check(std::fabs(value - first[which][i]) <= 0.2f, "bfloat16 is far off");
+      }
+    }
+  }
+}
+
 void int8_once() {
   const u64 rows = 1 + below(110), inputs = 1 + below(150), outputs = 1 + below(140);
   const u64 stride = int8_stride(inputs), panels = (outputs + kInt8Panel - 1) / kInt8Panel;
@@ -225,6 +280,7 @@ int main(int argc, char** argv) {
     reconstruct_once();
     attend_once();
     layer_once();
+    elements_once();
     int8_once();
   }
   share_the_pool();
