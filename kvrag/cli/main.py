@@ -136,4 +136,9 @@ def run() -> None:
         # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    finally:
+        # Python collects garbage once more before it ends, which takes a second with all libraries
+        # imported. What is frozen is left out.
+        gc.freeze()
