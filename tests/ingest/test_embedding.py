@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit() -> No
         np.testing.assert_array_equal(own.embed_query(text), library.embed_query(text))
         assert own.windows(text) == library.windows(text)
     assert own.reads == library.reads
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="sentence-transformers runs it there")
+def test_minilm_imports_neither_sentence_transformers_nor_scikit_learn() -> None:
+    code = (
+        "import sys; from kvrag.ingest.embedding import get_embedding\n"
+        "get_embedding('minilm').embed_query('who?')\n"
+        "print([name for name in ('sentence_transformers', 'sklearn') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def test_on_an_accelerator_sentence_transformers_runs_minilm(
