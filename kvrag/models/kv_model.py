@@ -183,15 +183,14 @@ class KVModel(RowMethods):
         if isinstance(model, KVModel):
             return model._computing_in(compute)
         if isinstance(model, PreTrainedModel):
-            if tokenizer is None:
-                folder = getattr(model.config, "_name_or_path", "")
-                if not folder:
-                    raise ModelLoadError(
-                        "a model object built in memory carries no tokenizer: pass tokenizer=..."
-                    )
-                tokenizer = folder
+            folder = str(getattr(model.config, "_name_or_path", ""))
+            given = folder if tokenizer is None else tokenizer
+            if not given:
+                raise ModelLoadError(
+                    "a model object built in memory carries no tokenizer: pass tokenizer=..."
+                )
             model.eval()  # type: ignore[no-untyped-call]
-            return cls(model, tokenizer, compute=compute)
+            return cls(model, given, compute=compute)
         if isinstance(dtype, str):
             if dtype not in DTYPES:
                 raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
