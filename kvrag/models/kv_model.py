@@ -72,7 +72,7 @@ class KVModel(RowMethods):
     hf
         A loaded causal language model of a supported family; used as it is, in evaluation mode.
     tokenizer
-        Its fast tokenizer; copied.
+        Its fast tokenizer, which is copied, or the folder or hub name to load one from.
     name
         Name of the model in reports.
     compute
@@ -105,7 +105,7 @@ class KVModel(RowMethods):
     def __init__(
         self,
         hf: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | str | Path,
         *,
         name: str = "",
         compute: str | None = None,
@@ -117,9 +117,12 @@ class KVModel(RowMethods):
                 f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
             )
         self.hf = hf
-        # A copy: fast tokenizers keep the truncation and padding of their last call, and another
-        # thread using the caller's object would shorten our prompts.
-        self.tokenizer = copy.deepcopy(check_tokenizer(tokenizer))
+        if isinstance(tokenizer, str | Path):
+            self.tokenizer = load_tokenizer(tokenizer)
+        else:
+            # A copy: fast tokenizers keep the truncation and padding of their last call, and
+            # another thread using the caller's object would shorten our prompts.
+            self.tokenizer = copy.deepcopy(check_tokenizer(tokenizer))
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         num_heads = config.num_attention_heads
         self.spec = KVSpec(
@@ -180,15 +183,14 @@ class KVModel(RowMethods):
         if isinstance(model, KVModel):
             return model._computing_in(compute)
         if isinstance(model, PreTrainedModel):
-            if tokenizer is None:
-                folder = getattr(model.config, "_name_or_path", "")
-                if not folder:
-                    raise ModelLoadError(
-                        "a model object built in memory carries no tokenizer: pass tokenizer=..."
-                    )
-                tokenizer = load_tokenizer(folder)
+            folder = str(getattr(model.config, "_name_or_path", ""))
+            given = folder if tokenizer is None else tokenizer
+            if not given:
+                raise ModelLoadError(
+                    "a model object built in memory carries no tokenizer: pass tokenizer=..."
+                )
             model.eval()  # type: ignore[no-untyped-call]
-            return cls(model, tokenizer, compute=compute)
+            return cls(model, given, compute=compute)
         if isinstance(dtype, str):
             if dtype not in DTYPES:
                 raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
@@ -200,12 +202,8 @@ class KVModel(RowMethods):
         with _loading:
             loaded = _loaded.get((path, str(dtype), str(device), compute))
             if loaded is None:
-                loaded = cls(
-                    load_weights(path, dtype, device),
-                    load_tokenizer(path),
-                    name=str(model),
-                    compute=compute,
-                )
+                hf = load_weights(path, dtype, device)
+                loaded = cls(hf, path, name=str(model), compute=compute)
                 # Cached both under the request and under the result: an index is created with "the
                 # checkpoint's type" and opened with the type it recorded.
                 for found_as in (dtype, loaded.spec.dtype):

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvrag.errors import UnsupportedModelError
 from kvrag.models.families import find_family, num_kv_heads
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, load_weights, model_fingerprint
+from kvrag.models.loading import load_weights, model_fingerprint
 from kvrag.models.packed import pack_linears
 from kvrag.models.ranks import Ranks
 
@@ -45,7 +45,7 @@ def load_shard(path: str, dtype: torch.dtype, device: torch.device, ranks: Ranks
     pack_linears(hf)
     for name in sums:
         hf.get_submodule(name).register_forward_hook(lambda _, __, output: ranks.sum(output))
-    model = KVModel(hf, load_tokenizer(path), name=path)
+    model = KVModel(hf, path, name=path)
     model.ranks = ranks
     model.__dict__["fingerprint"] = fingerprint
     return model

@@ -73,6 +73,22 @@ def test_threads_spin_for_a_bounded_time_unless_the_environment_says_how_they_wa
     assert done.stdout.splitlines()[-1] == str(used)
 
 
+@pytest.mark.parametrize(("before", "after"), [((700, 10, 10), 10_000), ((0, 10, 10), 0)])
+def test_garbage_is_collected_less_often_and_not_at_the_end(
+    before: tuple[int, int, int], after: int
+) -> None:
+    code = (
+        "import gc, sys; sys.argv = ['kvrag', '--version']\n"
+        f"gc.set_threshold(*{before})\n"
+        "from kvrag.cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit: pass\n"
+        "print(gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 10_000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"True {(after, *before[1:])} True"
+
+
 def test_runs_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvrag.cli", "ls", "--index", str(tmp_path / "nowhere")],

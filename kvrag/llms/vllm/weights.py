@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, load_weights
+from kvrag.models.loading import load_weights
 from kvrag.models.packed import pack_linears
 from kvrag.models.ranks import Ranks
 from kvrag.models.shards import load_shard
@@ -77,7 +77,7 @@ def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig, heads: Rank
     except NotShareableError as error:
         # A separate model, not one shared in this process, because its weights get packed.
         hf = load_weights(path, DTYPES[index_config.dtype], str(device))
-        kv_model = KVModel(hf, load_tokenizer(path), name=path)
+        kv_model = KVModel(hf, path, name=path)
         num_bytes = sum(one.numel() * one.element_size() for one in hf.parameters())
         _ = kv_model.fingerprint  # cached now, of the weights before packing
         pack_linears(hf)
@@ -130,7 +130,7 @@ def share_weights(model: nn.Module, path: str, dtype: torch.dtype, device: torch
         hf.get_submodule(owner)._parameters[last] = made[id(parameter)]
     _make_buffers(hf, device)
     hf.eval()  # type: ignore[no-untyped-call]
-    return KVModel(hf, load_tokenizer(path), name=path)
+    return KVModel(hf, path, name=path)
 
 
 def _view(
