@@ -24,6 +24,10 @@ _FARTHEST = 8.0
 # How far results may be apart, in roundings of the greatest one.
 _ROUNDINGS = 4
 
+# What `_activation` found, by the classes of an MLP and of its activation: a trial of a large
+# model's MLP takes a tenth of a second.
+_activations: dict[tuple[type, type], bool | None] = {}
+
 
 def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
     """Yield a model's norms and MLPs that kernels compute, each with what computes it.
@@ -31,13 +35,12 @@ def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
     What is yielded calls an MLP's linear layers as modules, hooks included. Where gradients are on,
     or inputs are of another type or device than the weights, the module's own code computes.
     """
-    ways: dict[type, bool | None] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
             continue
         if (norm := _norm(module)) is not None:
             yield module, norm
-        elif (mlp := _mlp(module, ways)) is not None:
+        elif (mlp := _mlp(module)) is not None:
             yield module, mlp
 
 
@@ -76,13 +79,17 @@ def _norm_forward(module: nn.Module, compute: Callable[..., torch.Tensor]) -> _F
     return forward
 
 
-def _mlp(module: nn.Module, ways: dict[type, bool | None]) -> _Forward | None:
+def _mlp(module: nn.Module) -> _Forward | None:
     if set(module._modules) - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
         return None
     own: Any = module
-    if type(module) not in ways:
-        ways[type(module)] = _activation(module)
-    is_gelu = ways[type(module)]
+    weight = getattr(own.gate_proj, "weight", None)
+    if not _is_ours(weight):
+        return None
+    kind = type(module), type(getattr(module, "act_fn", None))
+    if kind not in _activations:
+        _activations[kind] = _activation(module, _sample(weight.shape[1], weight.dtype))
+    is_gelu = _activations[kind]
     if is_gelu is None:
         return None
     plain = type(module).forward
@@ -90,7 +97,14 @@ def _mlp(module: nn.Module, ways: dict[type, bool | None]) -> _Forward | None:
     def forward(rows: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor
         if rows.device.type == "cpu" and rows.dtype in ATTENTION_TYPES and not is_grad_enabled():
-            made = own.down_proj(gated(own.gate_proj(rows), own.up_proj(rows), is_gelu=is_gelu))
+            opening, passing = own.gate_proj(rows), own.up_proj(rows)
+            # Layers that are not plain ones may give another type.
+            is_ours = opening.dtype == passing.dtype == rows.dtype
+            made = own.down_proj(
+                gated(opening, passing, is_gelu=is_gelu)
+                if is_ours
+                else own.act_fn(opening) * passing
+            )
         else:
             made = plain(module, rows)
         return made
@@ -99,13 +113,9 @@ def _mlp(module: nn.Module, ways: dict[type, bool | None]) -> _Forward | None:
 
 
 @torch.no_grad()
-def _activation(module: Any) -> bool | None:
+def _activation(module: Any, tried: torch.Tensor) -> bool | None:
     """Return whether an MLP's activation is GELU, by tanh, or SiLU; None if it is another MLP."""
-    weight = getattr(module.gate_proj, "weight", None)
-    if not _is_ours(weight):
-        return None
     numbers = torch.linspace(-_FARTHEST, _FARTHEST, _NUM_NUMBERS)
-    tried = _sample(weight.shape[1], weight.dtype)
     try:
         activated = module.act_fn(numbers)
         expected = type(module).forward(module, tried)

@@ -6,6 +6,7 @@ scores exists. ``cuda/host/attend_tile.h`` has the arithmetic, which is float32 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +76,7 @@ def attend(
     visible
         The keys that each row sees.
     scale
-        Factor of the scores.
+        Factor of the scores, above 0.
     softcap
         Soft cap of the scores: c tanh(score / c); None: none.
     mass
@@ -104,6 +105,7 @@ def attend(
     window = _NO_WINDOW if visible.window is None else visible.window
     if window < 1:
         raise ParameterError(f"window: expected at least 1, found {window}")
+    _check_scale(scale)
     taken, first_counted = None, 0
     if mass is not None:
         shape = (num_kv_heads, num_keys)
@@ -192,6 +194,7 @@ def attend_each(
         )
     if window is not None and window < 1:
         raise ParameterError(f"window: expected at least 1, found {window}")
+    _check_scale(scale)
     key_places, value_places, capacities, places = (
         view(one, name, np.int64, (num_rows,), contiguous=True)
         for name, one in zip(buffers._fields, buffers, strict=True)
@@ -216,6 +219,12 @@ def attend_each(
         check_threads(threads),
     )
     return out
+
+
+def _check_scale(scale: float) -> None:
+    # Kernels look for the greatest score before they multiply.
+    if not 0 < scale < math.inf:
+        raise ParameterError(f"scale: expected a number above 0, found {scale}")
 
 
 def _last_keys(last_keys: ArrayLike, num_rows: int, num_keys: int) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """What is computed number by number: norms, the gates of MLPs, and the rotation of keys.
 
 Each takes one pass over memory. Numbers are rounded to their type where Transformers' layers round
-them, so results are equal bit for bit, but for the order of a norm's sum and the last bits of
-exponentials.
+them. So in bfloat16 results are nearly always equal bit for bit; in float32, the order of a norm's
+sum and the last bits of exponentials differ.
 """
 
 from __future__ import annotations

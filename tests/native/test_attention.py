@@ -139,10 +139,11 @@ def test_damage_shows_where_it_is_seen_and_only_there(isa: str) -> None:
     assert late.tolist() == [20 <= row < 25 for row in range(40)]
 
 
-def test_threads_change_nothing(isa: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
-    query = torch.randn(6, 300, 64, generator=generator)
-    key, value = torch.randn(2, 2, 900, 64, generator=generator)
+    query = torch.randn(6, 300, 64, generator=generator).to(dtype)
+    key, value = torch.randn(2, 2, 900, 64, generator=generator).to(dtype)
     last_keys = rows_of(900, 300, generator)
     found = []
     for threads in (1, 3):
@@ -176,6 +177,9 @@ def test_mistakes_of_the_caller() -> None:
         attend(query, key[..., :7], key, rows, scale=1.0)
     with pytest.raises(ParameterError, match=r"value: expected shape \[2, 5, any\]"):
         attend(query, key, key[:, :4], rows, scale=1.0)
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ParameterError, match="scale: expected a number above 0"):
+            attend(query, key, key, rows, scale=scale)
     with pytest.raises(ParameterError, match="query: expected a multiple of the 2 key heads"):
         attend(query[:3], key, key, rows, scale=1.0)
     with pytest.raises(ParameterError, match="query: expected a contiguous last axis"):
