@@ -3,7 +3,8 @@
 //
 // Scores are keys times queries, and the output is values, transposed, times weights. So queries, scores,
 // weights and outputs lie as for the other ways, a line of lanes each, and the softmax is the same.
-// As for pairs, weights are rounded to bfloat16.
+// As for pairs, weights are rounded to bfloat16. A strip that ends within a block multiplies up to 31 keys more, with
+// weights of 0: only if their values are infinite or NaN does it show.
 #pragma once
 
 // Sixteen rows of 64 bytes for each of the eight registers: nothing else is ever needed.
@@ -19,26 +20,34 @@ struct alignas(64) SquareShapes {
   }
 };
 
+// Compilers do not know what the unit's instructions read and write: what is before it in the code is in memory, and
+// what is after it has not been read yet.
+static inline void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
 // Other libraries keep shapes of their own on this thread and do not look whether they are still there.
 class SquareScope {
  public:
   SquareScope() {
     static const SquareShapes ours;
-    _tile_storeconfig(&before_);
+    settle(before_);
+    _tile_storeconfig(before_);
+    settle(before_);
+    settle(&ours);
     _tile_loadconfig(&ours);
   }
   ~SquareScope() {
-    if (before_.bytes[0] == 0) {
+    settle(before_);
+    if (before_[0] == 0) {
       _tile_release();
     } else {
-      _tile_loadconfig(&before_);
+      _tile_loadconfig(before_);
     }
   }
   SquareScope(const SquareScope&) = delete;
   SquareScope& operator=(const SquareScope&) = delete;
 
  private:
-  SquareShapes before_;
+  alignas(64) u8 before_[64];
 };
 
 struct Squares {
@@ -48,7 +57,7 @@ struct Squares {
   // Registers are always full, so what follows a block's last key is 0.
   static constexpr u64 kKeys = kBlockKeys + kDeep;
   static constexpr u64 kPairLines = kKeys / 2;
-  // Keys that are weighed before the unit falls asleep (about 800 cycles).
+  // Keys that are weighed before the unit powers down.
   static constexpr u64 kAwake = 48;
   static_assert(kLanes == 2 * kSide && kBlockKeys % kDeep == 0);
 
@@ -127,6 +136,8 @@ struct Squares {
   // Registers 0 to 3 hold sums: 32 lines, each of 32 lanes. Add to them the products of `depth` numbers:
   // 32 rows by pairs of lines.
   static void multiply(const u16* rows, u64 stride, const float* pairs, u64 depth) {
+    settle(rows);
+    settle(pairs);
     for (u64 at = 0; at < depth; at += kDeep, pairs += kSide * kLanes) {
       _tile_loadd(4, rows + at, stride * sizeof *rows);
       _tile_loadd(6, pairs, kLanes * sizeof *pairs);
@@ -145,6 +156,7 @@ struct Squares {
     _tile_stored(1, to + kSide, kStride);
     _tile_stored(2, to + kSide * kLanes, kStride);
     _tile_stored(3, to + kSide * kLanes + kSide, kStride);
+    settle(to);
   }
 
   // Scores of up to 31 keys more are written too; the block's lines have room for them.
@@ -166,8 +178,8 @@ struct Squares {
     const u64 half = count > kAwake ? kAwake - odd : count;
     weigh_pairs(softmax, lines, first, half, weights, keeps);
     if (half == count) return;
-    // The unit falls asleep meanwhile, and would take longer to wake up than for its work. So it gets some, and
-    // nobody looks at what comes of it.
+    // The unit powers down when it has nothing to do, and needs 800 cycles to wake up. This product, whose result is
+    // not used, keeps it on.
     _tile_dpbf16ps(3, 4, 6);
     weigh_pairs(softmax, lines + half * kLanes, 0, count - half, weights + kAwake / 2 * kLanes,
                 keeps);
@@ -187,6 +199,7 @@ struct Squares {
           store(at, load<Floats>(at) * shrink.at[v]);
         }
       }
+      settle(to);
       constexpr u64 kStride = kLanes * sizeof *to;
       _tile_loadd(0, to, kStride);
       _tile_loadd(1, to + kSide, kStride);

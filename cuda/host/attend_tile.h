@@ -103,7 +103,7 @@ static inline Floats rough_slope(Floats f) {
   return sum * f + 0.6931242f;
 }
 
-// 2^x; exactly 0 for x of -127 and less. x is at most 127.
+// 2^x; exactly 0 for x of -127 and less, or wherever it is not a normal number. x is at most 127.
 template <bool kRough = false>
 static inline Floats exp2(Floats x) {
 #ifdef __AVX512F__

@@ -116,7 +116,9 @@ static inline void norm(const Norm& norm, u64 begin, u64 end) {
 
 constexpr float kLog2OfE = attention::kLog2OfE;
 
-static inline Floats silu(const Floats& x) {
+static inline Floats silu(const Floats& number) {
+  // Less would be 0 too, but for a division of two infinite numbers.
+  const Floats x = attention::at_least(number, -200.0f);
   return x / (1.0f + attention::exp2(attention::at_most(x * -kLog2OfE, 126.0f)));
 }
 

@@ -30,9 +30,7 @@ bool has_all(unsigned bits, std::initializer_list<unsigned> wanted) {
   return true;
 }
 
-}  // namespace
-
-// Its registers are 8 KiB, which Linux saves only for processes that have asked.
+// The registers of AMX are 8 KiB, which Linux saves only for processes that have asked.
 bool may_use_tiles() {
 #if defined(__linux__)
   constexpr long kRequestState = 0x1023, kTileData = 18;
@@ -41,6 +39,8 @@ bool may_use_tiles() {
   return false;
 #endif
 }
+
+}  // namespace
 
 // Bits as Intel's manual numbers them: "CPUID", volume 2A.
 Processor this_processor() {

@@ -125,7 +125,7 @@ def _collect_garbage_less_often() -> None:
     all of them again and again, took a sixth of the time to the first token.
     """
     if gc.get_threshold()[0]:  # 0: switched off
-        gc.set_threshold(10_000, *gc.get_threshold()[1:])
+        gc.set_threshold(max(10_000, gc.get_threshold()[0]), *gc.get_threshold()[1:])
 
 
 def run() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -18,7 +18,12 @@ from kvrag.models.linears import Forward, linear_forwards
 
 _Modules = list[tuple[dict[str, Any], Forward]]
 
-_modules: WeakKeyDictionary[nn.Module, dict[tuple[str, bool, bool], _Modules]] = WeakKeyDictionary()
+_modules: WeakKeyDictionary[nn.Module, dict[tuple[str, bool, int | None], _Modules]] = (
+    WeakKeyDictionary()
+)
+
+# What this module has put into modules, to tell it from what others put there.
+_ours: WeakSet[Forward] = WeakSet()
 
 
 @contextmanager
@@ -28,8 +33,9 @@ def fast_modules(
     """Let a model's modules on the CPU use kernels inside the block.
 
     Those are its linear layers, and the norms and MLPs that agree with a kernel; others, such as
-    quantised layers, stay as they are. Hold the model's lock, and compute without gradients. Which
-    kernel computes a module depends on the number of rows alone, so equal calls give equal bits.
+    quantised layers, and those whose ``forward`` somebody replaced, stay as they are. Hold the
+    model's lock, and compute without gradients. Which kernel computes a module depends on the
+    number of rows alone, so equal calls give equal bits.
 
     Parameters
     ----------
@@ -47,7 +53,7 @@ def fast_modules(
         A part of the model that stays as it is; None: no part does.
     """
     known = _modules.setdefault(model, {})
-    kind = precision, each_row, besides is None
+    kind = precision, each_row, None if besides is None else id(besides)
     modules = known.get(kind)
     if modules is None:
         left_out = set() if besides is None else set(besides.modules())
@@ -55,11 +61,14 @@ def fast_modules(
         modules = known[kind] = [
             (vars(module), forward) for module, forward in found if module not in left_out
         ]
+        _ours.update(forward for _, forward in modules)
     # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
     before = [own.get("forward") for own, _ in modules]
     try:
-        for own, forward in modules:
-            own["forward"] = forward
+        for (own, forward), original in zip(modules, before, strict=True):
+            # What somebody else put there stays.
+            if original is None or original in _ours:
+                own["forward"] = forward
         yield
     finally:
         for (own, _), original in zip(modules, before, strict=True):

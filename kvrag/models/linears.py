@@ -16,7 +16,8 @@ from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-# Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
+# Packed weights take at least this many rows; fewer are sooner computed over weights as they are,
+# except by a matrix unit.
 _LEAST_PACKED = 5
 
 _forwards: WeakKeyDictionary[nn.Linear, dict[tuple[str, bool, bool], Forward]] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ def rms_norm(
     rows
         ``[..., width]`` float32 or bfloat16 on the CPU.
     weight
-        ``[width]`` of the same type, contiguous.
+        ``[width]`` of the same type.
     epsilon
         Added to the mean square.
     adds_one
@@ -41,10 +41,11 @@ def rms_norm(
     if weight.shape != (width,):
         raise ParameterError(f"weight: expected shape [{width}], found {list(weight.shape)}")
     rows = _sound(rows, "rows", rows.dtype)
+    weight = _sound(weight, "weight", rows.dtype)
     out = torch.empty_like(rows)
     kernels.norm(
         rows.data_ptr(),
-        _sound(weight, "weight", rows.dtype).data_ptr(),
+        weight.data_ptr(),
         out.data_ptr(),
         rows.numel() // max(width, 1),
         width,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -57,6 +60,70 @@ def test_transformers_modules_are_found_and_agree(make, dtype: torch.dtype) -> N
         assert torch.equal(forward(rows.double()), module(rows.double()))
 
 
+@torch.no_grad()
+def test_a_great_weight_hides_no_formula() -> None:
+    norm = filled(Gemma3RMSNorm(48), torch.bfloat16)
+    norm.weight[3] = 40
+    rows = torch.randn(1, 30, 48).bfloat16()
+    ((_, forward),) = element_forwards(norm)
+    assert torch.allclose(forward(rows), norm(rows), rtol=2**-7)
+
+
+@torch.no_grad()
+def test_what_the_kernel_does_not_take_is_left_to_the_module() -> None:
+    norm = filled(LlamaRMSNorm(48), torch.float32)
+    ((_, forward),) = element_forwards(norm)
+    rows = torch.randn(2, 48)
+    with fast_modules(nn.ModuleList([norm]), "float32"):
+        assert torch.equal(norm(hidden_states=rows), norm(rows))
+    for dtype in (torch.float16, torch.float64):
+        norm.to(dtype)
+        assert torch.equal(forward(rows.to(dtype)), norm(rows.to(dtype)))
+    mlp = filled(LlamaMLP(LlamaConfig(**SIZES)), torch.float32)
+    ((_, forward),) = element_forwards(mlp)
+    mlp.act_fn = nn.ReLU()
+    assert torch.equal(forward(rows), mlp(rows))
+
+
+class Scaled(LlamaMLP):
+    """Instances of one class that compute differently."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(LlamaConfig(**SIZES))
+        self.factor = factor
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(rows)
+
+
+class OfFunctions(nn.Module):
+    """An MLP whose activation is a function."""
+
+    def __init__(self, act_fn) -> None:
+        super().__init__()
+        for name, sizes in (("gate", (48, 80)), ("up", (48, 80)), ("down", (80, 48))):
+            setattr(self, f"{name}_proj", nn.Linear(*sizes, bias=False))
+        self.act_fn = act_fn
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+def test_each_instance_is_tried() -> None:
+    model = nn.ModuleList(
+        [
+            Scaled(1.0),
+            Scaled(3.0),
+            OfFunctions(functional.silu),
+            OfFunctions(functional.relu),
+            OfFunctions(nn.GELU(approximate="tanh")),
+            OfFunctions(nn.GELU()),
+        ]
+    )
+    found = [module for module, _ in element_forwards(model)]
+    assert found == [model[0], model[2], model[4]]
+
+
 class Squared(nn.Module):
     """A norm's attributes, and another formula."""
 
@@ -85,15 +152,15 @@ class Doubled(LlamaMLP):
         Squared(),
         Raising(),
         nn.LayerNorm(48),
-        LlamaRMSNorm(48).half(),
+        nn.LayerNorm(768, bias=False).bfloat16(),
+        nn.LayerNorm(768).bfloat16(),
         LlamaMLP(LlamaConfig(**SIZES, hidden_act="relu")),
         LlamaMLP(LlamaConfig(**SIZES, hidden_act="gelu")),
         Doubled(LlamaConfig(**SIZES)),
     ],
-    ids=["squared", "raising", "layer norm", "float16", "relu", "erf", "doubled"],
+    ids=["squared", "raising", "layer norm", "no bias", "bias of 0", "relu", "erf", "doubled"],
 )
 def test_what_is_something_else_stays_as_it_is(module: nn.Module) -> None:
-    filled(module, next(module.parameters()).dtype)
     assert module not in [found for found, _ in element_forwards(nn.ModuleList([module]))]
 
 
@@ -122,7 +189,32 @@ def test_afterwards_nothing_is_left() -> None:
     with fast_modules(model, "float32"):
         model[0](torch.randn(1, 30, 48))
     assert not any("forward" in vars(one) for one in model.modules())
+    rows = torch.randn(1, 2, 48)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other[0](rows), model[0](rows))
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", MODULES)
+def test_a_module_alone_is_freed_too(make) -> None:
+    module = filled(make(), torch.float32)
+    with fast_modules(module, "float32"):
+        module(torch.randn(1, 30, 48))
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+@torch.no_grad()
+def test_a_forward_that_somebody_replaced_stays() -> None:
+    model = nn.ModuleList([LlamaMLP(LlamaConfig(**SIZES)), nn.Linear(48, 48)])
+    for module in model:
+        module.forward = lambda rows: 0 * rows
+    with fast_modules(model, "float32"), fast_modules(model, "float32"):
+        assert not any(module(torch.ones(1, 30, 48)).any() for module in model)
+    assert all("forward" in vars(module) for module in model)

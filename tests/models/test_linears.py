@@ -166,6 +166,8 @@ def test_a_part_of_a_model_stays_as_it_is() -> None:
         assert ["forward" in vars(layer) for layer in model] == [True, False]
         with fast_modules(model[1], "float32"):
             assert all("forward" in vars(layer) for layer in model)
+    with fast_modules(model, "float32", besides=model[0]):
+        assert ["forward" in vars(layer) for layer in model] == [False, True]
     assert not any("forward" in vars(layer) for layer in model)
 
 
@@ -189,7 +191,8 @@ def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.Monkey
         model[0](rows)
     with fast_modules(model, precision, each_row=True):
         model[0](rows[:8])
-    assert len(made) <= 1
+    # Few rows in the weights' own type need no copy without a matrix unit, more rows do.
+    assert len(made) == 1
 
 
 @torch.no_grad()
