@@ -42,6 +42,7 @@ class SquareScope {
     } else {
       _tile_loadconfig(before_);
     }
+    settle(before_);
   }
   SquareScope(const SquareScope&) = delete;
   SquareScope& operator=(const SquareScope&) = delete;

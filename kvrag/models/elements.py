@@ -1,13 +1,12 @@
 """A model's norms and MLPs on the CPU, each number by number in one pass.
 
-What a module computes is found by trial, not by its class: a small copy of it, with other weights,
-has to agree with a kernel in float32.
+Only classes of Transformers whose arithmetic, roundings included, is the kernels' own are computed
+so. They are known by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -18,9 +17,19 @@ from kvrag.native import ATTENTION_TYPES, gated, rms_norm
 
 _Forward = Callable[..., torch.Tensor]
 
-# Sizes of the copies that are tried, and how far from 0 activations are.
-_WIDTH, _INNER, _NUM_ROWS, _FARTHEST = 24, 40, 5, 6.0
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_HOME = "transformers.models."
+# Whether a norm adds 1 to its weights, and how its epsilon is called.
+_NORMS = {
+    **dict.fromkeys(
+        ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"),
+        (False, "variance_epsilon"),
+    ),
+    **dict.fromkeys(("Gemma2RMSNorm", "Gemma3RMSNorm"), (True, "eps")),
+}
+_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP"}
+# Whether an activation is GELU as approximated by tanh; older versions of Transformers have the
+# second name for it.
+_ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 
 
 def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
@@ -30,85 +39,62 @@ def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
     or inputs are of another type or device than a kernel takes, the module's own code computes.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        name = type(module).__name__
+        if not type(module).__module__.startswith(_HOME):
             continue
-        forward = _norm(module) or _mlp(module)
-        if forward is not None:
-            yield module, forward
+        if name in _NORMS:
+            yield module, _norm(module, *_NORMS[name])
+        elif name in _MLPS:
+            activation: Any = getattr(module, "act_fn", None)
+            is_gelu = _ACTIVATIONS.get(type(activation).__name__)
+            if is_gelu is not None:
+                yield module, _mlp(module, activation, is_gelu=is_gelu)
 
 
-def _norm(module: nn.Module) -> _Forward | None:
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    parameters = module._parameters
-    if set(parameters) != {"weight"} or module._modules or module._buffers:
-        return None
-    if parameters["weight"] is None or not isinstance(epsilon, float):
-        return None
-    tried = _copy(module, parameters={"weight": nn.Parameter(_numbers(1, _WIDTH)[0])})
-    rows = _numbers(_NUM_ROWS, _WIDTH)
-    expected = _result(partial(type(module).forward, tried), rows)
-    for adds_one in (False, True):
-        compute = partial(rms_norm, epsilon=epsilon, adds_one=adds_one)
-        if _agrees(compute(rows, tried.weight), expected):
-            return _norm_forward(module, compute)
-    return None
-
-
-def _norm_forward(module: nn.Module, compute: Callable[..., torch.Tensor]) -> _Forward:
+def _norm(module: nn.Module, adds_one: bool, epsilon: str) -> _Forward:
     own, plain = ref(module), type(module).forward
-    parameters = module._parameters
+    parameters, state = module._parameters, vars(module)
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
         weight = parameters["weight"]
         if len(given) == 1 and not named and weight is not None:
             (rows,) = given
-            if rows.dtype == weight.dtype and _is_ours(rows) and _is_ours(weight):
-                return compute(rows, weight)
+            if (
+                rows.dtype == weight.dtype
+                and rows.shape[-1:] == weight.shape
+                and _is_ours(rows)
+                and _is_ours(weight)
+            ):
+                return rms_norm(rows, weight, state[epsilon], adds_one=adds_one)
         made: torch.Tensor = plain(own(), *given, **named)
         return made
 
     return forward
 
 
-def _mlp(module: nn.Module) -> _Forward | None:
-    modules = module._modules
-    if set(modules) - {"act_fn"} != set(_PROJECTIONS) or module._parameters or module._buffers:
-        return None
-    activation: Any = getattr(module, "act_fn", None)
-    widths = ((_WIDTH, _INNER), (_WIDTH, _INNER), (_INNER, _WIDTH))
-    layers = {name: _linear(*size) for name, size in zip(_PROJECTIONS, widths, strict=True)}
-    tried = _copy(module, modules={**modules, **layers})
-    rows = _numbers(_NUM_ROWS, _WIDTH)
-    numbers = torch.linspace(-_FARTHEST, _FARTHEST, 1000)
-    activated = _result(activation, numbers)
-    expected = _result(partial(type(module).forward, tried), rows)
-    for is_gelu in (False, True):
-        compute = partial(gated, is_gelu=is_gelu)
-        if not _agrees(compute(numbers, torch.ones_like(numbers)), activated):
-            continue
-        made = layers["down_proj"](compute(layers["gate_proj"](rows), layers["up_proj"](rows)))
-        return _mlp_forward(module, activation, compute) if _agrees(made, expected) else None
-    return None
-
-
-def _mlp_forward(
-    module: nn.Module, activation: Any, compute: Callable[..., torch.Tensor]
-) -> _Forward:
+def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward:
     reference, plain = ref(module), type(module).forward
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
         own: Any = reference()
         made: torch.Tensor
-        if len(given) != 1 or named or not _is_ours(given[0]) or own.act_fn is not activation:
+        if (
+            len(given) != 1
+            or named
+            or not _is_ours(given[0])
+            or own.act_fn is not activation
+            or activation._forward_hooks
+            or activation._forward_pre_hooks
+        ):
             made = plain(own, *given, **named)
             return made
         (rows,) = given
         opening, passing = own.gate_proj(rows), own.up_proj(rows)
         # Layers that are not plain ones may give another type.
         if opening.dtype == passing.dtype and _is_ours(opening):
-            made = own.down_proj(compute(opening, passing))
+            made = own.down_proj(gated(opening, passing, is_gelu=is_gelu))
         else:
-            made = own.down_proj(own.act_fn(opening) * passing)
+            made = own.down_proj(activation(opening) * passing)
         return made
 
     return forward
@@ -118,52 +104,3 @@ def _is_ours(numbers: torch.Tensor) -> bool:
     return (
         numbers.dtype in ATTENTION_TYPES and numbers.device.type == "cpu" and not is_grad_enabled()
     )
-
-
-def _copy(
-    module: nn.Module,
-    parameters: dict[str, nn.Parameter] | None = None,
-    modules: dict[str, nn.Module | None] | None = None,
-) -> Any:
-    """Return a module of the same class and settings, with other weights and without hooks."""
-    made: Any = nn.Module.__new__(type(module))
-    nn.Module.__init__(made)
-    standard = set(vars(made))
-    for name, value in vars(module).items():
-        if name not in standard and name != "forward":
-            object.__setattr__(made, name, value)
-    made._parameters.update(parameters or {})
-    made._modules.update(modules or {})
-    made.training = module.training
-    return made
-
-
-@torch.no_grad()
-def _result(function: Callable[[torch.Tensor], Any], numbers: torch.Tensor) -> Any:
-    """Return what another class's code gives; None if it expects something else."""
-    try:
-        return function(numbers)
-    except Exception:  # whatever the code is
-        return None
-
-
-def _agrees(found: torch.Tensor, expected: Any) -> bool:
-    """Return whether two results are the same, except for the last bits of float32."""
-    return (
-        isinstance(expected, torch.Tensor)
-        and expected.dtype == found.dtype
-        and expected.shape == found.shape
-        and torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
-    )
-
-
-def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
-    layer = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
-    layer.weight = nn.Parameter(_numbers(num_outputs, num_inputs), requires_grad=False)
-    return layer
-
-
-def _numbers(num_rows: int, width: int) -> torch.Tensor:
-    """Return ``[num_rows, width]`` numbers whose mean is not 0, the same each time."""
-    numbers = torch.arange(num_rows * width, dtype=torch.float32)
-    return (numbers.sin() + 0.4).view(num_rows, width)

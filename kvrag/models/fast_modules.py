@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -32,7 +33,7 @@ def fast_modules(
 ) -> Iterator[None]:
     """Let a model's modules on the CPU use kernels inside the block.
 
-    Those are its linear layers, and the norms and MLPs that agree with a kernel; others, such as
+    Those are its linear layers, and the norms and MLPs that kernels compute; others, such as
     quantised layers, and those whose ``forward`` somebody replaced, stay as they are. Hold the
     model's lock, and compute without gradients. Which kernel computes a module depends on the
     number of rows alone, so equal calls give equal bits.
@@ -67,7 +68,7 @@ def fast_modules(
     try:
         for (own, forward), original in zip(modules, before, strict=True):
             # What somebody else put there stays.
-            if original is None or original in _ours:
+            if original is None or (isinstance(original, FunctionType) and original in _ours):
                 own["forward"] = forward
         yield
     finally:

@@ -6,28 +6,45 @@ import copy
 import gc
 import pickle
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
+from transformers import LlamaConfig
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from kvrag.models.elements import element_forwards
 from kvrag.models.fast_modules import fast_modules
 
 SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4}
-MODULES = [
-    lambda: LlamaRMSNorm(48),
-    lambda: Qwen2RMSNorm(48),
-    lambda: Gemma3RMSNorm(48),
-    lambda: LlamaMLP(LlamaConfig(**SIZES)),
-    lambda: Qwen2MLP(Qwen2Config(**SIZES)),
-    lambda: Gemma3MLP(Gemma3TextConfig(**SIZES)),
-]
+NORMS = {
+    "Llama": "",
+    "Mistral": "",
+    "Qwen2": "",
+    "Qwen3": "",
+    "Phi3": "",
+    "Gemma2": "",
+    "Gemma3": "",
+}
+MLPS = {**NORMS, "Gemma3": "Text"}
+del MLPS["Phi3"]
+
+
+def made(name: str) -> nn.Module:
+    """Return a norm or MLP of Transformers by the name of its class."""
+    family = name.removesuffix("RMSNorm").removesuffix("MLP")
+    home = import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    if name.endswith("Norm"):
+        return getattr(home, name)(48)
+    config = getattr(import_module("transformers"), f"{family}{MLPS[family]}Config")
+    return getattr(home, name)(config(**SIZES))
+
+
+MODULES = [*(f"{name}RMSNorm" for name in NORMS), *(f"{name}MLP" for name in MLPS)]
 
 
 def filled(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -39,25 +56,23 @@ def filled(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", MODULES)
-def test_transformers_modules_are_found_and_agree(make, dtype: torch.dtype) -> None:
-    module = filled(make(), dtype)
-    rows = torch.randn(1, 30, 48).to(dtype)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_the_supported_families_agree(name: str, dtype: torch.dtype) -> None:
+    module = filled(made(name), dtype)
+    rows = torch.randn(1, 300, 48).to(dtype)
     expected = module(rows)
-    ((found, forward),) = [
-        one for one in element_forwards(nn.ModuleList([module])) if one[0] is module
-    ]
+    ((found, forward),) = [one for one in element_forwards(module) if one[0] is module]
     assert found is module
-    made = forward(rows)
+    computed = forward(rows)
     allowed = 2 * torch.finfo(dtype).eps * expected.abs().max()
-    assert (made - expected).abs().max() <= allowed
+    assert (computed - expected).abs().max() <= allowed
+    if dtype == torch.bfloat16:
+        # They round where the modules round. GELU's last bits differ most.
+        assert (computed == expected).float().mean() > (0.9 if "Gemma" in name else 0.999)
     # Weights that were changed in place count.
     for parameter in module.parameters():
         parameter.mul_(2)
     assert (forward(rows) - module(rows)).abs().max() <= 16 * allowed
-    # Other types are left to the module.
-    if isinstance(module, LlamaRMSNorm | Qwen2RMSNorm):
-        assert torch.equal(forward(rows.double()), module(rows.double()))
 
 
 @torch.no_grad()
@@ -74,71 +89,19 @@ def test_what_the_kernel_does_not_take_is_left_to_the_module() -> None:
     norm = filled(LlamaRMSNorm(48), torch.float32)
     ((_, forward),) = element_forwards(norm)
     rows = torch.randn(2, 48)
-    with fast_modules(nn.ModuleList([norm]), "float32"):
-        assert torch.equal(norm(hidden_states=rows), norm(rows))
+    expected = norm(rows)
+    with fast_modules(norm, "float32"):
+        assert torch.equal(norm(hidden_states=rows), expected)
     for dtype in (torch.float16, torch.float64):
         norm.to(dtype)
         assert torch.equal(forward(rows.to(dtype)), norm(rows.to(dtype)))
     mlp = filled(LlamaMLP(LlamaConfig(**SIZES)), torch.float32)
     ((_, forward),) = element_forwards(mlp)
+    hook = mlp.act_fn.register_forward_hook(lambda _, __, output: 0 * output)
+    assert not forward(rows).any()
+    hook.remove()
     mlp.act_fn = nn.ReLU()
     assert torch.equal(forward(rows), mlp(rows))
-
-
-class Scaled(LlamaMLP):
-    """Instances of one class that compute differently."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__(LlamaConfig(**SIZES))
-        self.factor = factor
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.factor * super().forward(rows)
-
-
-class OfFunctions(nn.Module):
-    """An MLP whose activation is a function."""
-
-    def __init__(self, act_fn) -> None:
-        super().__init__()
-        for name, sizes in (("gate", (48, 80)), ("up", (48, 80)), ("down", (80, 48))):
-            setattr(self, f"{name}_proj", nn.Linear(*sizes, bias=False))
-        self.act_fn = act_fn
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
-
-
-def test_each_instance_is_tried() -> None:
-    model = nn.ModuleList(
-        [
-            Scaled(1.0),
-            Scaled(3.0),
-            OfFunctions(functional.silu),
-            OfFunctions(functional.relu),
-            OfFunctions(nn.GELU(approximate="tanh")),
-            OfFunctions(nn.GELU()),
-        ]
-    )
-    found = [module for module, _ in element_forwards(model)]
-    assert found == [model[0], model[2], model[4]]
-
-
-class Squared(nn.Module):
-    """A norm's attributes, and another formula."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(48))
-        self.eps = 1e-6
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows * rows * self.weight
-
-
-class Raising(Squared):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("called with rows alone")
 
 
 class Doubled(LlamaMLP):
@@ -149,19 +112,31 @@ class Doubled(LlamaMLP):
 @pytest.mark.parametrize(
     "module",
     [
-        Squared(),
-        Raising(),
-        nn.LayerNorm(48),
         nn.LayerNorm(768, bias=False).bfloat16(),
-        nn.LayerNorm(768).bfloat16(),
+        CohereLayerNorm(48),
+        Olmo2RMSNorm(48),
         LlamaMLP(LlamaConfig(**SIZES, hidden_act="relu")),
         LlamaMLP(LlamaConfig(**SIZES, hidden_act="gelu")),
+        LlamaMLP(LlamaConfig(**SIZES, hidden_act="gelu_new")),
         Doubled(LlamaConfig(**SIZES)),
     ],
-    ids=["squared", "raising", "layer norm", "no bias", "bias of 0", "relu", "erf", "doubled"],
+    ids=["layer norm", "cohere", "rounded once", "relu", "erf", "other tanh", "subclass"],
 )
-def test_what_is_something_else_stays_as_it_is(module: nn.Module) -> None:
-    assert module not in [found for found, _ in element_forwards(nn.ModuleList([module]))]
+def test_what_computes_otherwise_stays_as_it_is(module: nn.Module) -> None:
+    assert not list(element_forwards(nn.ModuleList([module])))
+
+
+@torch.no_grad()
+def test_other_devices_and_shapes_are_left_to_the_module() -> None:
+    with torch.device("meta"):
+        model = LlamaMLP(LlamaConfig(**SIZES))
+        with fast_modules(model, "float32"):
+            assert model(torch.ones(2, 48)).shape == (2, 48)
+    norm = LlamaRMSNorm((4, 24))
+    rows = torch.randn(2, 4, 24)
+    expected = norm(rows)
+    with fast_modules(norm, "float32"):
+        assert torch.equal(norm(rows), expected)
 
 
 def test_gradients_flow_through_the_modules_own_code() -> None:
@@ -199,9 +174,9 @@ def test_afterwards_nothing_is_left() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", MODULES)
-def test_a_module_alone_is_freed_too(make) -> None:
-    module = filled(make(), torch.float32)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_alone_is_freed_too(name: str) -> None:
+    module = filled(made(name), torch.float32)
     with fast_modules(module, "float32"):
         module(torch.randn(1, 30, 48))
     gone = weakref.ref(module)
