@@ -198,10 +198,10 @@ struct Attending {
   u64 group = 1 + below(4);
   u64 num_rows = 1 + below(below(2) ? 60 : 3);
   u64 num_keys = 1 + below(300);
-  // Matrix units take channels by 32.
-  bool is_even = below(2) == 0;
-  u64 key_dim = is_even ? 32 * (1 + below(4)) : 1 + below(below(2) ? 70 : 10);
-  u64 value_dim = is_even ? 32 * (1 + below(4)) : 1 + below(below(2) ? 70 : 10);
+  // Matrix units take channels by 32, and at least 64 of keys.
+  bool is_even = below(4) == 0;
+  u64 key_dim = is_even ? 64 : 1 + below(below(2) ? 70 : 10);
+  u64 value_dim = is_even ? 32 * (1 + below(2)) : 1 + below(below(2) ? 70 : 10);
   std::vector<i64> last_keys;
   std::unique_ptr<float[]> query, key, value, mass;
   Attention attention{};
