@@ -136,19 +136,7 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
         few = FewRowsLinear(weight, bias)
     except ParameterError:
         return None
-    width = weight.shape[1]
-    packed: PackedWeight | None = None
     packs = packs and can_pack(weight.dtype)
-    most = (_LEAST_PACKED - 1 if packs else MAX_ROWS) * width
-
-    def compute(rows: torch.Tensor) -> torch.Tensor:
-        nonlocal packed
-        if rows.numel() <= most:
-            return few(rows)
-        if not packs:
-            return linear(rows, weight, bias)
-        if packed is None:
-            packed = PackedWeight(weight, bias)
-        return packed(rows)
-
-    return compute
+    many: Forward = _packed(weight, bias) if packs else lambda rows: linear(rows, weight, bias)
+    most = (_LEAST_PACKED - 1 if packs else MAX_ROWS) * weight.shape[1]
+    return lambda rows: few(rows) if rows.numel() <= most else many(rows)
