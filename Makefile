@@ -54,9 +54,11 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# `make test-all -o test` runs make check and what `make test` has left out.
+# `make test-all -o test` runs make check and what `make test` has left out. With EXHAUSTIVE=1, tests that
+# kill, flip or fuzz make three times as many trials.
+EXHAUSTIVE ?=
 test-all: check test
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full
+	KVRAG_EXHAUSTIVE=$(EXHAUSTIVE) $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full
 
 # vLLM pins a torch of its own.
 VLLM_VENV ?= .venv-vllm

@@ -18,9 +18,8 @@ import torch
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError
-from kvrag.models.kv_model import KVModel
 from kvrag_bench.setting import chosen_clock, require_one_thread, require_room, temporary_index
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 
 _CHUNK_TOKENS = 200
 _QUESTION_TOKENS = 30
@@ -116,7 +115,7 @@ def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
     ParameterError, ModelLoadError, UnsupportedModelError
         Before anything is timed.
     """
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape)
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + _QUESTION_TOKENS + options.num_tokens + 2
     require_room(model, needed, "fewer chunks")
     num_texts = 2 * options.num_chunks

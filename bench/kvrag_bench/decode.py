@@ -19,7 +19,7 @@ from kvrag.fusion.decoding import make_decoder
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.setting import require_room, temporary_index
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 
 _CHUNK_TOKENS = 200
 _QUESTION_TOKENS = 30
@@ -41,6 +41,8 @@ class DecodeOptions:
         Tokens of the answer.
     repeats
         Runs of each way, of which the median is reported; one more runs first and does not count.
+    device
+        Where the model runs, such as ``"cuda"``; None means the CPU.
     """
 
     model: str | None = None
@@ -48,6 +50,7 @@ class DecodeOptions:
     num_chunks: int = 10
     num_tokens: int = 64
     repeats: int = 3
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.num_chunks, self.num_tokens, self.repeats) < 1:
@@ -83,7 +86,7 @@ def run_decode_bench(options: DecodeOptions) -> DecodeRow:
     ParameterError, ModelLoadError, UnsupportedModelError
         Before anything is timed.
     """
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape, options.device)
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + _QUESTION_TOKENS + options.num_tokens + 2
     require_room(model, needed, "fewer chunks")
     texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(options.num_chunks)]
@@ -124,7 +127,7 @@ def decode_seconds(
     clock
         What counts the seconds.
     """
-    ids = torch.tensor([engine.prompt_ids(prompt)])
+    ids = torch.tensor([engine.prompt_ids(prompt)], device=engine.index.model.device)
     return [
         (
             _plain(engine.index.model, ids, num_tokens, clock),

@@ -20,12 +20,22 @@ _FULL_RATE_ROWS = 256
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Return the median wall time of `work` over `repeats` runs, after one that does not count."""
+    """Return the median wall time of `work` over `repeats` runs, after one that does not count.
+
+    What `work` starts on a GPU is part of it.
+    """
+
+    def wait() -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+
     work()
     times = []
     for _ in range(repeats):
+        wait()
         started = time.perf_counter()
         work()
+        wait()
         times.append(time.perf_counter() - started)
     return median(times)
 
@@ -39,7 +49,7 @@ class Floor:
     matrix_seconds
         Its multiplications at the rate the model's own matrices reach here.
     copy_seconds
-        Its stored bytes at the rate of a plain memory copy here.
+        Its stored bytes at the rate of a plain copy here: in memory, or from there to the GPU.
     """
 
     matrix_seconds: float
@@ -94,7 +104,7 @@ class FloorMeter:
         hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=self._model.device)
         with torch.no_grad():
             seconds += median_seconds(lambda: head(hidden))
-        return Floor(seconds, report.bytes_loaded / self._bytes_per_second())
+        return Floor(seconds, report.bytes_loaded / _bytes_per_second(self._model.device))
 
     def _measure_operations_per_second(self, num_rows: int) -> float:
         inputs = {
@@ -117,12 +127,12 @@ class FloorMeter:
         with torch.no_grad():
             return 2 * num_rows * weights / median_seconds(multiply)
 
-    @staticmethod
-    @cache
-    def _bytes_per_second() -> float:
-        source = torch.ones(64 * 1024 * 1024 // 4)
-        target = torch.empty_like(source)
-        return source.numel() * 4 / median_seconds(lambda: target.copy_(source))
+
+@cache
+def _bytes_per_second(device: torch.device) -> float:
+    source = torch.ones(64 * 1024 * 1024 // 4, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    return source.numel() * 4 / median_seconds(lambda: target.copy_(source))
 
 
 def _linears(layer: nn.Module) -> Iterator[nn.Linear]:

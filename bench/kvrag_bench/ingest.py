@@ -17,7 +17,7 @@ from kvrag.ingest.contexts import NO_CONTEXT, parse_context
 from kvrag.ingest.index import Index
 from kvrag.ingest.report import IngestReport
 from kvrag.models.kv_model import KVModel
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def run_ingest_bench(
     """Measure all of them, taking turns so that a machine that drifts does so for each."""
     say = on_progress or (lambda _: None)
     say("loading the model")
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape)
     lengths = [
         options.chunk_tokens[i % len(options.chunk_tokens)] for i in range(options.num_chunks)
     ]

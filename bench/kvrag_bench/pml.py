@@ -24,7 +24,7 @@ from kvrag.pml.batch import generate_batch
 from kvrag.pml.engine import PMLEngine
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.memory import peak_bytes
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_pml_bench(
     """
     say = on_progress or (lambda _: None)
     say("loading the model")
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape)
     texts = [
         random_text(model, options.module_tokens, seed=number)
         for number in range(options.num_modules)

@@ -17,9 +17,8 @@ from kvrag.engine.request import Prompt
 from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
-from kvrag.models.kv_model import KVModel
 from kvrag_bench.setting import chosen_clock, require_one_thread, require_room, temporary_index
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 
 _CHUNK_TOKENS = 200
 _MOST_SECONDS = 60.0
@@ -119,7 +118,7 @@ def run_session_bench(
     StoreError
         If the turns cannot be stored.
     """
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape)
     each = options.question_tokens + options.num_tokens + 4
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + options.num_turns * each
     require_room(model, needed, "fewer turns or chunks")

@@ -16,6 +16,7 @@ from transformers import (
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import usable_device
 
 SHAPES: dict[str, dict[str, Any]] = {
     # The published configuration of Qwen2.5-0.5B.
@@ -43,6 +44,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    # The published configuration of Llama 3.1 8B, for a GPU: 16 GB in bfloat16.
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
     # That of SmolLM2-135M: of its steps attention is a larger part.
     "smollm2-135m": {
@@ -73,23 +93,47 @@ SHAPES: dict[str, dict[str, Any]] = {
 _NUM_WORDS = 4096
 
 
-def random_model(shape: str, seed: int = 0) -> KVModel:
-    """Return a float32 model with random weights and a tokenizer of one token a word.
+def random_model(shape: str, seed: int = 0, device: str | None = None) -> KVModel:
+    """Return a model with random weights and a tokenizer of one token a word.
+
+    It is float32 on the CPU, and bfloat16 on a GPU.
+
+    Parameters
+    ----------
+    shape
+        A name in `SHAPES`.
+    seed
+        What the weights are drawn from.
+    device
+        Where the model runs, such as ``"cuda"``; None means the CPU.
 
     Raises
     ------
     ParameterError
-        For an unknown shape.
+        For an unknown shape, or a device that is not there.
     """
     if shape not in SHAPES:
         raise ParameterError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     values = dict(SHAPES[shape])
     make_config = LlamaConfig if values.pop("model_type", "qwen2") == "llama" else Qwen2Config
     config = make_config(**values, bos_token_id=0, eos_token_id=1)
-    with torch.random.fork_rng(devices=[]):
+    place = usable_device(device or "cpu")
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    # Drawn where they stay: gigabytes take minutes on a CPU.
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return KVModel(model.eval(), _word_tokenizer(), name=f"random {shape}")
+
+
+def chosen_model(name: str | None, shape: str, device: str | None = None) -> KVModel:
+    """Return a model by its name, or random weights of a shape if there is none.
+
+    Raises
+    ------
+    ParameterError, ModelLoadError, UnsupportedModelError
+    """
+    return KVModel.load(name, device=device) if name else random_model(shape, device=device)
 
 
 def _words() -> list[str]:

@@ -24,7 +24,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.memory import peak_bytes
 from kvrag_bench.setting import require_room, temporary_index
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 from kvrag_bench.work import operations_needed, operations_spent
 
 
@@ -56,6 +56,8 @@ class TTFTOptions:
     compute
         What kvrag's linear layers compute in (`KVModel.load`). Plain prefill stays in the type of
         the weights.
+    device
+        Where the model runs, such as ``"cuda"``; None means the CPU.
     """
 
     model: str | None = None
@@ -68,6 +70,7 @@ class TTFTOptions:
     repeats: int = 3
     contexts: Sequence[str | None] = (None,)
     compute: str | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.question_tokens, self.repeats, *self.chunk_tokens)
@@ -141,7 +144,7 @@ def run_ttft_bench(
     """
     say = on_progress or (lambda _: None)
     say("loading the model")
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape, options.device)
     model = KVModel.load(model, compute=options.compute)
     longest = options.num_chunks * (max(options.chunk_tokens) + 2) + options.question_tokens + 2
     require_room(model, longest, "fewer or shorter chunks")

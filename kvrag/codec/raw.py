@@ -104,11 +104,15 @@ class RawChunk(OpenedRecord):
         """Read one layer, rotate its keys, and copy both to `into`. Raises as `read_layer` does."""
         device = into[0].keys.device
         scratch = _pinned_scratch if device.type == "cuda" else _scratch
-        # The copies below wait for the device, so the scratch buffer can be reused afterwards.
-        keys, values = self._read(layer_index, scratch)
+        keys, values = (
+            one.to(device, non_blocking=True) for one in self._read(layer_index, scratch)
+        )
         for one in into:
-            one.table.place(keys[:, one.tokens].to(device), one.rows, one.keys)
+            one.table.place(keys[:, one.tokens], one.rows, one.keys)
             one.values.copy_(values[:, one.tokens])
+        if device.type == "cuda":
+            # Only then may the scratch buffer be used again.
+            torch.cuda.current_stream(device).synchronize()
 
 
 class RawCodec:

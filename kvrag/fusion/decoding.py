@@ -44,9 +44,7 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     has_gaps = fused.layout.positions is not None
     if model.family.attends_itself:
         return GapDecoder(model, fused) if has_gaps else CacheDecoder(model, fused)
-    if has_gaps or model.device.type == "cpu":
-        return RowDecoder(model, fused)
-    return CacheDecoder(model, fused)
+    return RowDecoder(model, fused)
 
 
 def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Exception]:

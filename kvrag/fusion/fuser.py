@@ -30,7 +30,7 @@ from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.fusion.shift import ChunkShift
-from kvrag.fusion.slices import SLICE_ROWS, Clock, Slices, in_background, until, whole
+from kvrag.fusion.slices import Clock, Slices, in_background, slice_rows, until, whole
 from kvrag.fusion.streamed_loader import StreamedLoader
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
@@ -308,6 +308,7 @@ def execute(
         hidden = linked.embed(selection.rows)
     clock.lap("select")
     last_layer = model.layer_stop - 1
+    size = slice_rows(model.device)
     for layer_index, table in enumerate(tables[: model.layer_stop]):
         if layer_index >= asked.stop:
             yield from until(partial(loader.has_layer, layer_index))
@@ -339,7 +340,7 @@ def execute(
             # To begin and to end computing takes a tenth of a short layer's time.
             forward(0)
         clock.lap("compute")
-        for begin in range(SLICE_ROWS, len(rows), SLICE_ROWS):
+        for begin in range(size, len(rows), size):
             yield False
             clock.resume()
             with computing():
@@ -368,11 +369,13 @@ def _forward_slice(
     begin: int,
 ) -> None:
     """Run one layer over the rows of one slice."""
-    block = slice(begin, begin + SLICE_ROWS)
+    end = begin + slice_rows(model.device)
+    block = slice(begin, end)
     model.forward_rows(
         layer_index,
         hidden[block],
-        rows[block],
+        # The same tensor in each layer, if it can be: its ends are then known.
+        rows[block] if begin or end < len(rows) else rows,
         fused,
         table,
         deviation=None if noted is None else noted[block],

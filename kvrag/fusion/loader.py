@@ -13,6 +13,7 @@ from kvrag.fusion.made import MadeChunk, NotMadeError
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
+from kvrag.positions.deferred import DeferredTable
 from kvrag.positions.rotary import RotaryTable
 
 MISS_ABSENT = "KV not in the store"
@@ -84,6 +85,8 @@ class SpanLoader:
         self._num_threads = num_threads
         self._prefetch: LayerPrefetch | None = None
         self._lanes: tuple[RecordId, ...] = ()
+        # On a GPU: threads write a layer's keys, and its caller places them.
+        self._deferred: tuple[DeferredTable, ...] = ()
         self._waited_seconds = 0.0
         self._unneeded: Mapping[ReusedSpan, int] = {}
         self.hidden_seconds = 0.0
@@ -173,6 +176,9 @@ class SpanLoader:
             return
         self._lanes = lanes = tuple(self._records)
         spans = self._spans_by_record()
+        self._deferred = ()
+        if fused.storage.device.type != "cpu":
+            tables = self._deferred = tuple(map(DeferredTable.of, tables))
 
         def bring(lane: int, layer_index: int) -> None:
             self._place(spans[lanes[lane]], layer_index, fused, tables[layer_index])
@@ -218,6 +224,8 @@ class SpanLoader:
             if failures:
                 # Find the damage of all other records as well, so that one restart is enough.
                 self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
+            if self._deferred:
+                self._deferred[layer_index].finish(fused.keys[layer_index][0])
         else:
             for lost, spans in self._spans_by_record().items():
                 try:

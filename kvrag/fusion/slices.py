@@ -7,7 +7,10 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import TypeVar
 
+import torch
+
 from kvrag.loading import threads
+from kvrag.models.rows import rows_at_once
 
 T = TypeVar("T")
 
@@ -19,7 +22,12 @@ nothing has come.
 """
 
 SLICE_ROWS = 256
-"""Rows that a layer computes in one slice: about as long as a step of decoding."""
+"""Rows that a layer computes in one slice on the CPU: about as long as a step of decoding."""
+
+
+def slice_rows(device: torch.device) -> int:
+    """Return how many rows a layer computes in one slice."""
+    return SLICE_ROWS if device.type == "cpu" else rows_at_once(device)
 
 
 class Clock:

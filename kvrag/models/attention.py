@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvrag.models.headwise import attend_by_head
+from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.implementations import (
     AttentionFunction,
     OwnMask,
@@ -149,6 +149,8 @@ class RowMask:
         the rest of the layer; None: nothing is compared.
     stops
         Whether the layer ends after its attention, with `AttentionDone`.
+    is_square
+        Whether the rows are as many as the keys, each of which sees all before it: a prefill.
     """
 
     positions: torch.Tensor
@@ -159,6 +161,7 @@ class RowMask:
     visible: torch.Tensor | None = None
     encoded: EncodedScope | None = None
     stops: bool = False
+    is_square: bool = False
 
     def attend(
         self,
@@ -184,6 +187,11 @@ class RowMask:
         """Show the observer what rows read from unscaled keys; return it: ``[1, n, heads, D]``."""
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
+        if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
+            first_row = self.observer.first_row(self.positions)
+            output, mass = attend_by_rows(query, key, value, allowed, scaling, softcap, first_row)
+            self.observer.note(self, mass, value[0])
+            return output
         return attend_by_head(query, key, value, allowed, scaling, softcap, observe=observe)
 
     def dense(self, num_keys: int) -> torch.Tensor:
@@ -287,6 +295,11 @@ def _row_attention(
     # Query heads that share a key head become a batch over the *same* keys: expand() copies
     # nothing, whereas Transformers' repeat_kv would copy every key of the prompt per group.
     grouped = query.view(num_kv_heads, num_groups, num_rows, head_dim).transpose(0, 1)
+    if attention_mask.is_square and attention_mask.visible is None:
+        output = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=num_groups > 1
+        )
+        return output.transpose(1, 2), None
     output = scaled_dot_product_attention(
         grouped,
         key.expand(num_groups, -1, -1, -1),

@@ -56,6 +56,9 @@ class BatchRows(OwnMask):
         The prompts' rows; no two have the same buffer.
     windows
         Each layer's sliding window in tokens, None if it sees everything.
+    at
+        ``[2, B]``: places and positions, in the device's memory, if the step is to be captured:
+        what it computes then depends on them, and not on those in `rows`.
 
     Attributes
     ----------
@@ -65,13 +68,21 @@ class BatchRows(OwnMask):
         ``[B]``: the rows' numbers in the batch, which adapters see.
     """
 
-    def __init__(self, rows: Sequence[BatchRow], windows: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[BatchRow],
+        windows: Sequence[int | None],
+        at: torch.Tensor | None = None,
+    ) -> None:
         self._rows = rows
         self._windows = windows
         self._layer_index = 0
         first = rows[0].fused.storage
         device = first.device
-        self.positions = torch.tensor([row.position for row in rows], device=device)
+        self._is_captured = at is not None
+        if at is None:
+            at = torch.tensor([[row.place, row.position] for row in rows], device=device).T
+        self._at, self.positions = at
         self.indices = torch.arange(len(rows), device=device)
         self._in_kernel = (
             device.type == "cpu"
@@ -130,12 +141,15 @@ class BatchRows(OwnMask):
         outputs = []
         for number, row in enumerate(self._rows):
             one = slice(number, number + 1)
-            place = torch.tensor([row.place], device=query.device)
+            place = self._at[one]
             own_keys, own_values = row.fused.keys[layer_index], row.fused.values[layer_index]
             write_rows(own_keys[0], own_values[0], place, key[0, :, one], value[0, :, one], None)
             window = self._windows[layer_index]
-            first = 0 if window is None else max(0, row.place - window + 1)
-            seen = slice(first, row.place + 1)
+            first, end = 0, row.fused.capacity
+            if not self._is_captured:
+                end = row.place + 1
+                first = 0 if window is None else max(0, end - window)
+            seen = slice(first, end)
             scaled = row.scaled[layer_index] if row.scaled else None
             mask = RowMask(place, first, window, scaled=scaled)
             output, _ = plain(

@@ -11,6 +11,8 @@ import torch
 
 # Rows whose scores are held at a time for one key head: 4 MB a query head at 32,000 keys.
 _ROWS_AT_ONCE = 32
+# On a GPU, for all heads together: 256 MB.
+_SCORES_AT_ONCE = 1 << 26
 
 Rescore = Callable[[torch.Tensor], torch.Tensor]
 """Returns changed scores ``[G, r, K]`` float32; keys that a row does not see have -inf."""
@@ -70,6 +72,52 @@ def attend_by_head(
             if observe is not None:
                 observe(rows, weights, values)
     return output[None]
+
+
+def attend_by_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    first_row: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `attend_by_head` does, all heads at once, and what each key gets: for a GPU.
+
+    Parameters
+    ----------
+    query, key, value, allowed, scaling, softcap
+        As for `attend_by_head`.
+    first_row
+        The first of the rows whose weights count.
+
+    Returns
+    -------
+    tensor, tensor
+        The output ``[1, n, heads, D]``, and the weights ``[H, K]`` float32, summed over rows from
+        `first_row` on and over the query heads of a key head.
+    """
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads, num_keys = key.shape[1], key.shape[2]
+    grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
+    factor = head_dim**-0.5 if scaling is None else scaling
+    keys, values = key[0].float().transpose(1, 2), value[0].float()
+    mass = torch.zeros(num_kv_heads, num_keys, device=key.device)
+    outputs = []
+    size = max(1, _SCORES_AT_ONCE // (num_heads * num_keys))
+    for begin in range(0, num_rows, size):
+        rows = slice(begin, begin + size)
+        asking = grouped[:, :, rows].float() * factor
+        scores = (asking.flatten(1, 2) @ keys).view(*asking.shape[:3], num_keys)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = scores.masked_fill_(~allowed[rows], float("-inf")).softmax(-1)
+        mass += weights[:, :, max(0, first_row - begin) :].sum((1, 2))
+        taken = (weights.flatten(1, 2) @ values).view(*asking.shape[:3], -1)
+        # [H, G, r, D] -> [r, H, G, D]
+        outputs.append(taken.permute(2, 0, 1, 3).to(query.dtype))
+    return torch.cat(outputs).view(1, num_rows, num_heads, value.shape[-1]), mass
 
 
 def _first_hidden(allowed: torch.Tensor) -> int:

@@ -27,6 +27,7 @@ from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import lock_of, whole_attention
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.captured import CapturedSteps
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
@@ -140,6 +141,7 @@ class KVModel(RowMethods):
         self.compute = resolved_compute(hf, compute)
         self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
         self._positions = find_positions(hf, self.family, self.spec)
+        self._captured = CapturedSteps(self._windows)
 
     @classmethod
     def load(

@@ -14,8 +14,9 @@ from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.caches import Deviation
+from kvrag.models.captured import CapturedSteps
 from kvrag.models.families import Family, project_logits
-from kvrag.models.rows import ALL_BEFORE, ROW_BLOCK, Attending, RowRunner
+from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
 from kvrag.models.scratch import scratch
 from kvrag.positions.rotary import RotaryTable
@@ -31,6 +32,7 @@ class RowMethods:
     _windows: list[int | None]
     _rows: RowRunner
     _positions: Positions
+    _captured: CapturedSteps
 
     @property
     def device(self) -> torch.device:
@@ -83,8 +85,9 @@ class RowMethods:
         )
         width = self.hf.config.hidden_size
         hidden = scratch(len(token_ids), width, self.spec.dtype, self.device)
-        for begin in range(0, len(token_ids), ROW_BLOCK):
-            block = slice(begin, begin + ROW_BLOCK)
+        size = rows_at_once(self.device)
+        for begin in range(0, len(token_ids), size):
+            block = slice(begin, begin + size)
             embedded = embedding(token_ids[block])
             if learned is not None:
                 assert positions is not None, "learned positions are part of the input"
@@ -146,8 +149,16 @@ class RowMethods:
         rows
             Where each row belongs.
         """
-        batch = BatchRows(rows, self._windows)
-        hidden = self.embed(torch.tensor(token_ids, device=self.device), batch.positions)
+        if not self._rows.is_adapted:
+            captured = self._captured.find(rows, self._step)
+            if captured is not None:
+                return captured.run(token_ids, rows)
+        ids = torch.tensor(token_ids, device=self.device)
+        return self._step(ids, BatchRows(rows, self._windows))
+
+    def _step(self, ids: torch.Tensor, batch: BatchRows) -> torch.Tensor:
+        """Return logits ``[B, vocabulary]`` for the batch's tokens ``[B]``."""
+        hidden = self.embed(ids, batch.positions)
         tables = self._positions.tables(batch.positions)
         # Layers share tables.
         embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}

@@ -38,6 +38,14 @@ from kvrag.positions.rotary import RotaryTable
 # Rows that a layer computes at once: few enough that a block's MLP activations stay small beside
 # the fused KV, many enough that matrix products run at full speed on several threads.
 ROW_BLOCK = 512
+# On a GPU, starting a layer's kernels takes Python longer than most blocks take the GPU. Plain
+# prefill has all rows at once.
+_GPU_ROW_BLOCK = 16384
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Return how many rows a layer computes at once."""
+    return ROW_BLOCK if device.type == "cpu" else _GPU_ROW_BLOCK
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,11 @@ class RowRunner:
         Each layer's sliding window in tokens, None if it sees everything.
     compute
         What linear layers compute in (`fast_modules`).
+
+    Attributes
+    ----------
+    is_adapted
+        Whether an adapter acts on rows at present.
     """
 
     def __init__(
@@ -107,6 +120,10 @@ class RowRunner:
         self._lock = lock_of(hf)
         # The rows that adapters act on, in the middle of a layer; written under the lock.
         self._at_hand = torch.empty(0, dtype=torch.long)
+        self.is_adapted = False
+        # All layers have the same rows, or nearly: to read their ends waits for a GPU.
+        self._bounded = self._at_hand
+        self._bounds: list[tuple[int, int]] = []
 
     @contextmanager
     def computing(self, adapter: RowAdapter | None, adapted: torch.Tensor | None) -> Iterator[None]:
@@ -128,6 +145,7 @@ class RowRunner:
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
         with self._lock, torch.no_grad(), attending, acting, self._outer():
+            self.is_adapted = adapter is not None
             yield
 
     def _outer(self, *, each_row: bool = False) -> AbstractContextManager[None]:
@@ -173,6 +191,7 @@ class RowRunner:
                 attending.scaled,
                 seen,
                 stops=attending.stops,
+                is_square=window is None and first_key == 0 and last + 1 == len(positions),
             )
             try:
                 output = self._run(
@@ -215,7 +234,7 @@ class RowRunner:
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield one layer's fresh K/V for some of the rows (`KVModel.project_rows`)."""
-        for block in torch.split(which, ROW_BLOCK):
+        for block in torch.split(which, rows_at_once(which.device)):
             mask = RowMask(rows[block], 0, None)
             try:
                 self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
@@ -249,11 +268,16 @@ class RowRunner:
     ) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
         """Yield blocks of rows: their indices, their positions, the first and last key seen."""
         window = self._windows[layer_index]
-        for begin in range(0, len(rows), ROW_BLOCK):
-            positions = rows[begin : begin + ROW_BLOCK]
-            first, last = int(positions[0]), int(positions[-1])
+        size = rows_at_once(rows.device)
+        blocks = torch.split(rows, size)
+        if rows is not self._bounded:
+            self._bounds = [(int(block[0]), int(block[-1])) for block in blocks if len(block)]
+            self._bounded = rows
+        bounds = self._bounds
+        for number, (first, last) in enumerate(bounds):
             first_key = 0 if window is None else max(0, first - window + 1)
-            yield slice(begin, begin + ROW_BLOCK), positions, first_key, last
+            begin = number * size
+            yield slice(begin, begin + size), blocks[number], first_key, last
 
     def _run(
         self,

@@ -92,14 +92,14 @@ class Bench:
     def fuse(self, prompt: str, policy: RecomputePolicy, spare: int = 16) -> FusedPrompt:
         layout = self.lay_out(prompt)
         num_tokens = len(layout.token_ids)
-        buffer = FusedKV(self.model.spec, num_tokens, num_tokens + spare)
+        buffer = FusedKV(self.model.spec, num_tokens, num_tokens + spare, self.model.device)
         return fuse(self.model, layout, self.open_kv, policy, buffer)
 
     @torch.no_grad()
     def plain_logits(self, prompt: str) -> torch.Tensor:
         """Return Transformers' own last logits ``[vocabulary]`` for the prompt."""
         ids = self.model.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        logits: torch.Tensor = self.model.hf(ids).logits[0, -1]
+        logits: torch.Tensor = self.model.hf(ids.to(self.model.device)).logits[0, -1]
         return logits
 
     def prompt(self, *order: int, question: str = "Question: who keeps it?\nAnswer:") -> str:

@@ -107,7 +107,7 @@ def test_random_texts_have_the_length_asked_for() -> None:
     for length in (1, 7, 100):
         text = random_text(model, length, seed=length)
         assert len(model.tokenizer(text, add_special_tokens=False)["input_ids"]) == length
-    known = "qwen2.5-0.5b, 100m, smollm2-135m, test"
+    known = "qwen2.5-0.5b, 100m, llama-3.1-8b, smollm2-135m, test"
     with pytest.raises(ParameterError, match=f"unknown shape 'huge'; known: {known}"):
         random_model("huge")
 

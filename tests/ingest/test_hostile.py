@@ -17,6 +17,7 @@ from kvrag.ingest.parsing import Parser
 from kvrag.kvcache import ChunkKV
 from tests.ingest.conftest import MakeIndex
 from tests.ingest.hostile import make_files, make_known
+from tests.support.properties import trials
 
 LIMITS = ParseLimits(max_file_bytes=2_000_000, seconds=10, memory_bytes=256 << 20)
 
@@ -100,13 +101,15 @@ def test_a_hundred_hostile_documents(
 
 
 @pytest.mark.slow
-def test_five_thousand_hostile_documents(
+def test_thousands_of_hostile_documents(
     quick_index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(monkeypatch)
     known = make_known()
-    write(tmp_path / "files", known | dict(make_files(5_000 - len(known))))
+    number = trials(5_000)
+    write(tmp_path / "files", known | dict(make_files(number - len(known))))
     num_indexed, num_refused = check(quick_index, tmp_path / "files", watch)
-    assert num_indexed + num_refused == 5_000
-    assert num_indexed > 500  # 980 or so: Hypothesis draws other files after some changes
-    assert num_refused > 1_000
+    assert num_indexed + num_refused == number
+    # A fifth or so: Hypothesis draws other files after some changes.
+    assert num_indexed > number // 10
+    assert num_refused > number // 5

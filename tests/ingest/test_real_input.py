@@ -17,6 +17,7 @@ from kvrag.ingest.loaders import load_bytes
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 from tests.support.models import make_model, make_tokenizer
+from tests.support.properties import trials
 
 MUSIQUE = Path(__file__).parents[2] / "../shared/data/musique/musique_75.json"
 PASSAGE = (
@@ -25,7 +26,7 @@ PASSAGE = (
 
 
 @pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
-@pytest.mark.parametrize("num_passages", [20, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_passages", [20, pytest.param(trials(250), marks=pytest.mark.slow)])
 def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passages: int) -> None:
     items = json.loads(MUSIQUE.read_text())
     passages = [passage["text"] for item in items for passage in item["ctxs"]][:num_passages]

@@ -18,6 +18,7 @@ from kvrag.ingest.shared.manifest import Log
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from tests.ingest.test_kill import tiny_model
+from tests.support.properties import trials
 
 # Everything is imported once; each writer is a child, forked before any thread exists.
 WRITE = """
@@ -97,7 +98,7 @@ def text_of(journal: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "num_kills", [6, pytest.param(100, marks=pytest.mark.slow)], ids=["few", "many"]
+    "num_kills", [6, pytest.param(trials(100), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_killed_writers(
     tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch, num_kills: int

@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from kvrag.engine.engine import KVEngine
 from tests.support.api_server import Served, serving
+from tests.support.properties import trials
 from tests.support.rag import Rag
 
 
@@ -137,10 +138,10 @@ def test_routes_without_a_body(fuzzed: Served) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", list(_ROUTES))
-def test_ten_thousand_requests(fuzzed: Served, route: str, mode: GenerationMode) -> None:
+def test_thousands_of_requests(fuzzed: Served, route: str, mode: GenerationMode) -> None:
     """Send the share of one of eight cases, so that several workers share them."""
     generates = mode is GenerationMode.POSITIVE and "completions" in route
-    share = 700 if generates else 1434
+    share = trials(700 if generates else 1434)
     statuses = fuzz(fuzzed, f"POST {route}", mode, share)
     assert statuses.total() > 0.95 * share
     assert statuses.keys() <= {200, 400, 404, 413}

@@ -1,10 +1,13 @@
-"""The number of examples that property tests draw, set by the hypothesis profile."""
+"""The number of examples that property tests draw, and of trials that slow tests make."""
 
 from __future__ import annotations
+
+import os
 
 from hypothesis import settings
 
 _FULL = 100
+_IS_EXHAUSTIVE = os.environ.get("KVRAG_EXHAUSTIVE", "") not in ("", "0")
 
 # No time limit, since machines may be busy. Loaded before any test is imported (`conftest.py`),
 # unless the command line names another profile: `pytest --hypothesis-profile=full`.
@@ -16,3 +19,11 @@ settings.load_profile("quick")
 def examples(number: int) -> int:
     """Return `number` under the profile ``full``, a fifth of it under ``quick``."""
     return max(number * settings().max_examples // _FULL, 1)
+
+
+def trials(number: int) -> int:
+    """Return `number` under ``make test-all EXHAUSTIVE=1``, a third of it otherwise.
+
+    For slow tests of one kind of trial, of which a third finds nearly all that the whole finds.
+    """
+    return number if _IS_EXHAUSTIVE else max(number // 3, 1)

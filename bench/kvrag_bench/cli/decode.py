@@ -17,6 +17,7 @@ def bench_decode(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in the prompt.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
     repeats: b.RepeatsOption = 3,
+    device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare the speed of writing an answer with Transformers' generate."""
@@ -24,7 +25,7 @@ def bench_decode(
     from kvrag_bench.decode import DecodeOptions, run_decode_bench
 
     quiet_libraries()
-    options = DecodeOptions(model, random_shape, chunks, tokens, repeats)
+    options = DecodeOptions(model, random_shape, chunks, tokens, repeats, device)
     with console.progress("measuring"):
         row = run_decode_bench(options)
     if as_json:

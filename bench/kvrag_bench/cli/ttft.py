@@ -40,6 +40,7 @@ def bench_ttft(
     question_tokens: b.QuestionTokensOption = 30,
     repeats: b.RepeatsOption = 3,
     compute: o.ComputeOption = None,
+    device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare time to first token with plain prefill, and with the floor this machine allows."""
@@ -60,6 +61,7 @@ def bench_ttft(
         repeats=repeats,
         contexts=(None,) if context is None else lists.names(context, "--context"),
         compute=compute,
+        device=device,
     )
     with console.progress("measuring") as say:
         rows = list(run_ttft_bench(options, on_progress=say))

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.models.kv_model import KVModel
 from kvrag_bench.setting import temporary_index
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import chosen_model, random_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def check_speeds(gigabytes_per_second: Sequence[float]) -> None:
 def indexed(options: LoadPrompt, say: Callable[[str], None]) -> Iterator[tuple[Index, str]]:
     """Yield an index whose KV is in memory, and the prompt."""
     say("loading the model")
-    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = chosen_model(options.model, options.shape)
     num_tokens, seed = options.chunk_tokens, options.chunk_tokens * 1000
     texts = [random_text(model, num_tokens, seed=seed + i) for i in range(options.num_chunks)]
     say(f"indexing {options.num_chunks} chunks of {num_tokens} tokens")

@@ -1,0 +1,97 @@
+"""The whole path on a GPU, wherever one is: prompts, answers and records are those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Request
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICE = "cuda"
+PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
+
+
+@pytest.fixture(scope="module", params=["raw", "lossless", "cachegen", "transform", "stream"])
+def indexes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Index, Index]]:
+    """One index, opened on the CPU and on the GPU."""
+    folder = tmp_path_factory.mktemp("gpu") / "index"
+    documents = [Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)]
+    with (
+        Index.create(folder, model="kvrag-tiny", embedding="hashing", codec=request.param) as here,
+    ):
+        here.add(documents)
+        with Index.open(folder, device=DEVICE) as there:
+            assert there.model.device.type == torch.device(DEVICE).type
+            yield here, there
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["none", "boundary", "deviation", "deviation:on=attention", "query", "random", "two_stage"],
+)
+def test_a_fused_prompt(indexes: tuple[Index, Index], policy: str) -> None:
+    expected, found = (KVEngine(index).fuse(PROMPT, policy=policy) for index in indexes)
+    assert found.report.rows_by_layer == expected.report.rows_by_layer
+    assert found.report.num_reused == expected.report.num_reused
+    assert found.logits.device.type == torch.device(DEVICE).type
+    torch.testing.assert_close(found.logits.cpu(), expected.logits, rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reuse": False},
+        {"ratio": 1.0},
+        {"policy": "none:temperature=0.7:scale=0.8"},
+        {"eviction": "streaming:recent=16"},
+        {"eviction": "corm:recent=16"},
+        {"eviction": "snapkv:budget=40"},
+        {"eviction": "h2o:heavy=20:recent=20"},
+        {"ttft": 10.0},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_an_answer(indexes: tuple[Index, Index], options: dict[str, object]) -> None:
+    answers = [
+        KVEngine(index, max_tokens=12).generate(PROMPT, **options)  # type: ignore[arg-type]
+        for index in indexes
+    ]
+    assert answers[1].text == answers[0].text
+
+
+def test_a_conversation_and_a_batch(indexes: tuple[Index, Index]) -> None:
+    here, there = (KVEngine(index, max_tokens=8, session_bytes=1 << 30) for index in indexes)
+    answer = there.generate(PROMPT)
+    assert answer.text == here.generate(PROMPT).text
+    longer = f"{PROMPT}{answer.text}\n\nAnd who keeps the light?"
+    again = there.generate(longer)
+    assert again.report.num_kept > 0
+    assert again.text == here.generate(longer).text
+    requests = [Request(PROMPT), Request(longer, policy="none"), Request(TEXTS[1])]
+    batches = [engine.generate_batch(requests) for engine in (here, there)]
+    assert [one.text for one in batches[1]] == [one.text for one in batches[0]]
+
+
+def test_records_are_written_from_a_gpu(tmp_path: Path) -> None:
+    documents = [Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)]
+    model = KVModel.load("kvrag-tiny", device=DEVICE)
+    folder = tmp_path / "index"
+    with Index.create(folder, model=model, embedding="hashing") as index:
+        index.add(documents)
+        expected = KVEngine(index).fuse(PROMPT, policy="none")
+    with Index.open(folder, device="cpu") as index:
+        found = KVEngine(index).fuse(PROMPT, policy="none")
+    torch.testing.assert_close(found.logits, expected.logits.cpu(), rtol=0, atol=5e-2)
