@@ -110,7 +110,9 @@ class FusedKV:
             # Later prompts reuse this memory, perhaps outside inference mode, where a tensor that
             # was made in it could not be written.
             with torch.inference_mode(False):
-                storage = torch.empty(num_elements, dtype=spec.dtype, device=device)
+                # A GPU's steps read rows that nobody has written: masked, but not if they are NaN.
+                make = torch.empty if torch.device(device).type == "cpu" else torch.zeros
+                storage = make(num_elements, dtype=spec.dtype, device=device)
         self.spec = spec
         self.num_tokens = num_tokens
         self.storage = storage

@@ -21,7 +21,7 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice, make_choice
-from kvrag.fusion.decoding import CacheDecoder
+from kvrag.fusion.decoding import make_decoder
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV
@@ -228,7 +228,7 @@ class _Comparison:
         num_tokens = len(layout.token_ids)
         buffer = FusedKV(model.spec, num_tokens, num_tokens + len(answer), model.device)
         fused = fuse(model, layout, open_kv, choice, buffer)
-        step = CacheDecoder(model, fused).step
+        step = make_decoder(model, fused, None).step
         found = _continue(fused.logits, step, len(answer), forced=answer)
         report = fused.report
         counts = (report.num_exact, report.num_reused, report.num_recomputed)

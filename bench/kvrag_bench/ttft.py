@@ -97,6 +97,9 @@ class TTFTRow:
     prefill_speedup
         Plain Transformers' seconds over those of kvrag without reuse, each run beside the other;
         the median.
+    prefill_rate
+        The floor (`FloorMeter`) of that prefill without reuse over its time: 1 if all of it ran at
+        the rate of the model's own matrices.
     compute
         What kvrag's linear layers compute in.
     floor_seconds, floor_ratio
@@ -129,6 +132,7 @@ class TTFTRow:
     select_share: float
     work_ratio: float
     prefill_speedup: float
+    prefill_rate: float
     compute: str
 
 
@@ -174,7 +178,7 @@ def _rows(
         prompt = "\n\n".join([*texts, question])
         say(f"prefill of {chunk_tokens * len(texts)} tokens, {2 * options.repeats + 2} times")
         engine = KVEngine(indexes[0], session_bytes=0)
-        plain = _prefills(engine, prompt, options.repeats)
+        plain = _prefills(engine, prompt, options.repeats, meter)
         for policy in options.policies:
             say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
             for index in indexes:
@@ -222,6 +226,7 @@ def _row(
         select_share=median(_select_seconds(given) / given.ttft_seconds for given in answers),
         work_ratio=spent / operations_needed(index.model, fused[0]),
         prefill_speedup=plain.speedup,
+        prefill_rate=plain.rate,
         compute=report.compute,
     )
 
@@ -232,16 +237,22 @@ def _select_seconds(given: Answer) -> float:
 
 
 class _Prefills(NamedTuple):
-    """Plain Transformers' seconds, and how many times as long they are as kvrag's own prefill."""
+    """Plain Transformers' seconds, and how many times as long they are as kvrag's own prefill.
+
+    Then the floor of the latter over its time.
+    """
 
     seconds: float
     speedup: float
+    rate: float
 
 
-def _prefills(engine: KVEngine, prompt: str, repeats: int) -> _Prefills:
+def _prefills(engine: KVEngine, prompt: str, repeats: int, meter: FloorMeter) -> _Prefills:
     plain, own = [], []
     for _ in range(repeats + 1):  # the first does not count
         plain.append(engine.plain_ttft_seconds(prompt))
-        own.append(engine.generate(prompt, reuse=False, max_tokens=1).ttft_seconds)
+        answer = engine.generate(prompt, reuse=False, max_tokens=1)
+        own.append(answer.ttft_seconds)
     speedup = median(p / o for p, o in zip(plain[1:], own[1:], strict=True))
-    return _Prefills(median(plain[1:]), speedup)
+    rate = meter.measure(answer.report).seconds / median(own[1:])
+    return _Prefills(median(plain[1:]), speedup, rate)

@@ -103,14 +103,15 @@ class RawChunk(OpenedRecord):
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Read one layer, rotate its keys, and copy both to `into`. Raises as `read_layer` does."""
         device = into[0].keys.device
-        scratch = _pinned_scratch if device.type == "cuda" else _scratch
+        is_pinned = device.type == "cuda"
+        scratch = _pinned_scratch if is_pinned else _scratch
         keys, values = (
-            one.to(device, non_blocking=True) for one in self._read(layer_index, scratch)
+            one.to(device, non_blocking=is_pinned) for one in self._read(layer_index, scratch)
         )
         for one in into:
             one.table.place(keys[:, one.tokens], one.rows, one.keys)
             one.values.copy_(values[:, one.tokens])
-        if device.type == "cuda":
+        if is_pinned:
             # Only then may the scratch buffer be used again.
             torch.cuda.current_stream(device).synchronize()
 

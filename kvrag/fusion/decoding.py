@@ -94,7 +94,9 @@ def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Except
 
 
 class CacheDecoder:
-    """Continues a prompt without gaps in its positions, by means of Transformers.
+    """Continues a prompt without gaps by means of Transformers.
+
+    Families that attend in their own code need it.
 
     Parameters
     ----------
@@ -141,6 +143,7 @@ class RowDecoder:
         self._model = model
         self.adapter = None if fused.links is None else fused.links.adapter
         num_rows = len(fused.layout.token_ids)
+        model.begin_answer()
         self._next = BatchRow(
             fused.kv, fused.kv.addresses, num_rows, fused.layout.end_position, fused.scaled
         )
@@ -153,7 +156,8 @@ class RowDecoder:
     def step_each(decoders: Sequence[RowDecoder], token_ids: Sequence[int]) -> torch.Tensor:
         """Step several decoders of one model at once; return logits ``[B, vocabulary]``.
 
-        The logits are those of single steps, bit for bit where kernels compute them (16 at most).
+        The logits are those of single steps, bit for bit where kernels on the CPU compute them (16
+        at most).
 
         Parameters
         ----------

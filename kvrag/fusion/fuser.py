@@ -180,7 +180,7 @@ def fuse_in_slices(
     links: LinkTokens | None = None,
     loading: Loading = Loading(),  # noqa: B008  # frozen
 ) -> Slices[FusedPrompt]:
-    """Do what `fuse` does, and pause after each layer, or after 256 rows of one.
+    """Do what `fuse` does, and pause after each layer, or on the CPU after 256 rows.
 
     The caller may compute other prompts meanwhile: this holds the model only while it computes.
     """

@@ -322,7 +322,7 @@ class _Decoder:
                 item.chunk.use(planes)
                 item.place()
                 if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+                    torch.cuda.current_stream(self._device).synchronize()
             except self._errors as error:
                 # Try again without the damaged plane, over what it has written.
                 if planes == 1:

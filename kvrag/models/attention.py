@@ -2,9 +2,9 @@
 
 While rows are being recomputed, the model's configuration names one of our implementations as its
 attention (Transformers' own extension point), and the attention mask handed to the layers is a
-`RowMask`. The layers pass it through untouched. So no mask of prompt length squared exists
-anywhere, and the selected queries need not be contiguous. Another caller's forward on the same
-model brings an ordinary mask and gets ordinary attention.
+`RowMask`. The layers pass it through untouched. So on the CPU no mask of prompt length squared
+exists, and the selected queries need not be contiguous. Another caller's forward on the same model
+brings an ordinary mask and gets ordinary attention.
 
 While whole chunks are encoded, the configuration names another one, whose rows are the last of all
 keys. On the CPU it attends in the compiled kernel, which takes a third of PyTorch's time.
@@ -295,16 +295,13 @@ def _row_attention(
     # Query heads that share a key head become a batch over the *same* keys: expand() copies
     # nothing, whereas Transformers' repeat_kv would copy every key of the prompt per group.
     grouped = query.view(num_kv_heads, num_groups, num_rows, head_dim).transpose(0, 1)
-    if attention_mask.is_square and attention_mask.visible is None:
-        output = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=num_groups > 1
-        )
-        return output.transpose(1, 2), None
+    is_square = attention_mask.is_square and attention_mask.visible is None
     output = scaled_dot_product_attention(
         grouped,
         key.expand(num_groups, -1, -1, -1),
         value.expand(num_groups, -1, -1, -1),
-        attn_mask=attention_mask.dense(key.shape[2]),
+        attn_mask=None if is_square else attention_mask.dense(key.shape[2]),
+        is_causal=is_square,
         scale=scaling,
     )
     # [G, H, n, D] -> [1, n, H * G, D], the order in which the output projection expects heads.

@@ -59,6 +59,9 @@ class BatchRows(OwnMask):
     at
         ``[2, B]``: places and positions, in the device's memory, if the step is to be captured:
         what it computes then depends on them, and not on those in `rows`.
+    ends
+        Required with `at`: for each row, the number of keys that it attends to, those after it
+        masked.
 
     Attributes
     ----------
@@ -73,13 +76,14 @@ class BatchRows(OwnMask):
         rows: Sequence[BatchRow],
         windows: Sequence[int | None],
         at: torch.Tensor | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         self._rows = rows
         self._windows = windows
         self._layer_index = 0
         first = rows[0].fused.storage
         device = first.device
-        self._is_captured = at is not None
+        self._ends = ends
         if at is None:
             at = torch.tensor([[row.place, row.position] for row in rows], device=device).T
         self._at, self.positions = at
@@ -145,8 +149,9 @@ class BatchRows(OwnMask):
             own_keys, own_values = row.fused.keys[layer_index], row.fused.values[layer_index]
             write_rows(own_keys[0], own_values[0], place, key[0, :, one], value[0, :, one], None)
             window = self._windows[layer_index]
-            first, end = 0, row.fused.capacity
-            if not self._is_captured:
+            if self._ends:
+                first, end = 0, self._ends[number]
+            else:
                 end = row.place + 1
                 first = 0 if window is None else max(0, end - window)
             seen = slice(first, end)

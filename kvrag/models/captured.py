@@ -8,38 +8,70 @@ its own memory. It writes to the buffers of the step that it was captured from.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from kvrag.kvcache import FusedKV
 from kvrag.models.batch import BatchRow, BatchRows
 
 _log = logging.getLogger(__name__)
-# Answers that are written by turns, each alone, keep their graphs: some megabytes each.
+# A capture stops the GPU for tens of milliseconds, so the batch has to have stayed the same.
+_STEPS_BEFORE = 3
+# Answers that are written by turns, each alone, keep their graphs.
 _MOST_GRAPHS = 8
+_MOST_COUNTS = 64
+# A step attends to whole blocks of keys, of which the last are masked: it is captured again for
+# each block of an answer.
+_KEY_BLOCK = 1024
 
 Step = Callable[[torch.Tensor, BatchRows], torch.Tensor]
 """Takes tokens ``[B]`` and where they belong; returns logits ``[B, vocabulary]``."""
+
+_Key = tuple[tuple[int, ...], ...]
+
+# A process captures one graph at a time.
+_capturing = threading.Lock()
 
 
 class CapturedSteps:
     """The captured steps of one model.
 
-    The first step over some buffers is not captured, and is what warms up the libraries: an answer
-    of one token pays nothing. Buffers are known by their addresses, and no graph keeps them alive.
+    The first steps over some buffers are carried out. Buffers are known by their addresses, and no
+    graph keeps them alive. A replay rounds a little otherwise than a step that is carried out, as
+    it attends to more keys, which are masked.
 
     Parameters
     ----------
+    hf
+        The model.
     windows
         Each layer's sliding window in tokens, None if it sees everything.
     """
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
+    def __init__(self, hf: PreTrainedModel, windows: Sequence[int | None]) -> None:
+        self._hf = hf
         self._windows = windows
-        self._steps: OrderedDict[tuple[tuple[int, ...], ...], CapturedStep | None] = OrderedDict()
+        self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
+        self._counts: OrderedDict[_Key, int] = OrderedDict()
         self._can_capture = True
+        self._state: tuple[object, ...] = ()
+        self._stream: torch.cuda.Stream | None = None
+
+    def check_model(self) -> None:
+        """Forget all steps if weights have moved or modules have changed since the last call."""
+        if not self._steps and not self._counts:
+            self._state = ()
+            return
+        state = _state_of(self._hf)
+        if state != self._state:
+            self._steps.clear()
+            self._counts.clear()
+            self._state = state
+            self._stream = None
 
     def find(self, rows: Sequence[BatchRow], step: Step) -> CapturedStep | None:
         """Return the step over the buffers of `rows`; None if it has to be carried out itself.
@@ -55,26 +87,68 @@ class CapturedSteps:
             return None
         if any(row.scaled for row in rows):
             return None
-        key = tuple((row.addresses[0][0], row.addresses[1][-1], row.fused.capacity) for row in rows)
-        if key not in self._steps:
-            self._steps[key] = None
-            if len(self._steps) > _MOST_GRAPHS:
-                self._steps.popitem(last=False)
+        ends = [_end_of(row) for row in rows]
+        key = tuple(
+            (row.addresses[0][0], row.addresses[1][-1], row.fused.capacity, end)
+            for row, end in zip(rows, ends, strict=True)
+        )
+        found = self._steps.get(key)
+        if found is not None:
+            self._steps.move_to_end(key)
+            return found
+        if not self._steps and not self._counts:
+            self._state = _state_of(self._hf)
+        count = self._counts[key] = self._counts.pop(key, 0) + 1
+        if len(self._counts) > _MOST_COUNTS:
+            self._counts.popitem(last=False)
+        if count <= _STEPS_BEFORE:
             return None
-        self._steps.move_to_end(key)
-        found = self._steps[key]
-        if found is None:
-            try:
-                found = self._steps[key] = CapturedStep(step, rows, self._windows)
-            except RuntimeError as error:
-                # Some models ask the GPU for a number in the middle of a step.
-                self._can_capture = False
-                _log.info("steps are not captured: %s", str(error).partition("\n")[0])
+        return self._capture(key, rows, ends, step)
+
+    def _capture(
+        self, key: _Key, rows: Sequence[BatchRow], ends: Sequence[int], step: Step
+    ) -> CapturedStep | None:
+        del self._counts[key]
+        device = rows[0].fused.storage.device
+        if self._stream is None:
+            # Loading threads never get a stream of this priority.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        try:
+            with _capturing:
+                found = CapturedStep(step, rows, self._windows, ends, self._stream)
+        except torch.OutOfMemoryError:
+            return None
+        except RuntimeError as error:
+            # Some models ask the GPU for a number in the middle of a step.
+            self._can_capture = False
+            told = str(error).partition("\n")[0]
+            _log.warning("steps cannot be captured, answers are written more slowly: %s", told)
+            return None
+        self._steps[key] = found
+        if len(self._steps) > _MOST_GRAPHS:
+            self._steps.popitem(last=False)
         return found
 
 
 def _is_on_gpu(fused: FusedKV) -> bool:
     return fused.storage.device.type == "cuda"
+
+
+def _end_of(row: BatchRow) -> int:
+    """Return the number of keys that a captured step over a row attends to."""
+    return min(-(-(row.place + 1) // _KEY_BLOCK) * _KEY_BLOCK, row.fused.capacity)
+
+
+def _state_of(hf: PreTrainedModel) -> tuple[object, ...]:
+    """Return what a graph relies on: where weights are, and what the modules do."""
+    return (
+        getattr(hf.config, "_attn_implementation", None),
+        *(tensor.data_ptr() for tensor in (*hf.parameters(), *hf.buffers())),
+        *(
+            (id(module), id(vars(module).get("forward")), len(module._forward_hooks))
+            for module in hf.modules()
+        ),
+    )
 
 
 class CapturedStep:
@@ -83,25 +157,47 @@ class CapturedStep:
     Parameters
     ----------
     step
-        The step, carried out once before.
+        The step, carried out before.
     rows
         Rows of the buffers.
     windows
         Each layer's sliding window in tokens, None if it sees everything.
+    ends
+        For each row, the number of keys that it attends to, those after it masked.
+    stream
+        A stream of the buffers' device, on which nothing else runs.
     """
 
-    def __init__(self, step: Step, rows: Sequence[BatchRow], windows: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        rows: Sequence[BatchRow],
+        windows: Sequence[int | None],
+        ends: Sequence[int],
+        stream: torch.cuda.Stream,
+    ) -> None:
         device = rows[0].fused.storage.device
-        self._inputs = torch.zeros(3, len(rows), dtype=torch.long, device=device)
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads go on loading meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._logits = step(self._inputs[0], BatchRows(rows, windows, self._inputs[1:]))
+        # Not inference tensors, even if the caller is in inference mode: they outlive this call.
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            before = torch.cuda.current_stream(device)
+            torch.cuda.current_blas_handle()  # each thread makes its own, which cannot be captured
+            self._inputs = torch.zeros(3, len(rows), dtype=torch.long, device=device)
+            self._graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads go on loading meanwhile.
+                with torch.cuda.graph(
+                    self._graph, stream=stream, capture_error_mode="thread_local"
+                ):
+                    batch = BatchRows(rows, windows, self._inputs[1:], ends)
+                    self._logits = step(self._inputs[0], batch)
+            finally:
+                torch.cuda.set_stream(before)  # torch leaves its own where a capture fails
 
     def run(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Return logits ``[B, vocabulary]`` for tokens at the places of `rows`."""
         places = [row.place for row in rows]
         positions = [row.position for row in rows]
-        self._inputs.copy_(torch.tensor([list(token_ids), places, positions]))
-        self._graph.replay()
-        return self._logits.clone()
+        with torch.cuda.device(self._inputs.device):
+            self._inputs.copy_(torch.tensor([list(token_ids), places, positions]))
+            self._graph.replay()
+            return self._logits.clone()

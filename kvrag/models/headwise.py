@@ -1,6 +1,7 @@
 """Attention of one key head after another, for callers that change scores or observe weights.
 
-Only a few rows' scores exist at a time, over all keys that they may see.
+Only a few rows' scores exist at a time, over all keys that they may see. `attend_by_rows` takes all
+heads at once, for a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 # Rows whose scores are held at a time for one key head: 4 MB a query head at 32,000 keys.
 _ROWS_AT_ONCE = 32
-# On a GPU, for all heads together: 256 MB.
+# On a GPU, for all heads together: 256 MB, and as much for each step between them and the weights.
 _SCORES_AT_ONCE = 1 << 26
 
 Rescore = Callable[[torch.Tensor], torch.Tensor]

@@ -141,7 +141,7 @@ class KVModel(RowMethods):
         self.compute = resolved_compute(hf, compute)
         self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
         self._positions = find_positions(hf, self.family, self.spec)
-        self._captured = CapturedSteps(self._windows)
+        self._captured = CapturedSteps(hf, self._windows)
 
     @classmethod
     def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ class RowMethods:
     _rows: RowRunner
     _positions: Positions
     _captured: CapturedSteps
+    lock: threading.RLock
 
     @property
     def device(self) -> torch.device:
@@ -136,6 +138,11 @@ class RowMethods:
             layer_index, hidden, rows, fused, table, attending, deviation, writes=writes
         )
 
+    def begin_answer(self) -> None:
+        """Call this before an answer's first `forward_each`: the model may have changed."""
+        with self.lock:
+            self._captured.check_model()
+
     def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.
 
@@ -187,8 +194,8 @@ class RowMethods:
         Yields
         ------
         tensor, tensor, tensor
-            A block of `which`, and the placed keys and the values ``[H, m, D]`` of its rows. A
-            block is never all of `which`, so that no second copy of `hidden` exists.
+            A block of `which`, 512 at most, and the placed keys and the values ``[H, m, D]`` of its
+            rows.
         """
         return self._rows.project(layer_index, hidden, rows, table, which)
 

@@ -44,7 +44,7 @@ _GPU_ROW_BLOCK = 16384
 
 
 def rows_at_once(device: torch.device) -> int:
-    """Return how many rows a layer computes at once."""
+    """Return how many rows a layer computes at once, if it has no window."""
     return ROW_BLOCK if device.type == "cpu" else _GPU_ROW_BLOCK
 
 
@@ -121,9 +121,9 @@ class RowRunner:
         # The rows that adapters act on, in the middle of a layer; written under the lock.
         self._at_hand = torch.empty(0, dtype=torch.long)
         self.is_adapted = False
-        # All layers have the same rows, or nearly: to read their ends waits for a GPU.
-        self._bounded = self._at_hand
-        self._bounds: list[tuple[int, int]] = []
+        # The first and last row of each block, by its size. To read them waits for a GPU, and most
+        # layers have the same rows.
+        self._known_ends: tuple[torch.Tensor, dict[int, list[tuple[int, int]]]] = self._at_hand, {}
 
     @contextmanager
     def computing(self, adapter: RowAdapter | None, adapted: torch.Tensor | None) -> Iterator[None]:
@@ -145,8 +145,11 @@ class RowRunner:
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
         with self._lock, torch.no_grad(), attending, acting, self._outer():
-            self.is_adapted = adapter is not None
-            yield
+            before, self.is_adapted = self.is_adapted, adapter is not None
+            try:
+                yield
+            finally:
+                self.is_adapted = before
 
     def _outer(self, *, each_row: bool = False) -> AbstractContextManager[None]:
         """Let modules outside the layers use kernels: a layer's own ones are switched with it."""
@@ -234,7 +237,7 @@ class RowRunner:
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield one layer's fresh K/V for some of the rows (`KVModel.project_rows`)."""
-        for block in torch.split(which, rows_at_once(which.device)):
+        for block in torch.split(which, ROW_BLOCK):
             mask = RowMask(rows[block], 0, None)
             try:
                 self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
@@ -268,16 +271,30 @@ class RowRunner:
     ) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
         """Yield blocks of rows: their indices, their positions, the first and last key seen."""
         window = self._windows[layer_index]
-        size = rows_at_once(rows.device)
-        blocks = torch.split(rows, size)
-        if rows is not self._bounded:
-            self._bounds = [(int(block[0]), int(block[-1])) for block in blocks if len(block)]
-            self._bounded = rows
-        bounds = self._bounds
-        for number, (first, last) in enumerate(bounds):
+        size = self._block_size(window, rows.device)
+        for number, (first, last) in enumerate(self._ends_of(rows, size)):
             first_key = 0 if window is None else max(0, first - window + 1)
-            begin = number * size
-            yield slice(begin, begin + size), blocks[number], first_key, last
+            block = slice(number * size, number * size + size)
+            yield block, rows[block], first_key, last
+
+    def _block_size(self, window: int | None, device: torch.device) -> int:
+        """Return how many rows a layer computes at once."""
+        attention = str(self._hf.config._attn_implementation)
+        if self._family.attends_itself or attention.endswith("eager"):
+            return ROW_BLOCK  # the scores of all rows of a block exist
+        size = rows_at_once(device)
+        # A block's rows see the keys of all its windows.
+        return size if window is None else min(size, max(ROW_BLOCK, window))
+
+    def _ends_of(self, rows: torch.Tensor, size: int) -> list[tuple[int, int]]:
+        known, ends = self._known_ends
+        if known is not rows:
+            ends = {}
+            self._known_ends = rows, ends
+        if size not in ends:
+            blocks = torch.split(rows, size)
+            ends[size] = [(int(block[0]), int(block[-1])) for block in blocks if len(block)]
+        return ends[size]
 
     def _run(
         self,

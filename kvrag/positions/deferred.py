@@ -37,8 +37,11 @@ class DeferredTable(RotaryTable):
         return cls(table.cos, table.sin, table)
 
     def place(self, keys: torch.Tensor, rows: torch.Tensor | slice, out: torch.Tensor) -> None:
-        """Write keys ``[H, n, D]`` to `out`, to be placed later at `rows`."""
-        if not isinstance(rows, slice):
+        """Write keys ``[H, n, D]`` to `out`, to be placed later at `rows`.
+
+        If that would round them twice, or rows are not next to each other, they are placed at once.
+        """
+        if keys.dtype != out.dtype or not isinstance(rows, slice):
             self.table.place(keys, rows, out)
             return
         out.copy_(keys)

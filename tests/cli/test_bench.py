@@ -28,6 +28,7 @@ class FakeRow:
     select_share: float = 0.02
     work_ratio: float = 1.08
     prefill_speedup: float = 1.6
+    prefill_rate: float = 0.7
     context: str = "filler:512"
     compute: str = "float32"
 

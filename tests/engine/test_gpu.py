@@ -85,6 +85,21 @@ def test_a_conversation_and_a_batch(indexes: tuple[Index, Index]) -> None:
     assert [one.text for one in batches[1]] == [one.text for one in batches[0]]
 
 
+def test_steps_are_captured_and_forgotten(indexes: tuple[Index, Index]) -> None:
+    here, there = (KVEngine(index, max_tokens=12) for index in indexes)
+    expected = here.generate(PROMPT).text
+    with torch.inference_mode():
+        assert there.generate(PROMPT).text == expected
+    assert there.generate(PROMPT).text == expected
+    model = there.index.model
+    assert model._captured._can_capture
+    assert model._captured._steps
+    # Weights that move are found again.
+    model.hf.to("cpu")
+    model.hf.to(DEVICE)
+    assert there.generate(PROMPT).text == expected
+
+
 def test_records_are_written_from_a_gpu(tmp_path: Path) -> None:
     documents = [Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)]
     model = KVModel.load("kvrag-tiny", device=DEVICE)

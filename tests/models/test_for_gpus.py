@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +41,10 @@ def test_keys_placed_later_are_those_placed_at_once(dtype: torch.dtype) -> None:
     deferred.finish(found)
     assert torch.equal(found, expected)
     deferred.finish(found)  # nothing is placed twice
+    assert torch.equal(found, expected)
+    # What has another type is rounded once, after it is rotated.
+    table.place(keys[:, :2].double(), slice(0, 2), expected[:, :2])
+    deferred.place(keys[:, :2].double(), slice(0, 2), found[:, :2])
     assert torch.equal(found, expected)
     given, rows = keys[:, :2], torch.tensor([39, 1])
     table.place(given, rows, out := torch.empty_like(given))
@@ -98,9 +104,7 @@ def rows_of(model: KVModel, extra: int = 0) -> list[BatchRow]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral-sliding", "gpt2"])
-def test_a_captured_step_reads_its_places_from_memory(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_reads_its_places_from_memory(family: str) -> None:
     model = KVModel(make_model(family), make_tokenizer())
     ids = torch.tensor([5, 9])
     expected_rows, found_rows = rows_of(model), rows_of(model)
@@ -112,6 +116,7 @@ def test_a_captured_step_reads_its_places_from_memory(
             [BatchRow(r.fused, r.addresses, r.place - 5, r.position - 5) for r in found_rows],
             model._windows,
             at,
+            [30, 28],
         )
         batch._in_kernel = False
         found = model._step(ids, batch)
@@ -123,42 +128,101 @@ def test_a_captured_step_reads_its_places_from_memory(
 class OneStep:
     """Stands for a captured step."""
 
-    made: list[int]
-
-    def __init__(self, step: Any, rows: Sequence[BatchRow], windows: Any) -> None:
+    def __init__(self, step: Any, rows: Sequence[BatchRow], *_: Any) -> None:
         if step == "syncs":
             raise RuntimeError("operation not permitted when stream is capturing\nlong story")
+        if step == "large":
+            raise torch.OutOfMemoryError("16 GiB")
         self.num_rows = len(rows)
 
 
-def test_steps_are_captured_when_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def found_after(steps: CapturedSteps, rows: Sequence[BatchRow], step: Any = None) -> Any:
+    """Return what is found when the steps that are not captured are over."""
+    for _ in range(captured._STEPS_BEFORE):
+        assert steps.find(rows, step) is None
+    return steps.find(rows, step)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> CapturedSteps:
     monkeypatch.setattr(captured, "CapturedStep", OneStep)
     monkeypatch.setattr(captured, "_is_on_gpu", lambda fused: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     model = KVModel(make_model(), make_tokenizer())
-    steps = CapturedSteps(model._windows)
-    step: Callable[..., Any] = lambda ids, batch: ids  # noqa: E731
+    return model._captured
+
+
+def test_steps_are_captured_when_they_come_again(steps: CapturedSteps) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
     first, second = rows_of(model)
-    assert steps.find([first], step) is None
-    once = steps.find([first], step)
-    assert isinstance(once, OneStep)
+    once = found_after(steps, [first])
     assert once.num_rows == 1
-    assert steps.find([first], step) is once
+    assert steps.find([replace(first, place=first.place + 1)], None) is once  # type: ignore[arg-type]
     # Another batch, another graph; the first one's is kept.
-    assert steps.find([first, second], step) is None
-    assert isinstance(steps.find([first, second], step), OneStep)
-    assert steps.find([first], step) is once
+    assert found_after(steps, [first, second]).num_rows == 2
+    assert steps.find([first], None) is once  # type: ignore[arg-type]
     # Only so many are kept.
-    for row in [row for _ in range(8) for row in rows_of(model)]:
-        steps.find([row], step)
-    assert steps.find([first], step) is None
-    # A model that cannot be captured is not tried again.
-    assert steps.find([second], step) is None
-    assert steps.find([second], "syncs") is None  # type: ignore[arg-type]
-    assert steps.find([second], step) is None
+    others = [row for _ in range(4) for row in rows_of(model)]
+    for row in others:
+        assert found_after(steps, [row]) is not None
+    assert steps.find([first, second], None) is None  # type: ignore[arg-type]
+
+
+def test_a_step_is_captured_for_each_block_of_keys(steps: CapturedSteps) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
+    fused = FusedKV(model.spec, 1000, 3000)
+    row = BatchRow(fused, fused.addresses, 1000, 1000)
+    once = found_after(steps, [row])
+    assert steps.find([replace(row, place=1023)], None) is once  # type: ignore[arg-type]
+    assert found_after(steps, [replace(row, place=1024)]) is not once
+    ends = [captured._end_of(replace(row, place=place)) for place in (0, 1023, 1024, 2999)]
+    assert ends == [1024, 1024, 2048, 3000]
+
+
+def test_a_model_that_cannot_be_captured_is_not_tried_again(
+    steps: CapturedSteps, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
+    first, second = rows_of(model)
+    # Memory may be there the next time.
+    assert found_after(steps, [first], "large") is None
+    assert found_after(steps, [first]) is not None
+    assert found_after(steps, [second], "syncs") is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "stream is capturing" in caplog.text
+    assert "long story" not in caplog.text
+    assert steps.find([first], None) is None  # type: ignore[arg-type]
+
+
+def test_steps_are_forgotten_when_the_model_changes(steps: CapturedSteps) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
+    first, _ = rows_of(model)
+    hf = steps._hf
+    layer = hf.get_submodule("model.layers.0.mlp")
+
+    def moves() -> None:
+        hf.to(torch.float64)
+        hf.to(torch.float32)
+
+    def adds_a_hook() -> None:
+        layer.register_forward_hook(lambda *_: None)
+
+    def replaces_a_forward() -> None:
+        vars(layer)["forward"] = layer.forward
+
+    def replaces_a_module() -> None:
+        hf.set_submodule("model.layers.0.mlp", copy.deepcopy(layer))
+
+    for change in (moves, adds_a_hook, replaces_a_forward, replaces_a_module):
+        once = found_after(steps, [first])
+        steps.check_model()
+        assert steps.find([first], None) is once  # type: ignore[arg-type]
+        change()
+        steps.check_model()
+        assert not steps._steps, change
 
 
 def test_nothing_is_captured_on_the_cpu() -> None:
     model = KVModel(make_model(), make_tokenizer())
-    steps = CapturedSteps(model._windows)
     first, _ = rows_of(model)
-    assert [steps.find([first], model._step) for _ in range(3)] == [None] * 3
+    assert [model._captured.find([first], model._step) for _ in range(9)] == [None] * 9

@@ -182,7 +182,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
             "nothing" if row.context == "none" else row.context,
             f"{row.context_tokens:,} tokens",
             console.format_seconds(row.plain_ttft_seconds),
-            f"{row.prefill_speedup:.2f}x",
+            f"{row.prefill_speedup:.2f}x, {row.prefill_rate:.0%}",
             console.format_seconds(row.ttft_seconds),
             f"{row.speedup:.1f}x",
             console.format_seconds(row.floor_seconds),
@@ -197,9 +197,9 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     if rows:
         out.print(
             f"{rows[0].model}, {rows[0].num_chunks} chunks, computing in {rows[0].compute}; time "
-            "to first token, median; prefill: plain over kvrag's own without reuse; choice: "
-            "share of it spent on choosing; work: multiplications over those that chosen and fresh "
-            "tokens need",
+            "to first token, median; prefill: plain over kvrag's own without reuse, and the rate "
+            "of the latter over that of its matrices alone; choice: share of it spent on choosing; "
+            "work: multiplications over those that chosen and fresh tokens need",
             style="dim",
             markup=False,
         )
