@@ -112,7 +112,7 @@ class CapturedSteps:
         device = rows[0].fused.storage.device
         if self._stream is None:
             # Loading threads never get a stream of this priority.
-            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         try:
             with _capturing:
                 found = CapturedStep(step, rows, self._windows, ends, self._stream)
@@ -180,7 +180,8 @@ class CapturedStep:
         # Not inference tensors, even if the caller is in inference mode: they outlive this call.
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             before = torch.cuda.current_stream(device)
-            torch.cuda.current_blas_handle()  # each thread makes its own, which cannot be captured
+            # Each thread makes its own, which cannot be captured.
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
             self._inputs = torch.zeros(3, len(rows), dtype=torch.long, device=device)
             self._graph = torch.cuda.CUDAGraph()
             try:
