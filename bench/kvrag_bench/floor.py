@@ -19,15 +19,17 @@ from kvrag.models.kv_model import KVModel
 _FULL_RATE_ROWS = 256
 
 
-def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
+def median_seconds(
+    work: Callable[[], object], repeats: int = 3, device: torch.device | None = None
+) -> float:
     """Return the median wall time of `work` over `repeats` runs, after one that does not count.
 
-    What `work` starts on a GPU is part of it.
+    What `work` starts on `device`, if that is a GPU, is part of it.
     """
 
     def wait() -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     work()
     times = []
@@ -87,6 +89,9 @@ class FloorMeter:
         mean_keys = report.num_tokens / 2
         per_row = 2 * per_layer_weights + 4 * query_width * mean_keys
         per_projection = 4 * spec.num_kv_heads * spec.head_dim * config.hidden_size
+        device = self._model.device
+        # On a GPU, few rows measure how long kernels take to start.
+        most_rows = _FULL_RATE_ROWS if device.type == "cpu" else report.num_tokens
         seconds = 0.0
         before = 0
         for layer_index, num_rows in enumerate(report.rows_by_layer):
@@ -99,12 +104,13 @@ class FloorMeter:
                 # Rows that were dropped here were projected to be compared.
                 operations += (before - num_rows) * per_projection
             before = num_rows
-            seconds += operations / self._operations_per_second(min(num_rows, _FULL_RATE_ROWS))
+            at_once = min(num_rows, most_rows)
+            seconds += operations / self._operations_per_second(at_once)
         head: nn.Module = self._model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
-        hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=self._model.device)
+        hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=device)
         with torch.no_grad():
-            seconds += median_seconds(lambda: head(hidden))
-        return Floor(seconds, report.bytes_loaded / _bytes_per_second(self._model.device))
+            seconds += median_seconds(lambda: head(hidden), device=device)
+        return Floor(seconds, report.bytes_loaded / _bytes_per_second(device))
 
     def _measure_operations_per_second(self, num_rows: int) -> float:
         inputs = {
@@ -125,14 +131,14 @@ class FloorMeter:
 
         weights = sum(linear.weight.numel() for layer in self._linears for linear in layer)
         with torch.no_grad():
-            return 2 * num_rows * weights / median_seconds(multiply)
+            return 2 * num_rows * weights / median_seconds(multiply, device=self._model.device)
 
 
 @cache
 def _bytes_per_second(device: torch.device) -> float:
     source = torch.ones(64 * 1024 * 1024 // 4, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
-    return source.numel() * 4 / median_seconds(lambda: target.copy_(source))
+    return source.numel() * 4 / median_seconds(lambda: target.copy_(source), device=device)
 
 
 def _linears(layer: nn.Module) -> Iterator[nn.Linear]:

@@ -27,6 +27,9 @@ class BufferPool:
         needed = FusedKV.storage_elements(spec, capacity)
         if storage is not None and storage.numel() < needed:
             storage = None
+        elif storage is not None and device.type != "cpu":
+            # As `FusedKV` does: an earlier prompt may have left NaN.
+            storage.zero_()
         return FusedKV(spec, num_tokens, capacity, device, storage)
 
     def give_back(self, fused: FusedKV) -> None:

@@ -14,6 +14,7 @@ from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.captured import captures_steps
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.native import MAX_ROWS
@@ -44,7 +45,9 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     has_gaps = fused.layout.positions is not None
     if model.family.attends_itself:
         return GapDecoder(model, fused) if has_gaps else CacheDecoder(model, fused)
-    return RowDecoder(model, fused)
+    if has_gaps or model.device.type == "cpu" or captures_steps():
+        return RowDecoder(model, fused)
+    return CacheDecoder(model, fused)
 
 
 def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Exception]:
@@ -94,9 +97,7 @@ def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Except
 
 
 class CacheDecoder:
-    """Continues a prompt without gaps by means of Transformers.
-
-    Families that attend in their own code need it.
+    """Continues a prompt without gaps in its positions, by means of Transformers.
 
     Parameters
     ----------

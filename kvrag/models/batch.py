@@ -21,6 +21,9 @@ from kvrag.models.implementations import AttentionFunction, OwnMask
 from kvrag.models.scaling import ScaledKeys
 from kvrag.native import ATTENTION_TYPES, Buffers, attend_each
 
+# A captured step attends to whole blocks of keys, of which the last are masked.
+KEY_BLOCK = 1024
+
 
 @dataclass(frozen=True)
 class BatchRow:
@@ -60,8 +63,8 @@ class BatchRows(OwnMask):
         ``[2, B]``: places and positions, in the device's memory, if the step is to be captured:
         what it computes then depends on them, and not on those in `rows`.
     ends
-        Required with `at`: for each row, the number of keys that it attends to, those after it
-        masked.
+        Required with `at`: for each row, the end of the keys that it attends to, those after it
+        masked. Its place is in the last block of `KEY_BLOCK` keys.
 
     Attributes
     ----------
@@ -150,10 +153,11 @@ class BatchRows(OwnMask):
             write_rows(own_keys[0], own_values[0], place, key[0, :, one], value[0, :, one], None)
             window = self._windows[layer_index]
             if self._ends:
-                first, end = 0, self._ends[number]
+                end = self._ends[number]
+                least = (end - 1) // KEY_BLOCK * KEY_BLOCK + 1
             else:
-                end = row.place + 1
-                first = 0 if window is None else max(0, end - window)
+                least = end = row.place + 1
+            first = 0 if window is None else max(0, least - window)
             seen = slice(first, end)
             scaled = row.scaled[layer_index] if row.scaled else None
             mask = RowMask(place, first, window, scaled=scaled)

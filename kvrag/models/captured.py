@@ -3,11 +3,15 @@
 A step starts hundreds of small kernels, and starting them takes Python far longer than the GPU
 takes to run them. A CUDA graph starts them all at once. It reads tokens, places and positions from
 its own memory. It writes to the buffers of the step that it was captured from.
+
+Steps are captured where the environment has ``KVRAG_CUDA_GRAPHS=1``. After a capture that fails,
+PyTorch's generator for the GPU and its allocator may believe that a capture is under way.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,18 +20,15 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.kvcache import FusedKV
-from kvrag.models.batch import BatchRow, BatchRows
+from kvrag.models.batch import KEY_BLOCK, BatchRow, BatchRows
 
 _log = logging.getLogger(__name__)
 # A capture stops the GPU for tens of milliseconds, so the batch has to have stayed the same.
 _STEPS_BEFORE = 3
-# Answers that are written by turns, each alone, keep their graphs.
+# Answers that are written by turns, each alone, keep their graphs. All are dropped together: with
+# one of them, PyTorch drops what others on its stream compute in.
 _MOST_GRAPHS = 8
 _MOST_COUNTS = 64
-# A step attends to whole blocks of keys, of which the last are masked: it is captured again for
-# each block of an answer.
-_KEY_BLOCK = 1024
-
 Step = Callable[[torch.Tensor, BatchRows], torch.Tensor]
 """Takes tokens ``[B]`` and where they belong; returns logits ``[B, vocabulary]``."""
 
@@ -55,23 +56,33 @@ class CapturedSteps:
     def __init__(self, hf: PreTrainedModel, windows: Sequence[int | None]) -> None:
         self._hf = hf
         self._windows = windows
-        self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
+        self._steps: dict[_Key, CapturedStep] = {}
         self._counts: OrderedDict[_Key, int] = OrderedDict()
         self._can_capture = True
+        self._has_hooks = False
         self._state: tuple[object, ...] = ()
         self._stream: torch.cuda.Stream | None = None
 
     def check_model(self) -> None:
-        """Forget all steps if weights have moved or modules have changed since the last call."""
-        if not self._steps and not self._counts:
-            self._state = ()
+        """Forget all steps if weights have moved or modules have changed since the last call.
+
+        Call it before each answer, outside the model's use: within, modules are not their own.
+        """
+        if not captures_steps() or self._hf.device.type != "cuda":
             return
         state = _state_of(self._hf)
         if state != self._state:
-            self._steps.clear()
+            self._forget()
             self._counts.clear()
             self._state = state
-            self._stream = None
+        # A replay does not call them.
+        self._has_hooks = any(
+            module._forward_hooks or module._forward_pre_hooks for module in self._hf.modules()
+        )
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._stream = None
 
     def find(self, rows: Sequence[BatchRow], step: Step) -> CapturedStep | None:
         """Return the step over the buffers of `rows`; None if it has to be carried out itself.
@@ -83,9 +94,9 @@ class CapturedSteps:
         step
             What is captured.
         """
-        if not self._can_capture or not _is_on_gpu(rows[0].fused):
+        if not captures_steps() or not self._can_capture or not _is_on_gpu(rows[0].fused):
             return None
-        if any(row.scaled for row in rows):
+        if self._has_hooks or any(row.scaled for row in rows):
             return None
         ends = [_end_of(row) for row in rows]
         key = tuple(
@@ -94,10 +105,7 @@ class CapturedSteps:
         )
         found = self._steps.get(key)
         if found is not None:
-            self._steps.move_to_end(key)
             return found
-        if not self._steps and not self._counts:
-            self._state = _state_of(self._hf)
         count = self._counts[key] = self._counts.pop(key, 0) + 1
         if len(self._counts) > _MOST_COUNTS:
             self._counts.popitem(last=False)
@@ -110,24 +118,27 @@ class CapturedSteps:
     ) -> CapturedStep | None:
         del self._counts[key]
         device = rows[0].fused.storage.device
+        if len(self._steps) >= _MOST_GRAPHS:
+            self._forget()
         if self._stream is None:
             # Loading threads never get a stream of this priority.
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         try:
             with _capturing:
                 found = CapturedStep(step, rows, self._windows, ends, self._stream)
-        except torch.OutOfMemoryError:
-            return None
         except RuntimeError as error:
-            # Some models ask the GPU for a number in the middle of a step.
+            # Some models ask the GPU for a number in the middle of a step; or memory is short.
             self._can_capture = False
-            told = str(error).partition("\n")[0]
+            told = str(error.__context__ or error).partition("\n")[0]
             _log.warning("steps cannot be captured, answers are written more slowly: %s", told)
             return None
         self._steps[key] = found
-        if len(self._steps) > _MOST_GRAPHS:
-            self._steps.popitem(last=False)
         return found
+
+
+def captures_steps() -> bool:
+    """Return whether steps are to be captured."""
+    return os.environ.get("KVRAG_CUDA_GRAPHS", "") not in ("", "0")
 
 
 def _is_on_gpu(fused: FusedKV) -> bool:
@@ -136,7 +147,7 @@ def _is_on_gpu(fused: FusedKV) -> bool:
 
 def _end_of(row: BatchRow) -> int:
     """Return the number of keys that a captured step over a row attends to."""
-    return min(-(-(row.place + 1) // _KEY_BLOCK) * _KEY_BLOCK, row.fused.capacity)
+    return min(-(-(row.place + 1) // KEY_BLOCK) * KEY_BLOCK, row.fused.capacity)
 
 
 def _state_of(hf: PreTrainedModel) -> tuple[object, ...]:
@@ -145,7 +156,13 @@ def _state_of(hf: PreTrainedModel) -> tuple[object, ...]:
         getattr(hf.config, "_attn_implementation", None),
         *(tensor.data_ptr() for tensor in (*hf.parameters(), *hf.buffers())),
         *(
-            (id(module), id(vars(module).get("forward")), len(module._forward_hooks))
+            # An adapter's flags are PEFT's.
+            (
+                id(module),
+                id(vars(module).get("forward")),
+                str(vars(module).get("_active_adapter")),
+                vars(module).get("_disable_adapters"),
+            )
             for module in hf.modules()
         ),
     )

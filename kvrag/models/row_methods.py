@@ -15,7 +15,7 @@ from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.caches import Deviation
-from kvrag.models.captured import CapturedSteps
+from kvrag.models.captured import CapturedSteps, captures_steps
 from kvrag.models.families import Family, project_logits
 from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
@@ -140,8 +140,9 @@ class RowMethods:
 
     def begin_answer(self) -> None:
         """Call this before an answer's first `forward_each`: the model may have changed."""
-        with self.lock:
-            self._captured.check_model()
+        if captures_steps():
+            with self.lock:
+                self._captured.check_model()
 
     def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.

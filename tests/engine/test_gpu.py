@@ -85,19 +85,27 @@ def test_a_conversation_and_a_batch(indexes: tuple[Index, Index]) -> None:
     assert [one.text for one in batches[1]] == [one.text for one in batches[0]]
 
 
-def test_steps_are_captured_and_forgotten(indexes: tuple[Index, Index]) -> None:
+def test_captured_steps(indexes: tuple[Index, Index], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRAG_CUDA_GRAPHS", "1")
     here, there = (KVEngine(index, max_tokens=12) for index in indexes)
     expected = here.generate(PROMPT).text
     with torch.inference_mode():
         assert there.generate(PROMPT).text == expected
+    steps = list(there.index.model._captured._steps.values())
+    assert steps
     assert there.generate(PROMPT).text == expected
     model = there.index.model
-    assert model._captured._can_capture
-    assert model._captured._steps
-    # Weights that move are found again.
+    assert list(model._captured._steps.values())[: len(steps)] == steps
+    # Weights that move are found again, and the old ones are kept.
+    before = [parameter.data for parameter in model.hf.parameters()]
     model.hf.to("cpu")
     model.hf.to(DEVICE)
     assert there.generate(PROMPT).text == expected
+    assert list(model._captured._steps.values()) != steps
+    del before
+    requests = [Request(PROMPT), Request(TEXTS[1]), Request(TEXTS[2], eviction="streaming")]
+    batches = [engine.generate_batch(requests) for engine in (here, there)]
+    assert [one.text for one in batches[1]] == [one.text for one in batches[0]]
 
 
 def test_records_are_written_from_a_gpu(tmp_path: Path) -> None:

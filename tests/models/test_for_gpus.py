@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrag.kvcache import FusedKV
 from kvrag.models import captured
-from kvrag.models.attention import RowMask, _row_attention
+from kvrag.models.attention import RowMask, _row_attention, row_attention
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.captured import CapturedSteps
 from kvrag.models.headwise import attend_by_head, attend_by_rows
@@ -131,8 +133,6 @@ class OneStep:
     def __init__(self, step: Any, rows: Sequence[BatchRow], *_: Any) -> None:
         if step == "syncs":
             raise RuntimeError("operation not permitted when stream is capturing\nlong story")
-        if step == "large":
-            raise torch.OutOfMemoryError("16 GiB")
         self.num_rows = len(rows)
 
 
@@ -145,6 +145,7 @@ def found_after(steps: CapturedSteps, rows: Sequence[BatchRow], step: Any = None
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> CapturedSteps:
+    monkeypatch.setenv("KVRAG_CUDA_GRAPHS", "1")
     monkeypatch.setattr(captured, "CapturedStep", OneStep)
     monkeypatch.setattr(captured, "_is_on_gpu", lambda fused: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
@@ -161,10 +162,11 @@ def test_steps_are_captured_when_they_come_again(steps: CapturedSteps) -> None:
     # Another batch, another graph; the first one's is kept.
     assert found_after(steps, [first, second]).num_rows == 2
     assert steps.find([first], None) is once  # type: ignore[arg-type]
-    # Only so many are kept.
+    # Only so many are kept, and then all are dropped.
     others = [row for _ in range(4) for row in rows_of(model)]
-    for row in others:
+    for number, row in enumerate(others):
         assert found_after(steps, [row]) is not None
+        assert len(steps._steps) == (number + 3 if number < 6 else number - 5)
     assert steps.find([first, second], None) is None  # type: ignore[arg-type]
 
 
@@ -184,8 +186,6 @@ def test_a_model_that_cannot_be_captured_is_not_tried_again(
 ) -> None:
     model = KVModel(steps._hf, make_tokenizer())
     first, second = rows_of(model)
-    # Memory may be there the next time.
-    assert found_after(steps, [first], "large") is None
     assert found_after(steps, [first]) is not None
     assert found_after(steps, [second], "syncs") is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -194,18 +194,20 @@ def test_a_model_that_cannot_be_captured_is_not_tried_again(
     assert steps.find([first], None) is None  # type: ignore[arg-type]
 
 
-def test_steps_are_forgotten_when_the_model_changes(steps: CapturedSteps) -> None:
+def test_steps_are_forgotten_when_the_model_changes(
+    steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = KVModel(steps._hf, make_tokenizer())
     first, _ = rows_of(model)
     hf = steps._hf
+    monkeypatch.setattr(type(hf), "device", torch.device("cuda"))
     layer = hf.get_submodule("model.layers.0.mlp")
+    kept = []
 
     def moves() -> None:
+        kept.append([parameter.data for parameter in hf.parameters()])
         hf.to(torch.float64)
         hf.to(torch.float32)
-
-    def adds_a_hook() -> None:
-        layer.register_forward_hook(lambda *_: None)
 
     def replaces_a_forward() -> None:
         vars(layer)["forward"] = layer.forward
@@ -213,8 +215,14 @@ def test_steps_are_forgotten_when_the_model_changes(steps: CapturedSteps) -> Non
     def replaces_a_module() -> None:
         hf.set_submodule("model.layers.0.mlp", copy.deepcopy(layer))
 
-    for change in (moves, adds_a_hook, replaces_a_forward, replaces_a_module):
-        once = found_after(steps, [first])
+    def switches_an_adapter_off() -> None:
+        vars(layer)["_disable_adapters"] = True
+
+    changes = (replaces_a_forward, switches_an_adapter_off, replaces_a_module, moves)
+    for change in changes:
+        steps.check_model()
+        with row_attention(hf):  # in which modules are not their own
+            once = found_after(steps, [first])
         steps.check_model()
         assert steps.find([first], None) is once  # type: ignore[arg-type]
         change()
@@ -222,7 +230,46 @@ def test_steps_are_forgotten_when_the_model_changes(steps: CapturedSteps) -> Non
         assert not steps._steps, change
 
 
-def test_nothing_is_captured_on_the_cpu() -> None:
+def test_a_model_with_hooks_is_not_captured(
+    steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
+    first, _ = rows_of(model)
+    monkeypatch.setattr(type(steps._hf), "device", torch.device("cuda"))
+    hook = steps._hf.register_forward_pre_hook(lambda *_: None)
+    steps.check_model()
+    assert found_after(steps, [first]) is None
+    hook.remove()
+    steps.check_model()
+    assert found_after(steps, [first]) is not None
+
+
+def test_adapted_rows_are_not_captured(
+    steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
+    asked: list[int] = []
+
+    def find(_: Any, rows: Sequence[BatchRow], step: Any) -> None:
+        asked.append(len(rows))
+
+    monkeypatch.setattr(CapturedSteps, "find", find)
+    rows = rows_of(model)
+    with model.computing_rows():
+        model.forward_each([5, 9], rows)
+    assert asked == [2]
+    adapter: Any = SimpleNamespace(acting=lambda *_: nullcontext())
+    with model.computing_rows(adapter):
+        model.forward_each([5, 9], rows)
+        with model.computing_rows():
+            assert not model._rows.is_adapted
+        assert model._rows.is_adapted
+    assert asked == [2]
+    assert not model._rows.is_adapted
+
+
+def test_nothing_is_captured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRAG_CUDA_GRAPHS", "1")
     model = KVModel(make_model(), make_tokenizer())
     first, _ = rows_of(model)
     assert [model._captured.find([first], model._step) for _ in range(9)] == [None] * 9
