@@ -338,13 +338,13 @@ def execute(
                 _forward_slice, model, layer_index, hidden, rows, fused, table, noted, attending
             )
             # To begin and to end computing takes a tenth of a short layer's time.
-            forward(0)
+            forward(slice(0, size))
         clock.lap("compute")
         for begin in range(size, len(rows), size):
             yield False
             clock.resume()
             with computing():
-                forward(begin)
+                forward(slice(begin, begin + size))
             clock.lap("compute")
         yield False
         clock.resume()
@@ -366,16 +366,14 @@ def _forward_slice(
     table: RotaryTable,
     noted: Deviation | None,
     attending: Attending,
-    begin: int,
+    block: slice,
 ) -> None:
     """Run one layer over the rows of one slice."""
-    end = begin + slice_rows(model.device)
-    block = slice(begin, end)
     model.forward_rows(
         layer_index,
         hidden[block],
         # The same tensor in each layer, if it can be: its ends are then known.
-        rows[block] if begin or end < len(rows) else rows,
+        rows[block] if block.start or block.stop < len(rows) else rows,
         fused,
         table,
         deviation=None if noted is None else noted[block],

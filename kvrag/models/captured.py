@@ -94,7 +94,7 @@ class CapturedSteps:
         step
             What is captured.
         """
-        if not captures_steps() or not self._can_capture or not _is_on_gpu(rows[0].fused):
+        if not _is_on_gpu(rows[0].fused) or not captures_steps() or not self._can_capture:
             return None
         if self._has_hooks or any(row.scaled for row in rows):
             return None

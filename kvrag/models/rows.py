@@ -279,12 +279,13 @@ class RowRunner:
 
     def _block_size(self, window: int | None, device: torch.device) -> int:
         """Return how many rows a layer computes at once."""
+        if device.type == "cpu":
+            return ROW_BLOCK
         attention = str(self._hf.config._attn_implementation)
         if self._family.attends_itself or attention.endswith("eager"):
             return ROW_BLOCK  # the scores of all rows of a block exist
-        size = rows_at_once(device)
         # A block's rows see the keys of all its windows.
-        return size if window is None else min(size, max(ROW_BLOCK, window))
+        return _GPU_ROW_BLOCK if window is None else min(_GPU_ROW_BLOCK, max(ROW_BLOCK, window))
 
     def _ends_of(self, rows: torch.Tensor, size: int) -> list[tuple[int, int]]:
         known, ends = self._known_ends

@@ -96,11 +96,11 @@ def filled(model: KVModel, num_rows: int, capacity: int, seed: int) -> FusedKV:
     return fused
 
 
-def rows_of(model: KVModel, extra: int = 0) -> list[BatchRow]:
+def rows_of(model: KVModel) -> list[BatchRow]:
     """Return two prompts' next rows, the second with a gap before it."""
     buffers = [filled(model, 20 + 4 * n, 30 + n, n) for n in range(2)]
     return [
-        BatchRow(buffer, buffer.addresses, place := buffer.num_tokens + extra, place + 3 * n)
+        BatchRow(buffer, buffer.addresses, place := buffer.num_tokens, place + 3 * n)
         for n, buffer in enumerate(buffers)
     ]
 

@@ -22,8 +22,5 @@ def examples(number: int) -> int:
 
 
 def trials(number: int) -> int:
-    """Return `number` under ``make test-all EXHAUSTIVE=1``, a third of it otherwise.
-
-    For slow tests of one kind of trial, of which a third finds nearly all that the whole finds.
-    """
+    """Return `number` under ``make test-all EXHAUSTIVE=1``, a third of it otherwise."""
     return number if _IS_EXHAUSTIVE else max(number // 3, 1)
