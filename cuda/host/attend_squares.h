@@ -7,50 +7,6 @@
 // weights of 0: only if their values are infinite or NaN does it show.
 #pragma once
 
-// Sixteen rows of 64 bytes for each of the eight registers: nothing else is ever needed.
-struct alignas(64) SquareShapes {
-  u8 bytes[64] = {};
-
-  SquareShapes() {
-    bytes[0] = 1;  // palette
-    for (u32 tile = 0; tile < 8; ++tile) {
-      bytes[16 + 2 * tile] = 64;  // bytes of a row
-      bytes[48 + tile] = 16;      // rows
-    }
-  }
-};
-
-// Compilers do not know what the unit's instructions read and write: what is before it in the code is in memory, and
-// what is after it has not been read yet.
-static inline void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
-
-// Other libraries keep shapes of their own on this thread and do not look whether they are still there.
-class SquareScope {
- public:
-  SquareScope() {
-    static const SquareShapes ours;
-    settle(before_);
-    _tile_storeconfig(before_);
-    settle(before_);
-    settle(&ours);
-    _tile_loadconfig(&ours);
-  }
-  ~SquareScope() {
-    settle(before_);
-    if (before_[0] == 0) {
-      _tile_release();
-    } else {
-      _tile_loadconfig(before_);
-    }
-    settle(before_);
-  }
-  SquareScope(const SquareScope&) = delete;
-  SquareScope& operator=(const SquareScope&) = delete;
-
- private:
-  alignas(64) u8 before_[64];
-};
-
 struct Squares {
   using Element = u16;
   static constexpr u64 kSide = 16;          // rows of a register, and lanes

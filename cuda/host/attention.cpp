@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "dispatch.h"
@@ -56,13 +57,53 @@ void run_attention(const Attention& attention, u32 threads) {
   for (u64 i = heads * keys; i < counts.size(); ++i) attention.mass[i % (heads * keys)] += counts[i];
 }
 
-// One row each: a row of a head is one item of work.
-void run_attention(const std::vector<Attention>& each, u32 threads) {
+void run_attention(const RowOfEach& batch, u32 threads) {
+  const i64 size = batch.type == ElementType::f32 ? 4 : 2;
+  const i64 dim = static_cast<i64>(batch.dim);
+  const auto at = [size](const void* base, i64 elements) {
+    return static_cast<const char*>(base) + size * elements;
+  };
+  std::vector<Attention> each(batch.num_rows);
+  for (u64 i = 0; i < batch.num_rows; ++i) {
+    const i64 row = static_cast<i64>(i), place = batch.places[i];
+    const i64 head_stride = batch.capacities[i] * dim;
+    char* const keys = reinterpret_cast<char*>(batch.key_addresses[i]);
+    char* const values = reinterpret_cast<char*>(batch.value_addresses[i]);
+    for (i64 head = 0; head < static_cast<i64>(batch.num_kv_heads); ++head) {
+      const i64 to = size * (head * head_stride + place * dim);
+      std::memcpy(keys + to,
+                  at(batch.key, head * batch.key_head_stride + row * batch.key_row_stride),
+                  static_cast<u64>(size * dim));
+      std::memcpy(values + to,
+                  at(batch.value, head * batch.value_head_stride + row * batch.value_row_stride),
+                  static_cast<u64>(size * dim));
+    }
+    Attention& one = each[i];
+    one.type = batch.type;
+    one.query = at(batch.query, row * batch.query_row_stride);
+    one.key = keys;
+    one.value = values;
+    one.out = static_cast<char*>(batch.out) +
+              size * row * static_cast<i64>(batch.num_kv_heads * batch.group) * dim;
+    one.query_head_stride = batch.query_head_stride;
+    one.key_head_stride = one.value_head_stride = head_stride;
+    one.key_row_stride = one.value_row_stride = dim;
+    one.num_rows = 1;
+    one.num_keys = static_cast<u64>(place) + 1;
+    one.num_kv_heads = batch.num_kv_heads;
+    one.group = batch.group;
+    one.key_dim = one.value_dim = batch.dim;
+    one.last_keys = batch.places + i;
+    one.window = batch.window;
+    one.scale = batch.scale;
+    one.softcap = batch.softcap;
+  }
+  // A row of a head is one item of work.
   const Kernels& chosen = kernels();
-  u64 work = 0, floats = 0, heads = 0;
+  const u64 heads = batch.num_kv_heads;
+  const u64 strips = (batch.group + chosen.attention_lanes - 1) / chosen.attention_lanes;
+  u64 work = 0, floats = 0;
   for (const Attention& one : each) {
-    heads = one.num_kv_heads;
-    const u64 strips = (one.group + chosen.attention_lanes - 1) / chosen.attention_lanes;
     floats = std::max({floats, attention_scratch(one, chosen.attention_lanes, strips),
                        attention_few(one)});
     const u64 seen = static_cast<u64>(std::min(one.last_keys[0] + 1, one.window));

@@ -1,15 +1,39 @@
 // Attention of all rows and heads, shared among threads.
 #pragma once
 
-#include <vector>
-
 #include "kernels.h"
 
 namespace kvrag::host {
 
 void run_attention(const Attention& attention, u32 threads);
 
-// Several with one row each, as in a batch that decodes: all have the same heads, and no mass.
-void run_attention(const std::vector<Attention>& each, u32 threads);
+// A row of each prompt of a batch that decodes. It is written to a buffer of its own, and attends to the keys there.
+// Everything has one type, f32 or bf16; strides are in elements, channels are contiguous.
+struct RowOfEach {
+  ElementType type;
+  const void* query;  // [num_kv_heads * group, num_rows, dim]
+  const void* key;    // [num_kv_heads, num_rows, dim]
+  const void* value;
+  void* out;  // [num_rows, num_kv_heads * group, dim], packed
+  i64 query_head_stride;
+  i64 query_row_stride;
+  i64 key_head_stride;
+  i64 key_row_stride;
+  i64 value_head_stride;
+  i64 value_row_stride;
+  u64 num_rows;
+  u64 num_kv_heads;
+  u64 group;
+  u64 dim;
+  const i64* key_addresses;  // [num_rows] of buffers [num_kv_heads, capacity, dim]
+  const i64* value_addresses;
+  const i64* capacities;
+  const i64* places;  // [num_rows] where each row goes: it sees the keys up to there
+  i64 window;
+  float scale;
+  float softcap;  // 0: none
+};
+
+void run_attention(const RowOfEach& batch, u32 threads);
 
 }  // namespace kvrag::host

@@ -2,9 +2,7 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
-#include <vector>
 
 #include "attention.h"
 #include "bindings.h"
@@ -113,46 +111,37 @@ void attend_each(const AnyCube& query, const AnyCube& key, const AnyCube& value,
             "one address, capacity and place a row");
   }
   require(window >= 1, "a row sees a key at least");
-  const i64 size = is_float ? 4 : 2;
-  const auto row_of = [&](const AnyCube& cube, u64 head, u64 row) {
-    return static_cast<const char*>(cube.data()) +
-           size * (static_cast<i64>(head) * cube.stride(0) + static_cast<i64>(row) * cube.stride(1));
-  };
-  std::vector<Attention> each(num_rows);
   for (u64 row = 0; row < num_rows; ++row) {
-    const i64 place = places.data()[row], capacity = capacities.data()[row];
-    require(place >= 0 && place < capacity && capacity < 1 << 30, "places are in their buffers");
-    const i64 head_stride = capacity * static_cast<i64>(dim);
-    char* const keys = reinterpret_cast<char*>(key_addresses.data()[row]);
-    char* const values = reinterpret_cast<char*>(value_addresses.data()[row]);
-    for (u64 head = 0; head < num_kv_heads; ++head) {
-      const i64 at =
-          size * (static_cast<i64>(head) * head_stride + place * static_cast<i64>(dim));
-      std::memcpy(keys + at, row_of(key, head, row), static_cast<u64>(size) * dim);
-      std::memcpy(values + at, row_of(value, head, row), static_cast<u64>(size) * dim);
-    }
-    Attention& one = each[row];
-    one.type = is_float ? ElementType::f32 : ElementType::bf16;
-    one.query = row_of(query, 0, row);
-    one.key = keys;
-    one.value = values;
-    one.out = static_cast<char*>(out.data()) + size * static_cast<i64>(row) * out.stride(0);
-    one.query_head_stride = query.stride(0);
-    one.key_head_stride = one.value_head_stride = head_stride;
-    one.key_row_stride = one.value_row_stride = static_cast<i64>(dim);
-    one.num_rows = 1;
-    one.num_keys = static_cast<u64>(place) + 1;
-    one.num_kv_heads = num_kv_heads;
-    one.group = query.shape(0) / num_kv_heads;
-    one.key_dim = one.value_dim = dim;
-    one.last_keys = places.data() + row;
-    one.window = window;
-    one.scale = scale;
-    one.softcap = softcap;
+    require(places.data()[row] >= 0 && places.data()[row] < capacities.data()[row] &&
+                capacities.data()[row] < 1 << 30,
+            "places are in their buffers");
   }
+  RowOfEach batch{};
+  batch.type = is_float ? ElementType::f32 : ElementType::bf16;
+  batch.query = query.data();
+  batch.key = key.data();
+  batch.value = value.data();
+  batch.out = out.data();
+  batch.query_head_stride = query.stride(0);
+  batch.query_row_stride = query.stride(1);
+  batch.key_head_stride = key.stride(0);
+  batch.key_row_stride = key.stride(1);
+  batch.value_head_stride = value.stride(0);
+  batch.value_row_stride = value.stride(1);
+  batch.num_rows = num_rows;
+  batch.num_kv_heads = num_kv_heads;
+  batch.group = query.shape(0) / num_kv_heads;
+  batch.dim = dim;
+  batch.key_addresses = key_addresses.data();
+  batch.value_addresses = value_addresses.data();
+  batch.capacities = capacities.data();
+  batch.places = places.data();
+  batch.window = window;
+  batch.scale = scale;
+  batch.softcap = softcap;
   if (num_rows == 0) return;
   const nb::gil_scoped_release release;
-  run_attention(each, threads);
+  run_attention(batch, threads);
 }
 
 }  // namespace

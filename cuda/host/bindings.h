@@ -20,6 +20,7 @@ inline void require(bool condition, const char* message) {
 
 void bind_attention(nb::module_& m);
 void bind_elements(nb::module_& m);
+void bind_layers(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_reconstruction(nb::module_& m);
 

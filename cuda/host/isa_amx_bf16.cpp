@@ -1,4 +1,4 @@
-// AVX-512 with BF16 and AMX (Sapphire Rapids and later): attention in squares of bfloat16.
+// AVX-512 with BF16 and AMX (Sapphire Rapids and later): attention and linear layers in squares of bfloat16.
 #define KVRAG_FLOATS 16  // in a register
 #define KVRAG_SUMS 8     // lines of attention whose sums fit the registers
 #define KVRAG_PAIRS
@@ -6,7 +6,10 @@
 
 #include <immintrin.h>
 
+#include "squares.h"
+
 #include "attend_tile.h"
+#include "linear_squares.h"
 
 namespace kvrag::host {
 
@@ -16,6 +19,7 @@ const Kernels& amx_bf16() {
     Kernels kernels = avx512_bf16();
     kernels.name = "amxbf16";
     kernels.attend = attend_tile;
+    kernels.linear = linear_squares_tile;
     return kernels;
   }();
   return found;

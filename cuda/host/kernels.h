@@ -161,6 +161,11 @@ struct Linear {
   u64 num_outputs;
 };
 
+// Floats of scratch that kernels need: for the inputs, and for what squares of a matrix are cut from.
+constexpr u64 linear_scratch(const Linear& layer) {
+  return layer.num_rows * (layer.num_inputs + 32) + 1024;
+}
+
 // A linear layer in 8 bits. Input and output have one type, f32 or bf16.
 struct Int8Linear {
   ElementType type;
@@ -243,7 +248,7 @@ struct Kernels {
   void (*attend)(const Attention&, u64 kv_head, u64 begin, u64 end, float* mass,
                  float* scratch) noexcept;
   u64 attention_lanes;
-  // Compute outputs [begin, end) of all rows. Scratch has room for the inputs.
+  // Compute outputs [begin, end) of all rows. Scratch has room for `linear_scratch`.
   void (*linear)(const Linear&, u64 begin, u64 end, float* scratch) noexcept;
   // Quantise rows [begin, end), and compute one panel's outputs for such rows.
   void (*int8_quantise)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end) noexcept;

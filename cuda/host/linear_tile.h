@@ -158,14 +158,17 @@ static inline void some(const Linear& layer, const float* apart, u64 row, u64 ou
     inputs[r] = static_cast<const Element*>(layer.input) + (row + r) * width;
     laid[r] = apart + (row + r) * width;
   }
+  // Memory is read in its own order, ahead of the outputs that are taken by turns.
+  const Element* next = weights[0] + kOutputs * width;
   Floats sums[kOutputs][kNumRows] = {};
   u64 at = 0;
-  for (; at + Way::kStep <= width; at += Way::kStep) {
+  for (; at + Way::kStep <= width; at += Way::kStep, next += kOutputs * Way::kStep) {
     typename Way::Inputs x[kNumRows];
 #pragma GCC unroll 8
     for (u32 r = 0; r < kNumRows; ++r) x[r] = Way::inputs(inputs[r] + at, laid[r] + at);
 #pragma GCC unroll 4
     for (u32 i = 0; i < kOutputs; ++i) {
+      __builtin_prefetch(next + i * Way::kStep, 0, 2);
       const auto w = Way::weights(weights[i] + at);
 #pragma GCC unroll 8
       for (u32 r = 0; r < kNumRows; ++r) Way::add(sums[i][r], w, x[r]);

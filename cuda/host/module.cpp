@@ -131,6 +131,7 @@ NB_MODULE(_native, m) {
         nb::arg("classes").noconvert(), nb::arg("contexts").none());
   bind_attention(m);
   bind_elements(m);
+  bind_layers(m);
   bind_linear(m);
   bind_reconstruction(m);
   m.def("instruction_set", [] { return std::string(kernels().name); });

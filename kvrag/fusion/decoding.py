@@ -63,19 +63,15 @@ def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Except
     list
         For each its logits ``[vocabulary]``, or the error that its own step raised.
     """
-    together: dict[int, list[int]] = {}
-    plain: list[int] = []
+    # Other kernels compute rows with an adapter or scaled keys. Beside one, a row would be rounded
+    # otherwise than alone.
+    together: dict[tuple[int, bool], list[int]] = {}
     for number, (decoder, _) in enumerate(steps):
         if isinstance(decoder, RowDecoder):
-            if decoder.adapter is None:
-                plain.append(number)
-            else:
-                together.setdefault(id(decoder.adapter), []).append(number)
-    # Rows without an adapter go with those of any adapter.
-    groups = list(together.values()) or [[]]
-    groups[0] += plain
+            kind = id(decoder.adapter), decoder.is_scaled
+            together.setdefault(kind, []).append(number)
     outcomes: dict[int, torch.Tensor | Exception] = {}
-    for group in groups:
+    for group in together.values():
         for begin in range(0, len(group), MAX_ROWS):
             numbers = group[begin : begin + MAX_ROWS]
             decoders = [steps[number][0] for number in numbers]
@@ -143,6 +139,7 @@ class RowDecoder:
     def __init__(self, model: KVModel, fused: FusedPrompt) -> None:
         self._model = model
         self.adapter = None if fused.links is None else fused.links.adapter
+        self.is_scaled = bool(fused.scaled)
         num_rows = len(fused.layout.token_ids)
         model.begin_answer()
         self._next = BatchRow(
@@ -163,18 +160,12 @@ class RowDecoder:
         Parameters
         ----------
         decoders
-            Different ones. At most one adapter acts on their prompts.
+            Different ones, with the same adapter or none.
         token_ids
             The next token of each.
         """
         model = decoders[0]._model
-        adapters = [one.adapter for one in decoders]
-        linked = [number for number, adapter in enumerate(adapters) if adapter is not None]
-        adapter = adapters[linked[0]] if linked else None
-        adapted = None
-        if 0 < len(linked) < len(decoders):
-            adapted = torch.tensor(linked, device=model.device)
-        with model.computing_rows(adapter, adapted):
+        with model.computing_rows(decoders[0].adapter):
             logits = model.forward_each(token_ids, [one._next for one in decoders])
         # Not before: if a step fails, it can be repeated.
         for one in decoders:

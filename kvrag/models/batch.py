@@ -70,8 +70,10 @@ class BatchRows(OwnMask):
     ----------
     positions
         ``[B]``: the rows' positions.
-    indices
-        ``[B]``: the rows' numbers in the batch, which adapters see.
+    in_kernel
+        Whether a compiled kernel can write and attend to the rows. Only then are there
+        `addresses` ``[2, L, B]`` (a layer's are next to each other), `capacities` ``[B]`` and
+        `places` ``[B]``.
     """
 
     def __init__(
@@ -90,18 +92,16 @@ class BatchRows(OwnMask):
         if at is None:
             at = torch.tensor([[row.place, row.position] for row in rows], device=device).T
         self._at, self.positions = at
-        self.indices = torch.arange(len(rows), device=device)
-        self._in_kernel = (
+        self.in_kernel = (
             device.type == "cpu"
             and first.dtype in ATTENTION_TYPES
             and not any(row.scaled for row in rows)
         )
-        if self._in_kernel:
+        if self.in_kernel:
             addresses = [row.addresses for row in rows]
-            # [2, L, B], so that a layer's addresses are next to each other.
-            self._addresses = np.ascontiguousarray(np.array(addresses).transpose(1, 2, 0))
-            self._capacities = np.array([row.fused.capacity for row in rows])
-            self._places = np.array([row.place for row in rows])
+            self.addresses = np.ascontiguousarray(np.array(addresses).transpose(1, 2, 0))
+            self.capacities = np.array([row.fused.capacity for row in rows])
+            self.places = np.array([row.place for row in rows])
 
     def get_seq_length(self) -> int:
         """Return 0, as a cache whose mask is complete."""
@@ -132,14 +132,14 @@ class BatchRows(OwnMask):
     ) -> torch.Tensor:
         """Write each row to its buffer, and return what the rows gather ``[1, B, heads, D]``."""
         layer_index = self._layer_index
-        if in_kernel and self._in_kernel:
+        if in_kernel and self.in_kernel:
             scaling = kwargs.get("scaling")
-            keys, values = self._addresses[:, layer_index]
+            keys, values = self.addresses[:, layer_index]
             return attend_each(
                 query[0],
                 key[0],
                 value[0],
-                Buffers(keys, values, self._capacities, self._places),
+                Buffers(keys, values, self.capacities, self.places),
                 window=self._windows[layer_index],
                 scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
                 softcap=kwargs.get("softcap"),

@@ -18,18 +18,21 @@ from kvrag.native import ATTENTION_TYPES, gated, rms_norm
 _Forward = Callable[..., torch.Tensor]
 
 _HOME = "transformers.models."
-# Whether a norm adds 1 to its weights, and how its epsilon is called.
-_NORMS = {
+NORMS = {
     **dict.fromkeys(
         ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"),
         (False, "variance_epsilon"),
     ),
     **dict.fromkeys(("Gemma2RMSNorm", "Gemma3RMSNorm"), (True, "eps")),
 }
+"""Whether a norm adds 1 to its weights, and how its epsilon is called."""
+
 _MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP"}
-# Whether an activation is GELU as approximated by tanh; older versions of Transformers have the
-# second name for it.
-_ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
+ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
+"""Whether an activation is GELU as approximated by tanh.
+
+Older versions of Transformers have the second name for it.
+"""
 
 
 def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
@@ -42,11 +45,11 @@ def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
         name = type(module).__name__
         if not type(module).__module__.startswith(_HOME):
             continue
-        if name in _NORMS:
-            yield module, _norm(module, *_NORMS[name])
+        if name in NORMS:
+            yield module, _norm(module, *NORMS[name])
         elif name in _MLPS:
             activation: Any = getattr(module, "act_fn", None)
-            is_gelu = _ACTIVATIONS.get(type(activation).__name__)
+            is_gelu = ACTIVATIONS.get(type(activation).__name__)
             if is_gelu is not None:
                 yield module, _mlp(module, activation, is_gelu=is_gelu)
 
@@ -83,8 +86,7 @@ def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward
             or named
             or not _is_ours(given[0])
             or own.act_fn is not activation
-            or activation._forward_hooks
-            or activation._forward_pre_hooks
+            or is_replaced(activation)
         ):
             made = plain(own, *given, **named)
             return made
@@ -98,6 +100,11 @@ def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward
         return made
 
     return forward
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Return whether a module's forward is not, or not only, that of its class."""
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_ours(numbers: torch.Tensor) -> bool:

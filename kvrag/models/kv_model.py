@@ -29,6 +29,7 @@ from kvrag.models.attention import lock_of, whole_attention
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.captured import CapturedSteps
 from kvrag.models.chunks import shifted_positions, take_chunk
+from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
     context_window,
@@ -142,6 +143,7 @@ class KVModel(RowMethods):
         self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
         self._positions = find_positions(hf, self.family, self.spec)
         self._captured = CapturedSteps(hf, self._windows)
+        self._compiled: CompiledLayers | None = None
 
     @classmethod
     def load(

@@ -16,11 +16,12 @@ from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-# Packed weights take at least this many rows; fewer are sooner computed over weights as they are,
-# except by a matrix unit.
+# Packed weights take at least this many rows; fewer are sooner computed over weights as they are. A
+# matrix unit takes up to `MAX_ROWS` so.
 _LEAST_PACKED = 5
 
-_forwards: WeakKeyDictionary[nn.Linear, dict[tuple[str, bool, bool], Forward]] = WeakKeyDictionary()
+_Kind = tuple[str, bool, bool]
+_ways: WeakKeyDictionary[nn.Linear, dict[_Kind, _Way]] = WeakKeyDictionary()
 
 
 def linear_forwards(
@@ -31,46 +32,76 @@ def linear_forwards(
     head = None if get_head is None else get_head()
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            yield layer, _forward_of(layer, precision, is_head=layer is head, each_row=each_row)
+            way = _way_of(layer, precision, is_head=layer is head, each_row=each_row)
+            yield layer, way.forward
 
 
-def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) -> Forward:
+def int8_layer(layer: nn.Linear) -> Int8Linear | None:
+    """Return a layer in 8 bits, as its weights are now; None if it cannot be computed so."""
+    compute = _way_of(layer, INT8, is_head=False, each_row=False).current()
+    return compute if isinstance(compute, Int8Linear) else None
+
+
+def _way_of(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) -> _Way:
     """Return what computes a layer, the same wherever it computes the same: it keeps copies."""
     dtype = layer.weight.dtype
     is_own = is_head or str(dtype).removeprefix("torch.") == precision
     # Only where a number of rows decides between kernels.
     differs = each_row and is_own and precision != INT8 and not multiplies_squares(dtype)
-    known = _forwards.setdefault(layer, {})
+    known = _ways.setdefault(layer, {})
     kind = precision, is_head, differs
     if kind not in known:
-        known[kind] = _new_forward(layer, precision, is_head=is_head, each_row=differs)
+        known[kind] = _Way(layer, *kind)
     return known[kind]
 
 
-def _new_forward(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) -> Forward:
-    compute: Forward | None = None
-    # What it computes with. It is kept alive, so no other tensor has these addresses.
-    known: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    versions: tuple[int, int] | None = None
-    parameters = layer._parameters
+class _Way:
+    """What computes a layer in some precision, made anew when the layer's weights have changed.
 
-    def forward(rows: torch.Tensor) -> torch.Tensor:
-        nonlocal compute, known, versions
-        weight, bias = parameters["weight"], parameters["bias"]
+    Attributes
+    ----------
+    forward
+        Stands in for the layer's own.
+    """
+
+    def __init__(self, layer: nn.Linear, precision: str, is_head: bool, each_row: bool) -> None:
+        self._parameters = layer._parameters
+        self._kind = precision, is_head, each_row
+        self._compute: Forward | None = None
+        # What it computes with. It is kept alive, so no other tensor has these addresses.
+        self._known: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._versions: tuple[int, int] | None = None
+        self.forward = self._new_forward()
+
+    def current(self) -> Forward | None:
+        """Return what computes the layer; None if only PyTorch can."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
-        if rows.dtype != weight.dtype or torch.is_grad_enabled():
-            return linear(rows, weight, bias)
-        found = _version(weight), _version(bias)
+        known, versions = self._known, (_version(weight), _version(bias))
         if (
             known is None
-            or found != versions
+            or versions != self._versions
             or not (_is_same(weight, known[0]) and _is_same(bias, known[1]))
         ):
-            known, versions = (weight.detach(), None if bias is None else bias.detach()), found
-            compute = _way(*known, precision, is_head=is_head, each_row=each_row)
-        return linear(rows, weight, bias) if compute is None else compute(rows)
+            known = weight.detach(), None if bias is None else bias.detach()
+            self._known, self._versions = known, versions
+            precision, is_head, each_row = self._kind
+            self._compute = _computes(*known, precision, is_head=is_head, each_row=each_row)
+        return self._compute
 
-    return forward
+    def _new_forward(self) -> Forward:
+        parameters, current = self._parameters, self.current
+
+        def forward(rows: torch.Tensor) -> torch.Tensor:
+            weight = parameters["weight"]
+            assert weight is not None
+            if rows.dtype == weight.dtype and not torch.is_grad_enabled():
+                compute = current()
+                if compute is not None:
+                    return compute(rows)
+            return linear(rows, weight, parameters["bias"])
+
+        return forward
 
 
 def _version(parameter: torch.Tensor | None) -> int:
@@ -84,7 +115,7 @@ def _is_same(parameter: torch.Tensor | None, known: torch.Tensor | None) -> bool
     return parameter.data_ptr() == known.data_ptr()
 
 
-def _way(
+def _computes(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     precision: str,
@@ -103,8 +134,6 @@ def _way(
         return layer if weight.dtype in ATTENTION_TYPES else _through(torch.float32, layer)
     dtype: torch.dtype = getattr(torch, precision)
     if is_head or weight.dtype == dtype:
-        if multiplies_squares(weight.dtype):
-            return _packed(weight, bias)
         return _own_type(weight, bias, packs=not (each_row or is_head))
     given = None if bias is None else bias.to(dtype)
     if not can_pack(dtype):
@@ -117,19 +146,6 @@ def _through(dtype: torch.dtype, compute: Forward) -> Forward:
     return lambda rows: compute(rows.to(dtype)).to(rows.dtype)
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
-    """Return what computes a layer over packed weights, whatever the number of rows."""
-    packed: PackedWeight | None = None
-
-    def compute(rows: torch.Tensor) -> torch.Tensor:
-        nonlocal packed
-        if packed is None:
-            packed = PackedWeight(weight, bias)
-        return packed(rows)
-
-    return compute
-
-
 def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -> Forward | None:
     """Return what computes a layer in its weights' type."""
     try:
@@ -137,6 +153,18 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
     except ParameterError:
         return None
     packs = packs and can_pack(weight.dtype)
-    many: Forward = _packed(weight, bias) if packs else lambda rows: linear(rows, weight, bias)
-    most = (_LEAST_PACKED - 1 if packs else MAX_ROWS) * weight.shape[1]
-    return lambda rows: few(rows) if rows.numel() <= most else many(rows)
+    takes_few = not packs or multiplies_squares(weight.dtype)
+    most = (MAX_ROWS if takes_few else _LEAST_PACKED - 1) * weight.shape[1]
+    packed: PackedWeight | None = None
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        if rows.numel() <= most:
+            return few(rows)
+        if not packs:
+            return linear(rows, weight, bias)
+        if packed is None:
+            packed = PackedWeight(weight, bias)
+        return packed(rows)
+
+    return compute

@@ -16,8 +16,7 @@ _NUM_ROWS = 128
 # oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, up to a thousand of
 # them: padding rows to a multiple of this keeps the shapes few.
 _ROWS_STEP = 8
-# A matrix unit takes as many at once, and as long for fewer. With all numbers of rows up to this in
-# one shape, a row's bits do not depend on how many others there are.
+# A matrix unit takes as many at once, and as long for fewer.
 _SQUARE_ROWS = 16
 
 
@@ -117,7 +116,6 @@ def can_pack(dtype: torch.dtype) -> bool:
 def multiplies_squares(dtype: torch.dtype) -> bool:
     """Return whether a matrix unit of this processor (AMX) multiplies this type.
 
-    Over packed weights it then takes about as long for sixteen rows as for one, which is as fast as
-    memory delivers weights.
+    It takes about as long for sixteen rows as for one, which is as fast as memory delivers weights.
     """
     return dtype == torch.bfloat16 and instruction_set() == "amxbf16" and can_pack(dtype)

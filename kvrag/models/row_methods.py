@@ -15,8 +15,10 @@ from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.caches import Deviation
-from kvrag.models.captured import CapturedSteps, captures_steps
+from kvrag.models.captured import CapturedSteps
+from kvrag.models.compiled import CompiledLayers, compile_layers
 from kvrag.models.families import Family, project_logits
+from kvrag.models.precision import INT8
 from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
 from kvrag.models.scratch import scratch
@@ -34,6 +36,8 @@ class RowMethods:
     _rows: RowRunner
     _positions: Positions
     _captured: CapturedSteps
+    _compiled: CompiledLayers | None
+    compute: str
     lock: threading.RLock
 
     @property
@@ -140,15 +144,23 @@ class RowMethods:
 
     def begin_answer(self) -> None:
         """Call this before an answer's first `forward_each`: the model may have changed."""
-        if captures_steps():
-            with self.lock:
-                self._captured.check_model()
+        with self.lock:
+            self._captured.check_model()
+            self._compiled = self._compile()
+
+    def _compile(self) -> CompiledLayers | None:
+        """Return the layers as modules would compute them now, if kernels can."""
+        in_int8 = self.compute == INT8
+        if not in_int8 and self.compute != str(self.spec.dtype).removeprefix("torch."):
+            return None
+        layers = getattr(self._base, self.family.layers)
+        return compile_layers(layers, self._windows, self.tables(1), in_int8=in_int8)
 
     def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.
 
         Each row's K/V are written to its prompt's buffer. Call this inside `computing_rows`, whose
-        adapter acts on numbers of `rows`. Families that attend in their own code have no batches.
+        adapter acts on all rows. Families that attend in their own code have no batches.
 
         Parameters
         ----------
@@ -168,6 +180,10 @@ class RowMethods:
         """Return logits ``[B, vocabulary]`` for the batch's tokens ``[B]``."""
         hidden = self.embed(ids, batch.positions)
         tables = self._positions.tables(batch.positions)
+        if self._compiled is not None and batch.in_kernel and not self._rows.is_adapted:
+            self._compiled.run(hidden, tables, batch)
+            with self._rows.each_row():
+                return self.logits(hidden)
         # Layers share tables.
         embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}
         with self._rows.each_row():

@@ -216,7 +216,6 @@ class RowRunner:
         embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Run one layer over a row of each prompt of a batch (`KVModel.forward_each`)."""
-        self._at_hand = batch.indices
         layer = self._layers[layer_index]
         with fast_modules(layer, self._compute, each_row=True):
             output = layer(

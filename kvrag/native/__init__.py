@@ -14,6 +14,7 @@ nothing was compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute
 - `kvrag.native.attention`: `attend`, `VisibleKeys`, `Mass`, `attend_each`, `Buffers`,
   `ATTENTION_TYPES`.
 - `kvrag.native.elements`: `rms_norm`, `gated`, `rotate`.
+- `kvrag.native.layers`: `RowLayers`, `HAS_ROW_LAYERS`.
 - `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
@@ -39,6 +40,7 @@ from kvrag.native.entropy import (
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
 from kvrag.native.kernels import REFERENCE
+from kvrag.native.layers import HAS_ROW_LAYERS, RowLayers
 from kvrag.native.linear import MAX_INT8_INPUTS, MAX_ROWS, FewRowsLinear, Int8Linear
 from kvrag.native.reconstruction import (
     Patches,
@@ -52,6 +54,7 @@ from kvrag.native.reconstruction import (
 
 __all__ = [
     "ATTENTION_TYPES",
+    "HAS_ROW_LAYERS",
     "MAX_INT8_INPUTS",
     "MAX_ROWS",
     "REFERENCE",
@@ -64,6 +67,7 @@ __all__ = [
     "Points",
     "RansModel",
     "Rotation",
+    "RowLayers",
     "VisibleKeys",
     "attend",
     "attend_each",

@@ -103,6 +103,15 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
     return np.frombuffer(raw, np.uint8) if raw.nbytes else np.empty(0, np.uint8)
 
 
+def check_contiguous(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """Raise ParameterError unless a tensor is contiguous, on the CPU and of one type."""
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ParameterError(
+            f"{name}: expected contiguous {dtype} on the CPU, found {tensor.dtype} with strides "
+            f"{tensor.stride()} on {tensor.device}"
+        )
+
+
 def check_threads(threads: int) -> int:
     """Return `threads`, at most `MAX_THREADS`; raise ParameterError if it is below 1."""
     if threads < 1:

@@ -19,8 +19,8 @@ from kvrag.native.kernels import kernels
 
 ATTENTION_TYPES = (torch.float32, torch.bfloat16)
 
-# More keys than there can be.
-_NO_WINDOW = 1 << 62
+NO_WINDOW = 1 << 62
+"""More keys than there can be."""
 
 
 class VisibleKeys(NamedTuple):
@@ -102,7 +102,7 @@ def attend(
             f"query: expected a multiple of the {num_kv_heads} key heads, found {num_heads} heads"
         )
     values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
-    window = _NO_WINDOW if visible.window is None else visible.window
+    window = NO_WINDOW if visible.window is None else visible.window
     if window < 1:
         raise ParameterError(f"window: expected at least 1, found {window}")
     _check_scale(scale)
@@ -213,7 +213,7 @@ def attend_each(
         capacities,
         places,
         _floats(out, "out", query.dtype, (None, None, None)),
-        _NO_WINDOW if window is None else window,
+        NO_WINDOW if window is None else window,
         scale,
         softcap or 0.0,
         check_threads(threads),

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvrag.errors import ParameterError
-from kvrag.native.arrays import check_shape, check_threads
+from kvrag.native.arrays import check_contiguous, check_shape, check_threads
 from kvrag.native.attention import ATTENTION_TYPES
 from kvrag.native.kernels import kernels
 
@@ -47,10 +47,10 @@ class FewRowsLinear:
             known = ", ".join(map(str, ATTENTION_TYPES))
             raise ParameterError(f"weight: expected {known}, found {weight.dtype}")
         check_shape(weight.shape, (None, None), "weight")
-        _check(weight, "weight", weight.dtype)
+        check_contiguous(weight, "weight", weight.dtype)
         if bias is not None:
             check_shape(bias.shape, (weight.shape[0],), "bias")
-            _check(bias, "bias", weight.dtype)
+            check_contiguous(bias, "bias", weight.dtype)
         self._weight, self._bias = weight, bias
         self._num_outputs, self._num_inputs = weight.shape
 
@@ -71,7 +71,7 @@ class FewRowsLinear:
                 f"found {list(rows.shape)}"
             )
         rows = rows.detach().contiguous()
-        _check(rows, "rows", weight.dtype)
+        check_contiguous(rows, "rows", weight.dtype)
         out = rows.new_empty(*shape, self._num_outputs)
         if num_rows:
             kernels.linear(
@@ -145,6 +145,16 @@ class Int8Linear:
         if not self._scale.isfinite().all():
             raise ParameterError("weight: expected finite numbers, found infinite ones or NaN")
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights, scales and biases as kernels take them."""
+        return self._weight, self._scale, self._bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of outputs and inputs."""
+        return self._num_outputs, self._num_inputs
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``[..., num_outputs]`` for rows ``[..., num_inputs]``, in the rows' type.
 
@@ -161,7 +171,7 @@ class Int8Linear:
                 f"shape {list(rows.shape)}"
             )
         rows = rows.detach().contiguous()
-        _check(rows, "rows", rows.dtype)
+        check_contiguous(rows, "rows", rows.dtype)
         out = rows.new_empty(*shape, self._num_outputs)
         kernels.int8_linear(
             rows.data_ptr(),
@@ -176,11 +186,3 @@ class Int8Linear:
             check_threads(torch.get_num_threads()),
         )
         return out
-
-
-def _check(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ParameterError(
-            f"{name}: expected contiguous {dtype} on the CPU, found {tensor.dtype} with strides "
-            f"{tensor.stride()} on {tensor.device}"
-        )

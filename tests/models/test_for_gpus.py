@@ -120,7 +120,7 @@ def test_a_captured_step_reads_its_places_from_memory(family: str) -> None:
             at,
             [30, 28],
         )
-        batch._in_kernel = False
+        batch.in_kernel = False
         found = model._step(ids, batch)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for one, other in zip(found_rows, expected_rows, strict=True):

@@ -1,0 +1,190 @@
+"""A decoder's layers over one row of each prompt of a batch, in one call.
+
+Nothing but kernels runs between the layers: for few rows, Python would take as long as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.errors import ParameterError
+from kvrag.native.arrays import check_contiguous, check_shape, check_threads
+from kvrag.native.attention import ATTENTION_TYPES, NO_WINDOW
+from kvrag.native.kernels import kernels
+from kvrag.native.linear import Int8Linear
+
+HAS_ROW_LAYERS = hasattr(kernels, "Layers")
+"""Whether `RowLayers` can be made: where nothing was compiled, it cannot."""
+
+
+class RowLayers:
+    """A list of operations, in order, on slots: rows of numbers of one type.
+
+    Slot 0 is the input and the output. Each operation reads slots and writes `to`, another one
+    unless it goes number by number. Weights are kept alive, not copied: changes in place count.
+
+    Parameters
+    ----------
+    dtype
+        Float32 or bfloat16.
+    width
+        Numbers of a row of slot 0.
+    """
+
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
+        if dtype not in ATTENTION_TYPES:
+            known = ", ".join(map(str, ATTENTION_TYPES))
+            raise ParameterError(f"dtype: expected {known}, found {dtype}")
+        self._dtype = dtype
+        self._widths = [width]
+        self._kept: list[torch.Tensor] = []
+        self._num_layers = 0
+        self._num_tables = 0
+        self._layers = kernels.Layers(dtype == torch.bfloat16, width)
+
+    def add_slot(self, width: int) -> int:
+        """Return the number of a new slot."""
+        self._widths.append(width)
+        return self._layers.add_slot(width)
+
+    def linear(self, source: int, to: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Add a linear layer; the result of each row is that of `FewRowsLinear`."""
+        self._check(source, to)
+        kept = self._keep(weight, (self._widths[to], self._widths[source]), "weight")
+        added = 0 if bias is None else self._keep(bias, (self._widths[to],), "bias")
+        self._layers.linear(source, to, kept, added)
+
+    def int8_linear(self, source: int, to: int, layer: Int8Linear) -> None:
+        """Add a linear layer in 8 bits."""
+        self._check(source, to)
+        check_shape(layer.shape, (self._widths[to], self._widths[source]), "layer")
+        self._kept += layer.parts
+        weight, scale, bias = (part.data_ptr() for part in layer.parts)
+        self._layers.int8_linear(source, to, weight, scale, bias)
+
+    def norm(
+        self, source: int, to: int, weight: torch.Tensor, epsilon: float, *, adds_one: bool
+    ) -> None:
+        """Add a norm of rows, or of their parts of the weight's length; see `rms_norm`."""
+        self._check(source, to)
+        self._check_equal(source, to)
+        kept = self._keep(weight, (None,), "weight")
+        width = len(weight)
+        if not width or self._widths[source] % width:
+            raise ParameterError(f"weight: expected a divisor of {self._widths[source]} weights")
+        self._layers.norm(source, to, kept, width, epsilon, adds_one)
+
+    def gate(self, gate: int, up: int, to: int, *, is_gelu: bool) -> None:
+        """Add an activation of one slot times another; see `gated`."""
+        self._check_equal(gate, up, to)
+        self._layers.gate(gate, up, to, is_gelu)
+
+    def add(self, one: int, other: int, to: int) -> None:
+        """Add a sum of two slots."""
+        self._check_equal(one, other, to)
+        self._layers.add(one, other, to)
+
+    def rotate(self, source: int, to: int, table: int, head_dim: int) -> None:
+        """Add a rotation of heads by the angles of a table; see `rotate`."""
+        self._check(source, to)
+        self._check_equal(source, to)
+        if head_dim < 1 or self._widths[source] % head_dim:
+            raise ParameterError(f"head_dim: expected a divisor of {self._widths[source]}")
+        self._num_tables = max(self._num_tables, table + 1)
+        self._layers.rotate(source, to, table, head_dim)
+
+    def attend(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        to: int,
+        *,
+        layer: int,
+        head_dim: int,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Add attention of each row to its own prompt's keys; see `attend_each`."""
+        self._check(query, to)
+        self._check_equal(query, to)
+        self._check_equal(key, value)
+        asked, given = self._widths[query], self._widths[key]
+        if head_dim < 1 or given < head_dim or given % head_dim or asked % given:
+            raise ParameterError(f"slots of {asked} and {given}: expected heads of {head_dim}")
+        self._num_layers = max(self._num_layers, layer + 1)
+        self._layers.attend(
+            query,
+            key,
+            value,
+            to,
+            layer,
+            given // head_dim,
+            head_dim,
+            NO_WINDOW if window is None else window,
+            scale,
+            softcap or 0.0,
+        )
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        addresses: NDArray[np.int64],
+        capacities: NDArray[np.int64],
+        places: NDArray[np.int64],
+        *,
+        threads: int,
+    ) -> None:
+        """Replace rows by what the operations make of them.
+
+        Parameters
+        ----------
+        hidden
+            ``[n, width]``, contiguous.
+        tables
+            For each table cosines and sines ``[n, R]`` float32, contiguous.
+        addresses
+            ``[2, L, n]``: where each layer's keys and values of each row's buffer are.
+        capacities, places
+            ``[n]``; see `Buffers`.
+        threads
+            The most threads to use.
+        """
+        check_shape(hidden.shape, (len(places), self._widths[0]), "hidden")
+        check_contiguous(hidden, "hidden", self._dtype)
+        if len(tables) != self._num_tables:
+            raise ParameterError(f"tables: expected {self._num_tables}, found {len(tables)}")
+        for pair in tables:
+            for angles in pair:
+                check_contiguous(angles, "tables", torch.float32)
+        self._layers.run(
+            hidden.data_ptr(),
+            [cos.numpy() for cos, _ in tables],
+            [sin.numpy() for _, sin in tables],
+            addresses[0],
+            addresses[1],
+            capacities,
+            places,
+            check_threads(threads),
+        )
+
+    def _check(self, source: int, to: int) -> None:
+        if source == to:
+            raise ParameterError(f"slot {to}: expected another one than the operation reads")
+
+    def _check_equal(self, *slots: int) -> None:
+        widths = [self._widths[slot] for slot in slots]
+        if len(set(widths)) > 1:
+            raise ParameterError(f"slots: expected equal widths, found {widths}")
+
+    def _keep(self, tensor: torch.Tensor, shape: tuple[int | None, ...], name: str) -> int:
+        check_shape(tensor.shape, shape, name)
+        check_contiguous(tensor, name, self._dtype)
+        self._kept.append(tensor.detach())
+        return tensor.data_ptr()
