@@ -1,16 +1,18 @@
-// A block's keys and values in bfloat16, for the processor's unit that multiplies whole squares of a matrix
-// (AMX): 16 rows of 32 numbers by 32 rows of 16. Included by attend_tile.h, within its namespace.
+// A block's keys and values in bfloat16, for the processor's unit that multiplies whole squares of
+// a matrix (AMX): 16 rows of 32 numbers by 32 rows of 16. Included by attend_tile.h, within its
+// namespace.
 //
-// Scores are keys times queries, and the output is values, transposed, times weights. So queries, scores,
-// weights and outputs lie as for the other ways, a line of lanes each, and the softmax is the same.
-// As for pairs, weights are rounded to bfloat16. A strip that ends within a block multiplies up to 31 keys more, with
-// weights of 0: only if their values are infinite or NaN does it show.
+// Scores are keys times queries, and the output is values, transposed, times weights. So queries,
+// scores, weights and outputs lie as for the other ways, a line of lanes each, and the softmax is
+// the same. As for pairs, weights are rounded to bfloat16. A strip that ends within a block
+// multiplies up to 31 keys more, with weights of 0: only if their values are infinite or NaN does
+// it show.
 #pragma once
 
 struct Squares {
   using Element = u16;
-  static constexpr u64 kSide = 16;          // rows of a register, and lanes
-  static constexpr u64 kDeep = 2 * kSide;   // numbers that one product sums up
+  static constexpr u64 kSide = 16;         // rows of a register, and lanes
+  static constexpr u64 kDeep = 2 * kSide;  // numbers that one product sums up
   // Registers are always full, so what follows a block's last key is 0.
   static constexpr u64 kKeys = kBlockKeys + kDeep;
   static constexpr u64 kPairLines = kKeys / 2;
@@ -67,8 +69,8 @@ struct Squares {
     for (u64 d = 0; d < kSide; ++d) store(to + d * kKeys, lines[d]);
   }
 
-  // One step of a transposition: lanes with the bit kStep of lines without it change places with their
-  // opposites.
+  // One step of a transposition: lanes with the bit kStep of lines without it change places with
+  // their opposites.
   template <int kStep, int... kLane>
   static void exchange(Ints* lines, std::integer_sequence<int, kLane...>) {
     constexpr int kWide = static_cast<int>(kSide);
@@ -76,8 +78,8 @@ struct Squares {
     for (int i = 0; i < kWide; ++i) {
       if ((i & kStep) != 0) continue;
       const Ints low = lines[i], high = lines[i + kStep];
-      lines[i] = __builtin_shufflevector(
-          low, high, ((kLane & kStep) != 0 ? kWide + kLane - kStep : kLane)...);
+      lines[i] = __builtin_shufflevector(low, high,
+                                         ((kLane & kStep) != 0 ? kWide + kLane - kStep : kLane)...);
       lines[i + kStep] = __builtin_shufflevector(
           low, high, ((kLane & kStep) != 0 ? kWide + kLane : kLane + kStep)...);
     }
@@ -90,8 +92,8 @@ struct Squares {
 
   static void lay(const Attention& a, const u16* query, float* lane) { Pairs::lay(a, query, lane); }
 
-  // Registers 0 to 3 hold sums: 32 lines, each of 32 lanes. Add to them the products of `depth` numbers:
-  // 32 rows by pairs of lines.
+  // Registers 0 to 3 hold sums: 32 lines, each of 32 lanes. Add to them the products of `depth`
+  // numbers: 32 rows by pairs of lines.
   static void multiply(const u16* rows, u64 stride, const float* pairs, u64 depth) {
     settle(rows);
     settle(pairs);
@@ -135,8 +137,8 @@ struct Squares {
     const u64 half = count > kAwake ? kAwake - odd : count;
     weigh_pairs(softmax, lines, first, half, weights, keeps);
     if (half == count) return;
-    // The unit powers down when it has nothing to do, and needs 800 cycles to wake up. This product, whose result is
-    // not used, keeps it on.
+    // The unit powers down when it has nothing to do, and needs 800 cycles to wake up. This
+    // product, whose result is not used, keeps it on.
     _tile_dpbf16ps(3, 4, 6);
     weigh_pairs(softmax, lines + half * kLanes, 0, count - half, weights + kAwake / 2 * kLanes,
                 keeps);
@@ -146,7 +148,8 @@ struct Squares {
                      float* out) const {
     const u64 num_pairs = pairs_of(first, count);
     const u64 depth = (2 * num_pairs + kDeep - 1) / kDeep * kDeep;
-    std::memset(weights + num_pairs * kLanes, 0, (depth / 2 - num_pairs) * kLanes * sizeof *weights);
+    std::memset(weights + num_pairs * kLanes, 0,
+                (depth / 2 - num_pairs) * kLanes * sizeof *weights);
     const u16* const rows = values + first - first % 2;
     for (u64 channel = 0; channel < a.value_dim; channel += kDeep) {
       float* const to = out + channel * kLanes;

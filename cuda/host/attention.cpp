@@ -17,8 +17,8 @@ constexpr u64 kWorkPerThread = 1 << 20;
 constexpr u64 kTilesPerThread = 4;
 // Strips of a tile share keys in the cache; with more, their own state would not fit it.
 constexpr u64 kMostStrips = 16;
-// Strips that count keys' mass keep a weight for each key and lane: together about as much memory as
-// a key head takes.
+// Strips that count keys' mass keep a weight for each key and lane: together about as much memory
+// as a key head takes.
 constexpr u64 kMostCounting = 4;
 
 }  // namespace
@@ -54,7 +54,8 @@ void run_attention(const Attention& attention, u32 threads) {
   });
   if (counts.empty()) return;
   std::copy_n(counts.begin(), heads * keys, attention.mass);
-  for (u64 i = heads * keys; i < counts.size(); ++i) attention.mass[i % (heads * keys)] += counts[i];
+  for (u64 i = heads * keys; i < counts.size(); ++i)
+    attention.mass[i % (heads * keys)] += counts[i];
 }
 
 void run_attention(const RowOfEach& batch, u32 threads) {
@@ -104,8 +105,8 @@ void run_attention(const RowOfEach& batch, u32 threads) {
   const u64 strips = (batch.group + chosen.attention_lanes - 1) / chosen.attention_lanes;
   u64 work = 0, floats = 0;
   for (const Attention& one : each) {
-    floats = std::max({floats, attention_scratch(one, chosen.attention_lanes, strips),
-                       attention_few(one)});
+    floats = std::max(
+        {floats, attention_scratch(one, chosen.attention_lanes, strips), attention_few(one)});
     const u64 seen = static_cast<u64>(std::min(one.last_keys[0] + 1, one.window));
     work += seen * one.group * heads * (one.key_dim + one.value_dim);
   }

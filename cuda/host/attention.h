@@ -7,8 +7,9 @@ namespace kvrag::host {
 
 void run_attention(const Attention& attention, u32 threads);
 
-// A row of each prompt of a batch that decodes. It is written to a buffer of its own, and attends to the keys there.
-// Everything has one type, f32 or bf16; strides are in elements, channels are contiguous.
+// A row of each prompt of a batch that decodes. It is written to a buffer of its own, and attends
+// to the keys there. Everything has one type, f32 or bf16; strides are in elements, channels are
+// contiguous.
 struct RowOfEach {
   ElementType type;
   const void* query;  // [num_kv_heads * group, num_rows, dim]

@@ -84,13 +84,14 @@ void attend(const AnyCube& query, const AnyCube& key, const AnyCube& value,
   run_attention(attention, threads);
 }
 
-// Each row of a batch goes to a buffer of its own, and attends to the keys there. Addresses are those
-// of the buffers' keys and values [num_kv_heads, capacity, dim]; places are the new rows in them.
+// Each row of a batch goes to a buffer of its own, and attends to the keys there. Addresses are
+// those of the buffers' keys and values [num_kv_heads, capacity, dim]; places are the new rows in
+// them.
 void attend_each(const AnyCube& query, const AnyCube& key, const AnyCube& value,
                  const Array<const i64, 1>& key_addresses,
-                 const Array<const i64, 1>& value_addresses,
-                 const Array<const i64, 1>& capacities, const Array<const i64, 1>& places,
-                 Output out, i64 window, float scale, float softcap, u32 threads) {
+                 const Array<const i64, 1>& value_addresses, const Array<const i64, 1>& capacities,
+                 const Array<const i64, 1>& places, Output out, i64 window, float scale,
+                 float softcap, u32 threads) {
   const u64 num_rows = query.shape(1), num_kv_heads = key.shape(0), dim = key.shape(2);
   const bool is_float = query.dtype() == nb::dtype<float>();
   const nb::dlpack::dtype expected = is_float ? nb::dtype<float>() : nb::dtype<i16>();
@@ -148,9 +149,9 @@ void attend_each(const AnyCube& query, const AnyCube& key, const AnyCube& value,
 
 void bind_attention(nb::module_& m) {
   m.def("attend", &attend, nb::arg("query").noconvert(), nb::arg("key").noconvert(),
-        nb::arg("value").noconvert(), nb::arg("last_keys").noconvert(),
-        nb::arg("out").noconvert(), nb::arg("window"), nb::arg("scale"), nb::arg("softcap"),
-        nb::arg("mass").none(), nb::arg("first_counted"), nb::arg("threads"));
+        nb::arg("value").noconvert(), nb::arg("last_keys").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("window"), nb::arg("scale"), nb::arg("softcap"), nb::arg("mass").none(),
+        nb::arg("first_counted"), nb::arg("threads"));
   m.def("attend_each", &attend_each, nb::arg("query").noconvert(), nb::arg("key").noconvert(),
         nb::arg("value").noconvert(), nb::arg("key_addresses").noconvert(),
         nb::arg("value_addresses").noconvert(), nb::arg("capacities").noconvert(),

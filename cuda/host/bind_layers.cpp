@@ -11,39 +11,33 @@ namespace {
 
 const void* at(u64 address) { return reinterpret_cast<const void*>(address); }
 
-// kvrag/models/compiled.py keeps the weights alive, and has checked shapes and types.
+// kvrag/native/layers.py keeps the weights alive, and has checked shapes, types and that arrays are
+// contiguous.
 class BoundLayers : public Layers {
  public:
   BoundLayers(bool is_bfloat16, u64 width)
       : Layers(is_bfloat16 ? ElementType::bf16 : ElementType::f32, width) {}
 };
 
-void run(const BoundLayers& layers, u64 hidden,
-         const std::vector<Array<const float, 2>>& cos,
-         const std::vector<Array<const float, 2>>& sin,
-         const Array<const i64, 2>& key_addresses, const Array<const i64, 2>& value_addresses,
-         const Array<const i64, 1>& capacities, const Array<const i64, 1>& places, u32 threads) {
+void run(const BoundLayers& layers, u64 hidden, const std::vector<Array<const float, 2>>& cos,
+         const std::vector<Array<const float, 2>>& sin, const Array<const i64, 2>& key_addresses,
+         const Array<const i64, 2>& value_addresses, const Array<const i64, 1>& capacities,
+         const Array<const i64, 1>& places, u32 threads) {
   const u64 num_rows = places.shape(0);
   Layers::Batch batch{};
   require(cos.size() == layers.num_tables() && sin.size() == cos.size(), "angles for each table");
   for (u64 i = 0; i < cos.size(); ++i) {
     for (const auto* const one : {&cos[i], &sin[i]}) {
-      require(one->shape(0) == num_rows && one->shape(1) == cos[i].shape(1) &&
-                  (num_rows <= 1 || one->stride(0) == static_cast<i64>(one->shape(1))) &&
-                  (one->shape(1) <= 1 || one->stride(1) == 1),
-              "angles for each row");
+      require(one->shape(0) == num_rows && one->shape(1) == cos[i].shape(1), "angles for each row");
     }
     batch.tables.push_back({cos[i].data(), sin[i].data(), cos[i].shape(1)});
   }
   for (const auto* const one : {&key_addresses, &value_addresses}) {
-    require(one->shape(0) == layers.num_layers() && one->shape(1) == num_rows &&
-                (num_rows <= 1 || one->stride(1) == 1) &&
-                (one->shape(0) <= 1 || one->stride(0) == static_cast<i64>(num_rows)),
+    require(one->shape(0) == layers.num_layers() && one->shape(1) == num_rows,
             "an address for each layer and row");
   }
   for (const auto* const one : {&capacities, &places}) {
-    require(one->shape(0) == num_rows && (num_rows <= 1 || one->stride(0) == 1),
-            "one capacity and place a row");
+    require(one->shape(0) == num_rows, "one capacity and place a row");
   }
   for (u64 row = 0; row < num_rows; ++row) {
     require(places.data()[row] >= 0 && places.data()[row] < capacities.data()[row] &&
@@ -66,8 +60,9 @@ void run(const BoundLayers& layers, u64 hidden,
 void bind_layers(nb::module_& m) {
   nb::class_<BoundLayers>(m, "Layers")
       .def(nb::init<bool, u64>(), nb::arg("is_bfloat16"), nb::arg("width"))
-      .def("add_slot", [](BoundLayers& self, u64 width) { return self.add_slot(width); },
-           nb::arg("width"))
+      .def(
+          "add_slot", [](BoundLayers& self, u64 width) { return self.add_slot(width); },
+          nb::arg("width"))
       .def(
           "linear",
           [](BoundLayers& self, u64 from, u64 to, u64 weight, u64 bias) {
@@ -86,8 +81,8 @@ void bind_layers(nb::module_& m) {
           "norm",
           [](BoundLayers& self, u64 from, u64 to, u64 weight, u64 width, float epsilon,
              bool adds_one) { self.norm(from, to, at(weight), width, epsilon, adds_one); },
-          nb::arg("source"), nb::arg("to"), nb::arg("weight"), nb::arg("width"),
-          nb::arg("epsilon"), nb::arg("adds_one"))
+          nb::arg("source"), nb::arg("to"), nb::arg("weight"), nb::arg("width"), nb::arg("epsilon"),
+          nb::arg("adds_one"))
       .def(
           "gate",
           [](BoundLayers& self, u64 gate, u64 up, u64 to, bool is_gelu) {
@@ -95,8 +90,7 @@ void bind_layers(nb::module_& m) {
           },
           nb::arg("gate"), nb::arg("up"), nb::arg("to"), nb::arg("is_gelu"))
       .def(
-          "add",
-          [](BoundLayers& self, u64 one, u64 other, u64 to) { self.add(one, other, to); },
+          "add", [](BoundLayers& self, u64 one, u64 other, u64 to) { self.add(one, other, to); },
           nb::arg("one"), nb::arg("other"), nb::arg("to"))
       .def(
           "rotate",
@@ -106,18 +100,17 @@ void bind_layers(nb::module_& m) {
           nb::arg("source"), nb::arg("to"), nb::arg("table"), nb::arg("head_dim"))
       .def(
           "attend",
-          [](BoundLayers& self, u64 query, u64 key, u64 value, u64 to, u64 layer,
-             u64 num_kv_heads, u64 head_dim, i64 window, float scale, float softcap) {
+          [](BoundLayers& self, u64 query, u64 key, u64 value, u64 to, u64 layer, u64 num_kv_heads,
+             u64 head_dim, i64 window, float scale, float softcap) {
             self.attend(query, key, value, to,
                         {layer, num_kv_heads, head_dim, window, scale, softcap});
           },
           nb::arg("query"), nb::arg("key"), nb::arg("value"), nb::arg("to"), nb::arg("layer"),
           nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("window"), nb::arg("scale"),
           nb::arg("softcap"))
-      .def("run", &run, nb::arg("hidden"), nb::arg("cos").noconvert(),
-           nb::arg("sin").noconvert(), nb::arg("key_addresses").noconvert(),
-           nb::arg("value_addresses").noconvert(), nb::arg("capacities").noconvert(),
-           nb::arg("places").noconvert(), nb::arg("threads"));
+      .def("run", &run, nb::arg("hidden"), nb::arg("cos").noconvert(), nb::arg("sin").noconvert(),
+           nb::arg("key_addresses").noconvert(), nb::arg("value_addresses").noconvert(),
+           nb::arg("capacities").noconvert(), nb::arg("places").noconvert(), nb::arg("threads"));
 }
 
 }  // namespace kvrag::host

@@ -1,4 +1,5 @@
-// AVX-512 with BF16 and AMX (Sapphire Rapids and later): attention and linear layers in squares of bfloat16.
+// AVX-512 with BF16 and AMX (Sapphire Rapids and later): attention and linear layers in squares of
+// bfloat16.
 #define KVRAG_FLOATS 16  // in a register
 #define KVRAG_SUMS 8     // lines of attention whose sums fit the registers
 #define KVRAG_PAIRS
@@ -6,10 +7,9 @@
 
 #include <immintrin.h>
 
-#include "squares.h"
-
 #include "attend_tile.h"
 #include "linear_squares.h"
+#include "squares.h"
 
 namespace kvrag::host {
 

@@ -99,8 +99,8 @@ constexpr u64 transform_scratch(u64 num_rows, u64 head_dim) {
 }
 constexpr u64 channels_scratch(u64 head_dim) { return 2 * kTileTokens * head_dim; }
 
-// Rows of queries that attend to the keys before them. Queries, keys, values and the output have one
-// type, f32 or bf16; strides are in elements, channels are contiguous.
+// Rows of queries that attend to the keys before them. Queries, keys, values and the output have
+// one type, f32 or bf16; strides are in elements, channels are contiguous.
 struct Attention {
   ElementType type;
   const void* query;  // [num_kv_heads * group, num_rows, key_dim]
@@ -161,7 +161,8 @@ struct Linear {
   u64 num_outputs;
 };
 
-// Floats of scratch that kernels need: for the inputs, and for what squares of a matrix are cut from.
+// Floats of scratch that kernels need: for the inputs, and for what squares of a matrix are cut
+// from.
 constexpr u64 linear_scratch(const Linear& layer) {
   return layer.num_rows * (layer.num_inputs + 32) + 1024;
 }
@@ -179,7 +180,8 @@ struct Int8Linear {
   u64 num_outputs;
 };
 
-// Rows over the root of their mean square, times weights. Everything is contiguous and has one type, f32 or bf16.
+// Rows over the root of their mean square, times weights. Everything is contiguous and has one
+// type, f32 or bf16.
 struct Norm {
   ElementType type;
   const void* input;   // [rows, width]
@@ -199,8 +201,8 @@ struct Gate {
   bool is_gelu;  // by tanh; otherwise SiLU
 };
 
-// Rows whose first channels are rotated, in halves: each token has its own angles. One type, f32 or bf16; strides
-// are in elements, channels are contiguous.
+// Rows whose first channels are rotated, in halves: each token has its own angles. One type, f32 or
+// bf16; strides are in elements, channels are contiguous.
 struct Rotation {
   ElementType type;
   const void* input;  // [heads, tokens, head_dim]
@@ -252,8 +254,7 @@ struct Kernels {
   void (*linear)(const Linear&, u64 begin, u64 end, float* scratch) noexcept;
   // Quantise rows [begin, end), and compute one panel's outputs for such rows.
   void (*int8_quantise)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end) noexcept;
-  void (*int8_multiply)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end,
-                        u64 panel) noexcept;
+  void (*int8_multiply)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end, u64 panel) noexcept;
   // Compute rows [begin, end), or numbers [begin, end).
   void (*norm)(const Norm&, u64 begin, u64 end) noexcept;
   void (*gate)(const Gate&, u64 begin, u64 end) noexcept;

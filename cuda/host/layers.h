@@ -1,4 +1,5 @@
-// A decoder's layers over one row of each prompt of a batch, in one call: nothing but kernels runs between them.
+// A decoder's layers over one row of each prompt of a batch, in one call: nothing but kernels runs
+// between them.
 #pragma once
 
 #include <functional>
@@ -8,8 +9,8 @@
 
 namespace kvrag::host {
 
-// What the layers compute is a list of operations, in order, on slots: rows of numbers of one type, f32 or bf16. Slot 0
-// is the layers' input and output. Weights are not copied.
+// What the layers compute is a list of operations, in order, on slots: rows of numbers of one type,
+// f32 or bf16. Slot 0 is the layers' input and output. Weights are not copied.
 class Layers {
  public:
   explicit Layers(ElementType type, u64 width);
@@ -17,7 +18,8 @@ class Layers {
   // Return the number of a new slot; rows are `width` numbers long.
   u64 add_slot(u64 width);
 
-  // Operations; each reads slots and writes `to`, which is none of them unless an operation goes number by number.
+  // Operations; each reads slots and writes `to`, which is none of them unless an operation goes
+  // number by number.
   void linear(u64 from, u64 to, const void* weight, const void* bias);
   void int8_linear(u64 from, u64 to, const u8* weight, const float* scale, const float* bias);
   void norm(u64 from, u64 to, const void* weight, u64 width, float epsilon, bool adds_one);

@@ -29,8 +29,7 @@ void run_linear(const Linear& layer, u32 threads) {
   const auto run = kernels().linear;
   team_for(parts, parts == 1 ? 1 : threads, [&](u64 part) {
     const u64 begin = std::min(part * share, layer.num_outputs);
-    run(layer, begin, std::min(begin + share, layer.num_outputs),
-        scratch(linear_scratch(layer)));
+    run(layer, begin, std::min(begin + share, layer.num_outputs), scratch(linear_scratch(layer)));
   });
 }
 

@@ -1,6 +1,6 @@
-// A linear layer over few rows in bfloat16 by the unit that multiplies squares. Weights are its rows as they are in
-// memory, and the inputs, a column for each row, its pairs. Columns do not touch each other, so a row's bits do not
-// depend on the others.
+// A linear layer over few rows in bfloat16 by the unit that multiplies squares. Weights are its
+// rows as they are in memory, and the inputs, a column for each row, its pairs. Columns do not
+// touch each other, so a row's bits do not depend on the others.
 #pragma once
 
 #include <algorithm>
@@ -66,7 +66,7 @@ static inline float widened(u16 bfloat16) {
 static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scratch) {
   const u64 rows = layer.num_rows, width = layer.num_inputs;
   const u64 whole = width / kDeep * kDeep, depth = (width + kDeep - 1) / kDeep * kDeep;
-  float* const sums = scratch;                                     // [2 * kSide, kSide]
+  float* const sums = scratch;                                         // [2 * kSide, kSide]
   u16* const ends = reinterpret_cast<u16*>(sums + 2 * kSide * kSide);  // [2 * kSide, kDeep]
   u32* const pairs = reinterpret_cast<u32*>(ends + 2 * kSide * kDeep);
   lay(layer, depth, pairs);

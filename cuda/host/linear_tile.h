@@ -1,7 +1,8 @@
-// A linear layer over few rows: each weight is read once for all of them, as fast as memory delivers.
+// A linear layer over few rows: each weight is read once for all of them, as fast as memory
+// delivers.
 //
-// A few outputs are computed at a time, each the sum of a vector of partial sums. Libraries for large
-// matrices first bring weights into another order, which costs as much as reading them again.
+// A few outputs are computed at a time, each the sum of a vector of partial sums. Libraries for
+// large matrices first bring weights into another order, which costs as much as reading them again.
 #pragma once
 
 #include <utility>
@@ -42,8 +43,7 @@ constexpr int lane_of_half(int i, int half, int second) {
 
 // Half as many sums in as many lanes: `a`'s in the first half of each group, `b`'s in the second.
 template <u32 kHalf, int... kLane>
-static inline Floats fold(const Floats& a, const Floats& b,
-                          std::integer_sequence<int, kLane...>) {
+static inline Floats fold(const Floats& a, const Floats& b, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(a, b, lane_of_half(kLane, kHalf, 0)...) +
          __builtin_shufflevector(a, b, lane_of_half(kLane, kHalf, 1)...);
 }
@@ -102,8 +102,7 @@ struct Halves {
   static Inputs inputs(const u16* from, const float*) { return load<Ints>(from); }
   static Ints weights(const u16* from) { return load<Ints>(from); }
   static void add(Floats& sums, const Ints& weights, const Inputs& x) {
-    sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(__m512i)weights,
-                                    (__m512bh)(__m512i)x);
+    sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(__m512i)weights, (__m512bh)(__m512i)x);
   }
   static void lay_apart(const u16*, u64, float*) {}
 };
@@ -224,7 +223,8 @@ static inline void outputs(const Linear& layer, float* apart, u64 begin, u64 end
 
 }  // namespace linear
 
-[[maybe_unused]] void linear_tile(const Linear& layer, u64 begin, u64 end, float* scratch) noexcept {
+[[maybe_unused]] void linear_tile(const Linear& layer, u64 begin, u64 end,
+                                  float* scratch) noexcept {
   if (layer.type == ElementType::f32) {
     linear::outputs<linear::Singles>(layer, scratch, begin, end);
   } else {

@@ -5,12 +5,12 @@ takes to run them. A CUDA graph starts them all at once. It reads tokens, places
 its own memory. It writes to the buffers of the step that it was captured from.
 
 Steps are captured where the environment has ``KVRAG_CUDA_GRAPHS=1``. After a capture that fails,
-PyTorch's generator for the GPU and its allocator may believe that a capture is under way.
+PyTorch's generator for the GPU and its allocator may believe that a capture is under way: that ends
+answers with an error, and only another process is sound.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV
 from kvrag.models.batch import KEY_BLOCK, BatchRow, BatchRows
 
-_log = logging.getLogger(__name__)
 # A capture stops the GPU for tens of milliseconds, so the batch has to have stayed the same.
 _STEPS_BEFORE = 3
 # Answers that are written by turns, each alone, keep their graphs. All are dropped together: with
@@ -58,7 +58,7 @@ class CapturedSteps:
         self._windows = windows
         self._steps: dict[_Key, CapturedStep] = {}
         self._counts: OrderedDict[_Key, int] = OrderedDict()
-        self._can_capture = True
+        self._failure: str | None = None
         self._has_hooks = False
         self._state: tuple[object, ...] = ()
         self._stream: torch.cuda.Stream | None = None
@@ -93,9 +93,16 @@ class CapturedSteps:
             The rows to compute. No adapter acts on them.
         step
             What is captured.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If a capture fails or has failed.
         """
-        if not _is_on_gpu(rows[0].fused) or not captures_steps() or not self._can_capture:
+        if not _is_on_gpu(rows[0].fused) or not captures_steps():
             return None
+        if self._failure is not None:
+            raise UnsupportedModelError(self._failure)
         if self._has_hooks or any(row.scaled for row in rows):
             return None
         ends = [_end_of(row) for row in rows]
@@ -128,10 +135,13 @@ class CapturedSteps:
                 found = CapturedStep(step, rows, self._windows, ends, self._stream)
         except RuntimeError as error:
             # Some models ask the GPU for a number in the middle of a step; or memory is short.
-            self._can_capture = False
             told = str(error.__context__ or error).partition("\n")[0]
-            _log.warning("steps cannot be captured, answers are written more slowly: %s", told)
-            return None
+            self._failure = (
+                f"a step of an answer cannot be captured as a CUDA graph: {told}. Unset "
+                "KVRAG_CUDA_GRAPHS and start the process again: PyTorch may believe that this one "
+                "still captures"
+            )
+            raise UnsupportedModelError(self._failure) from error
         self._steps[key] = found
         return found
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
-from kvrag.native.arrays import check_contiguous, check_shape, check_threads
+from kvrag.native.arrays import check_contiguous, check_shape, check_threads, view
 from kvrag.native.attention import ATTENTION_TYPES, NO_WINDOW
 from kvrag.native.kernels import kernels
 from kvrag.native.linear import Int8Linear
@@ -43,7 +43,8 @@ class RowLayers:
         self._widths = [width]
         self._kept: list[torch.Tensor] = []
         self._num_layers = 0
-        self._num_tables = 0
+        # For each table, the fewest channels of a head that it rotates.
+        self._most_rotated: list[int] = []
         self._layers = kernels.Layers(dtype == torch.bfloat16, width)
 
     def add_slot(self, width: int) -> int:
@@ -94,7 +95,9 @@ class RowLayers:
         self._check_equal(source, to)
         if head_dim < 1 or self._widths[source] % head_dim:
             raise ParameterError(f"head_dim: expected a divisor of {self._widths[source]}")
-        self._num_tables = max(self._num_tables, table + 1)
+        known = self._most_rotated
+        known += [head_dim] * (table + 1 - len(known))
+        known[table] = min(known[table], head_dim)
         self._layers.rotate(source, to, table, head_dim)
 
     def attend(
@@ -158,11 +161,23 @@ class RowLayers:
         """
         check_shape(hidden.shape, (len(places), self._widths[0]), "hidden")
         check_contiguous(hidden, "hidden", self._dtype)
-        if len(tables) != self._num_tables:
-            raise ParameterError(f"tables: expected {self._num_tables}, found {len(tables)}")
-        for pair in tables:
+        num_rows = len(hidden)
+        if len(tables) != len(self._most_rotated):
+            raise ParameterError(f"tables: expected {len(self._most_rotated)}, found {len(tables)}")
+        for pair, most in zip(tables, self._most_rotated, strict=True):
+            num_rotated = pair[0].shape[-1]
+            if num_rotated > most or num_rotated % 2:
+                raise ParameterError(
+                    f"tables: expected an even number of channels, at most {most}, found "
+                    f"{num_rotated}"
+                )
             for angles in pair:
+                check_shape(angles.shape, (num_rows, num_rotated), "tables")
                 check_contiguous(angles, "tables", torch.float32)
+        shape = (2, self._num_layers, num_rows)
+        view(addresses, "addresses", np.int64, shape, contiguous=True)
+        view(capacities, "capacities", np.int64, (num_rows,), contiguous=True)
+        view(places, "places", np.int64, (num_rows,), contiguous=True)
         self._layers.run(
             hidden.data_ptr(),
             [cos.numpy() for cos, _ in tables],

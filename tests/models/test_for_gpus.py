@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV
 from kvrag.models import captured
 from kvrag.models.attention import RowMask, _row_attention, row_attention
@@ -181,17 +182,16 @@ def test_a_step_is_captured_for_each_block_of_keys(steps: CapturedSteps) -> None
     assert ends == [1024, 1024, 2048, 3000]
 
 
-def test_a_model_that_cannot_be_captured_is_not_tried_again(
-    steps: CapturedSteps, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_capture_that_fails_ends_answers_with_an_error(steps: CapturedSteps) -> None:
     model = KVModel(steps._hf, make_tokenizer())
     first, second = rows_of(model)
     assert found_after(steps, [first]) is not None
-    assert found_after(steps, [second], "syncs") is None
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "stream is capturing" in caplog.text
-    assert "long story" not in caplog.text
-    assert steps.find([first], None) is None  # type: ignore[arg-type]
+    expected = "stream is capturing. Unset KVRAG_CUDA_GRAPHS and start the process again"
+    with pytest.raises(UnsupportedModelError, match=expected) as raised:
+        found_after(steps, [second], "syncs")
+    assert "long story" not in str(raised.value)
+    with pytest.raises(UnsupportedModelError, match=expected):
+        steps.find([first], None)  # type: ignore[arg-type]
 
 
 def test_steps_are_forgotten_when_the_model_changes(

@@ -2,13 +2,14 @@
 //
 //     driver [rounds] [seed]
 //
-// Round trips, damaged payloads, reconstructions, attention, layers and their elements with every instruction set
-// there is, in buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
-// be the same on every machine.
+// Round trips, damaged payloads, reconstructions, attention, layers and their elements with every
+// instruction set there is, in buffers of exactly the size the kernels may touch. Prints a hash of
+// all payloads, which must be the same on every machine.
 #include <thread>
 
 #include "elements.h"
 #include "input.h"
+#include "layers.h"
 #include "linear.h"
 
 using namespace kvrag;
@@ -221,7 +222,7 @@ void int8_once() {
     const auto rounded = exactly<u16>(rows * outputs);
     const u32 threads = 1 + static_cast<u32>(below(3));
     Int8Linear layer{ElementType::f32, input.get(), weight.get(), scale.get(), bias.get(),
-                     out.get(), rows, inputs, outputs};
+                     out.get(),        rows,        inputs,       outputs};
     run_int8_linear(layer, threads);
     layer.type = ElementType::bf16;
     layer.input = input16.get();
@@ -243,6 +244,102 @@ void int8_once() {
         check(peak == INFINITY ? std::isnan(value)
                                : std::fabs(value - sum - bias[o]) <= bound + 1e-3f,
               "another output in 8 bits");
+      }
+    }
+  }
+}
+
+// All of a decoder's layers for a few rows: the same as by the first instruction set.
+void layers_once() {
+  const u64 rows = 1 + below(17), kv_heads = 1 + below(2), group = 1 + below(4),
+            dim = 2 * (1 + below(20));
+  const u64 asked = kv_heads * group * dim, given = kv_heads * dim, wide = 1 + below(70);
+  const bool is_int8 = below(4) == 0;
+  const auto type = below(2) == 0 ? ElementType::f32 : ElementType::bf16;
+  const u64 size = type == ElementType::f32 ? 4 : 2;
+  const auto random = [&](u64 count) {
+    auto found = exactly<char>(count * size);
+    for (u64 i = 0; i < count; ++i) {
+      const float value = 0.3f * uniform();
+      const u16 half = reconstruct::to_bf16(value);
+      std::memcpy(found.get() + i * size,
+                  type == ElementType::f32 ? static_cast<const void*>(&value) : &half, size);
+    }
+    return found;
+  };
+  const auto to_query = random(asked * asked), to_key = random(given * asked),
+             to_value = random(given * asked);
+  const auto up = random(wide * asked), down = random(asked * wide), bias = random(wide),
+             weight = random(asked);
+  const u64 panels = (asked + kInt8Panel - 1) / kInt8Panel;
+  auto bytes = exactly<u8>(panels * kInt8Panel * int8_stride(wide));
+  for (u64 i = 0; i < panels * kInt8Panel * int8_stride(wide); ++i)
+    bytes[i] = static_cast<u8>(1 + below(255));
+  const auto scale = filled<float>(panels * kInt8Panel, [] { return 0.003f; });
+  const auto none = filled<float>(panels * kInt8Panel, [] { return 0.0f; });
+  const auto cos = filled<float>(rows * dim, uniform), sin = filled<float>(rows * dim, uniform);
+  const i64 capacity = static_cast<i64>(1 + below(50));
+  std::vector<std::unique_ptr<char[]>> buffers;
+  std::vector<i64> keys, values, places, capacities(rows, capacity);
+  const u64 held = kv_heads * static_cast<u64>(capacity) * dim;
+  for (u64 i = 0; i < 2 * rows; ++i) {
+    buffers.push_back(random(held));
+    (i < rows ? keys : values).push_back(reinterpret_cast<i64>(buffers.back().get()));
+    if (i < rows) places.push_back(static_cast<i64>(below(static_cast<u64>(capacity))));
+  }
+  Layers layers(type, asked);
+  const u64 normed = layers.add_slot(asked), query = layers.add_slot(asked),
+            turned = layers.add_slot(asked);
+  const u64 key = layers.add_slot(given), turned_key = layers.add_slot(given),
+            value = layers.add_slot(given);
+  const u64 gate = layers.add_slot(wide), gated = layers.add_slot(wide);
+  layers.norm(0, normed, weight.get(), asked, 1e-5f, below(2) == 0);
+  layers.linear(normed, query, to_query.get(), nullptr);
+  layers.linear(normed, key, to_key.get(), nullptr);
+  layers.linear(normed, value, to_value.get(), nullptr);
+  layers.rotate(query, turned, 0, dim);
+  layers.rotate(key, turned_key, 0, dim);
+  layers.attend(
+      turned, turned_key, value, query,
+      {0, kv_heads, dim, static_cast<i64>(1 + below(60)), 1.0f, below(2) == 0 ? 0.0f : 3.0f});
+  layers.add(0, query, 0);
+  layers.linear(0, gate, up.get(), bias.get());
+  layers.gate(gate, gate, gated, below(2) == 0);
+  if (is_int8) {
+    layers.int8_linear(gated, normed, bytes.get(), scale.get(), none.get());
+  } else {
+    layers.linear(gated, normed, down.get(), nullptr);
+  }
+  layers.add(0, normed, 0);
+  const auto input = random(rows * asked);
+  std::vector<float> first;
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto hidden = exactly<char>(rows * asked * size);
+    std::memcpy(hidden.get(), input.get(), rows * asked * size);
+    layers.run({hidden.get(),
+                rows,
+                {{cos.get(), sin.get(), dim}},
+                keys.data(),
+                values.data(),
+                capacities.data(),
+                places.data(),
+                1 + static_cast<u32>(below(3))});
+    for (u64 i = 0; i < rows * asked; ++i) {
+      float number = 0;
+      u16 half = 0;
+      if (type == ElementType::f32) {
+        std::memcpy(&number, hidden.get() + i * size, size);
+      } else {
+        std::memcpy(&half, hidden.get() + i * size, size);
+        const u32 bits = u32{half} << 16;
+        std::memcpy(&number, &bits, sizeof number);
+      }
+      if (first.size() < rows * asked) {
+        first.push_back(number);
+      } else {
+        const float most = type == ElementType::f32 && !is_int8 ? 1e-3f : 0.1f;
+        check(std::fabs(number - first[i]) <= most * (1.0f + std::fabs(first[i])), "other layers");
       }
     }
   }
@@ -282,6 +379,7 @@ int main(int argc, char** argv) {
     layer_once();
     elements_once();
     int8_once();
+    layers_once();
   }
   share_the_pool();
   std::string names;

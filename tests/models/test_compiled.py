@@ -1,0 +1,251 @@
+"""All layers of a step in one call, against the layers' own modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvrag.kvcache import FusedKV
+from kvrag.models import compiled
+from kvrag.models.batch import BatchRow
+from kvrag.models.kv_model import KVModel
+from kvrag.native import (
+    MAX_ROWS,
+    REFERENCE,
+    instruction_set,
+    instruction_sets,
+    use_instruction_set,
+)
+from tests.support.models import make_model, make_tokenizer
+
+FAMILIES = ["llama", "llama-yarn", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3"]
+
+pytestmark = pytest.mark.skipif(instruction_set() == REFERENCE, reason="nothing is compiled")
+
+
+def model_of(family: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> KVModel:
+    hf = make_model(family)
+    torch.manual_seed(3)
+    for parameter in hf.parameters():
+        if parameter.dim() == 1:  # biases and norms are 0 or 1
+            nn.init.normal_(parameter, 0.5, 0.2)
+    return KVModel(hf.to(dtype), make_tokenizer(), **more)
+
+
+def rows_of(model: KVModel, lengths: Sequence[int] = (20, 37, 5)) -> list[BatchRow]:
+    """Return prompts' next rows, each but the first after a gap in its positions."""
+    rows = []
+    for number, length in enumerate(lengths):
+        fused = FusedKV(model.spec, length, length + 4)
+        torch.manual_seed(number)
+        fused.storage.normal_()
+        rows.append(BatchRow(fused, fused.addresses, length, length + 3 * number))
+    return rows
+
+
+def steps(model: KVModel, rows: Sequence[BatchRow], num_steps: int = 3) -> torch.Tensor:
+    """Return the logits of some steps ``[num_steps, B, vocabulary]``."""
+    logits = []
+    with model.computing_rows():
+        for step in range(num_steps):
+            at = [
+                replace(row, place=row.place + step, position=row.position + step) for row in rows
+            ]
+            tokens = [(7 * step + 3 * number) % 300 for number in range(len(rows))]
+            logits.append(model.forward_each(tokens, at))
+    return torch.stack(logits)
+
+
+def by_modules(model: KVModel, rows: Sequence[BatchRow]) -> torch.Tensor:
+    model._compiled = None
+    return steps(model, rows)
+
+
+def by_kernels(model: KVModel, rows: Sequence[BatchRow]) -> torch.Tensor:
+    model.begin_answer()
+    assert model._compiled is not None
+    return steps(model, rows)
+
+
+@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compute_what_modules_do(family: str, compute: str | None) -> None:
+    model = model_of(family, compute=compute)
+    ours, theirs = rows_of(model), rows_of(model)
+    found, expected = by_kernels(model, ours), by_modules(model, theirs)
+    assert found.dtype == expected.dtype
+    tolerance = 1e-5 if compute is None else 1e-2
+    assert ((found - expected).abs() <= tolerance * expected.std()).all()
+    for one, other in zip(ours, theirs, strict=True):
+        wrote = slice(one.place, one.place + 3)
+        for mine, others in zip(
+            one.fused.keys + one.fused.values, other.fused.keys + other.fused.values, strict=True
+        ):
+            difference = (mine[:, :, wrote] - others[:, :, wrote]).abs().max()
+            assert difference <= tolerance * others.std()
+            # Nothing else is written.
+            assert torch.equal(mine[:, :, : one.place], others[:, :, : one.place])
+            assert torch.equal(mine[:, :, wrote.stop :], others[:, :, wrote.stop :])
+
+
+@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_kernels_are_no_further_off_than_modules(
+    family: str, compute: str | None
+) -> None:
+    model = model_of(family, torch.bfloat16, compute=compute)
+    exact = KVModel(copy.deepcopy(model.hf).float(), make_tokenizer())
+    rows = rows_of(model)
+    copies = [
+        BatchRow(
+            one := FusedKV(exact.spec, row.place, row.fused.capacity),
+            one.addresses,
+            row.place,
+            row.position,
+        )
+        for row in rows
+    ]
+    for row, other in zip(rows, copies, strict=True):
+        other.fused.storage.copy_(row.fused.storage)
+    truth = by_modules(exact, copies)
+    found, expected = by_kernels(model, rows), by_modules(model, rows_of(model))
+    assert found.dtype == torch.bfloat16
+    assert (found - truth).square().mean() <= 1.5 * (expected - truth).square().mean()
+
+
+@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_among_others_is_a_row_alone(dtype: torch.dtype, compute: str | None) -> None:
+    model = model_of("qwen3", dtype, compute=compute)
+    lengths = [3 * number + 2 for number in range(MAX_ROWS)]
+    tokens = list(range(40, 40 + MAX_ROWS))
+    model.begin_answer()
+    before = instruction_set()
+    try:
+        for name in instruction_sets():
+            use_instruction_set(name)
+            with model.computing_rows():
+                together = model.forward_each(tokens, rows_of(model, lengths))
+                alone = [
+                    model.forward_each([token], [row])
+                    for token, row in zip(tokens, rows_of(model, lengths), strict=True)
+                ]
+            assert torch.equal(torch.cat(alone), together)
+    finally:
+        use_instruction_set(before)
+
+
+def test_threads_change_nothing() -> None:
+    model = model_of("gemma3", torch.bfloat16)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found.append(by_kernels(model, rows_of(model)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def _hooked(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda *_: None)
+
+
+def _prepared(layer: Any) -> None:
+    layer.self_attn.q_proj.register_forward_pre_hook(lambda *_: None)
+
+
+def _replaced(layer: Any) -> None:
+    layer.input_layernorm.forward = lambda rows: rows
+
+
+def _extended(layer: Any) -> None:
+    layer.self_attn.more = nn.Identity()
+
+
+class _OtherLinear(nn.Linear):
+    pass
+
+
+def _exchanged(layer: Any) -> None:
+    layer.self_attn.o_proj.__class__ = _OtherLinear
+
+
+def _other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.ReLU()
+
+
+def _hooked_activation(layer: Any) -> None:
+    layer.mlp.act_fn.register_forward_hook(lambda *_: None)
+
+
+def _transposed(layer: Any) -> None:
+    weight = layer.self_attn.k_proj.weight
+    layer.self_attn.k_proj.weight = nn.Parameter(weight.detach().T.contiguous().T)
+
+
+def _widened(layer: Any) -> None:
+    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach().double())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _hooked,
+        _prepared,
+        _replaced,
+        _extended,
+        _exchanged,
+        _other_activation,
+        _hooked_activation,
+        _transposed,
+        _widened,
+        lambda layer: layer.train(),
+    ],
+)
+def test_layers_that_are_not_known_stay_modules(change: Callable[[Any], None]) -> None:
+    model = model_of()
+    change(model.hf.model.layers[1])
+    model.begin_answer()
+    assert model._compiled is None
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt-neox", "falcon-alibi", "bloom", "mpt"])
+def test_families_that_are_not_known_stay_modules(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    model.begin_answer()
+    assert model._compiled is None
+
+
+def test_a_precision_of_its_own_stays_with_modules() -> None:
+    model = model_of(compute="bfloat16")
+    model.begin_answer()
+    assert model._compiled is None
+
+
+def test_without_compiled_kernels_modules_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "HAS_ROW_LAYERS", False)
+    model = model_of()
+    model.begin_answer()
+    assert model._compiled is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute", [None, "int8"])
+def test_changed_weights_count_from_the_next_answer_on(compute: str | None) -> None:
+    model = model_of(compute=compute)
+    before = by_kernels(model, rows_of(model))
+    layer: Any = model.hf.model.layers[0]
+    layer.mlp.down_proj.weight.mul_(3)
+    layer.self_attn.v_proj.weight = nn.Parameter(-layer.self_attn.v_proj.weight)
+    found, expected = by_kernels(model, rows_of(model)), by_modules(model, rows_of(model))
+    assert not torch.allclose(found, before, atol=1e-2)
+    assert ((found - expected).abs() <= 3e-2 * expected.std()).all()
