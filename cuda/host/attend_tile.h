@@ -9,8 +9,13 @@
 #pragma once
 
 #include "kernels.h"
+#include "kvrag/reconstruct.h"
 #include "linear_tile.h"
 #include "vectors.h"
+
+#ifdef KVRAG_SQUARES
+#include "squares.h"
+#endif
 
 namespace kvrag::host {
 namespace {  // also for members: the linker must never use another instruction set's
@@ -203,12 +208,7 @@ static inline void gather(const float* weights, u64 num_keys, const float* value
 
 static inline float widened(float value) { return value; }
 
-static inline float widened(u16 bfloat16) {
-  const u32 bits = u32{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
+static inline float widened(u16 bfloat16) { return reconstruct::from_bf16(bfloat16); }
 
 static inline void narrow(float value, float* out) { *out = value; }
 static inline void narrow(float value, u16* out) { *out = reconstruct::to_bf16(value); }

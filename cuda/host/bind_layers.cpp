@@ -13,23 +13,19 @@ const void* at(u64 address) { return reinterpret_cast<const void*>(address); }
 
 // kvrag/native/layers.py keeps the weights alive, and has checked shapes, types and that arrays are
 // contiguous.
-class BoundLayers : public Layers {
- public:
-  BoundLayers(bool is_bfloat16, u64 width)
-      : Layers(is_bfloat16 ? ElementType::bf16 : ElementType::f32, width) {}
-};
-
-void run(const BoundLayers& layers, u64 hidden, const std::vector<Array<const float, 2>>& cos,
+void run(const Layers& layers, u64 hidden, const std::vector<Array<const float, 2>>& cos,
          const std::vector<Array<const float, 2>>& sin, const Array<const i64, 2>& key_addresses,
          const Array<const i64, 2>& value_addresses, const Array<const i64, 1>& capacities,
          const Array<const i64, 1>& places, u32 threads) {
   const u64 num_rows = places.shape(0);
   Layers::Batch batch{};
-  require(cos.size() == layers.num_tables() && sin.size() == cos.size(), "angles for each table");
+  require(cos.size() == layers.smallest_heads().size() && sin.size() == cos.size(),
+          "angles for each table");
   for (u64 i = 0; i < cos.size(); ++i) {
     for (const auto* const one : {&cos[i], &sin[i]}) {
       require(one->shape(0) == num_rows && one->shape(1) == cos[i].shape(1), "angles for each row");
     }
+    require(cos[i].shape(1) <= layers.smallest_heads()[i], "angles for no more than a head");
     batch.tables.push_back({cos[i].data(), sin[i].data(), cos[i].shape(1)});
   }
   for (const auto* const one : {&key_addresses, &value_addresses}) {
@@ -58,20 +54,23 @@ void run(const BoundLayers& layers, u64 hidden, const std::vector<Array<const fl
 }  // namespace
 
 void bind_layers(nb::module_& m) {
-  nb::class_<BoundLayers>(m, "Layers")
-      .def(nb::init<bool, u64>(), nb::arg("is_bfloat16"), nb::arg("width"))
+  nb::class_<Layers>(m, "Layers")
+      .def(nb::new_([](bool is_bfloat16, u64 width) {
+             return new Layers(is_bfloat16 ? ElementType::bf16 : ElementType::f32, width);
+           }),
+           nb::arg("is_bfloat16"), nb::arg("width"))
       .def(
-          "add_slot", [](BoundLayers& self, u64 width) { return self.add_slot(width); },
+          "add_slot", [](Layers& self, u64 width) { return self.add_slot(width); },
           nb::arg("width"))
       .def(
           "linear",
-          [](BoundLayers& self, u64 from, u64 to, u64 weight, u64 bias) {
+          [](Layers& self, u64 from, u64 to, u64 weight, u64 bias) {
             self.linear(from, to, at(weight), at(bias));
           },
           nb::arg("source"), nb::arg("to"), nb::arg("weight"), nb::arg("bias"))
       .def(
           "int8_linear",
-          [](BoundLayers& self, u64 from, u64 to, u64 weight, u64 scale, u64 bias) {
+          [](Layers& self, u64 from, u64 to, u64 weight, u64 scale, u64 bias) {
             self.int8_linear(from, to, reinterpret_cast<const u8*>(weight),
                              reinterpret_cast<const float*>(scale),
                              reinterpret_cast<const float*>(bias));
@@ -79,28 +78,29 @@ void bind_layers(nb::module_& m) {
           nb::arg("source"), nb::arg("to"), nb::arg("weight"), nb::arg("scale"), nb::arg("bias"))
       .def(
           "norm",
-          [](BoundLayers& self, u64 from, u64 to, u64 weight, u64 width, float epsilon,
-             bool adds_one) { self.norm(from, to, at(weight), width, epsilon, adds_one); },
+          [](Layers& self, u64 from, u64 to, u64 weight, u64 width, float epsilon, bool adds_one) {
+            self.norm(from, to, at(weight), width, epsilon, adds_one);
+          },
           nb::arg("source"), nb::arg("to"), nb::arg("weight"), nb::arg("width"), nb::arg("epsilon"),
           nb::arg("adds_one"))
       .def(
           "gate",
-          [](BoundLayers& self, u64 gate, u64 up, u64 to, bool is_gelu) {
+          [](Layers& self, u64 gate, u64 up, u64 to, bool is_gelu) {
             self.gate(gate, up, to, is_gelu);
           },
           nb::arg("gate"), nb::arg("up"), nb::arg("to"), nb::arg("is_gelu"))
       .def(
-          "add", [](BoundLayers& self, u64 one, u64 other, u64 to) { self.add(one, other, to); },
+          "add", [](Layers& self, u64 one, u64 other, u64 to) { self.add(one, other, to); },
           nb::arg("one"), nb::arg("other"), nb::arg("to"))
       .def(
           "rotate",
-          [](BoundLayers& self, u64 from, u64 to, u64 table, u64 head_dim) {
+          [](Layers& self, u64 from, u64 to, u64 table, u64 head_dim) {
             self.rotate(from, to, table, head_dim);
           },
           nb::arg("source"), nb::arg("to"), nb::arg("table"), nb::arg("head_dim"))
       .def(
           "attend",
-          [](BoundLayers& self, u64 query, u64 key, u64 value, u64 to, u64 layer, u64 num_kv_heads,
+          [](Layers& self, u64 query, u64 key, u64 value, u64 to, u64 layer, u64 num_kv_heads,
              u64 head_dim, i64 window, float scale, float softcap) {
             self.attend(query, key, value, to,
                         {layer, num_kv_heads, head_dim, window, scale, softcap});

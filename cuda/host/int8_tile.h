@@ -92,12 +92,7 @@ static_assert(kInt8Panel % (kVectors * kWidth) == 0, "a panel is whole vectors")
 
 static inline float value_of(float value) { return value; }
 
-static inline float value_of(u16 bfloat16) {
-  const u32 bits = u32{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
+static inline float value_of(u16 bfloat16) { return reconstruct::from_bf16(bfloat16); }
 
 static inline void put(float* to, float value) { *to = value; }
 static inline void put(u16* to, float value) { *to = reconstruct::to_bf16(value); }

@@ -9,7 +9,6 @@
 
 #include "attend_tile.h"
 #include "linear_squares.h"
-#include "squares.h"
 
 namespace kvrag::host {
 

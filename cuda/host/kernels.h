@@ -161,10 +161,11 @@ struct Linear {
   u64 num_outputs;
 };
 
-// Floats of scratch that kernels need: for the inputs, and for what squares of a matrix are cut
-// from.
+// Floats of scratch that linear layers need besides their inputs', and besides those of each row.
+constexpr u64 kLinearScratch = 1024;
+constexpr u64 kLinearRowScratch = 32;
 constexpr u64 linear_scratch(const Linear& layer) {
-  return layer.num_rows * (layer.num_inputs + 32) + 1024;
+  return layer.num_rows * (layer.num_inputs + kLinearRowScratch) + kLinearScratch;
 }
 
 // A linear layer in 8 bits. Input and output have one type, f32 or bf16.

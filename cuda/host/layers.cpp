@@ -1,7 +1,6 @@
 #include "layers.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "attention.h"
 #include "elements.h"
@@ -14,13 +13,6 @@ namespace {
 constexpr u64 kAlignment = 64;
 
 u64 size_of(ElementType type) { return type == ElementType::f32 ? sizeof(float) : sizeof(u16); }
-
-float widened(u16 bfloat16) {
-  const u32 bits = u32{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 }  // namespace
 
@@ -79,13 +71,15 @@ void Layers::add(u64 one, u64 other, u64 to) {
       const u16* const a = static_cast<const u16*>(run.slots[one]);
       const u16* const b = static_cast<const u16*>(run.slots[other]);
       u16* const out = static_cast<u16*>(run.slots[to]);
-      for (u64 i = 0; i < all; ++i) out[i] = reconstruct::to_bf16(widened(a[i]) + widened(b[i]));
+      for (u64 i = 0; i < all; ++i)
+        out[i] = reconstruct::to_bf16(reconstruct::from_bf16(a[i]) + reconstruct::from_bf16(b[i]));
     }
   });
 }
 
 void Layers::rotate(u64 from, u64 to, u64 table, u64 head_dim) {
-  num_tables_ = std::max(num_tables_, table + 1);
+  if (smallest_heads_.size() <= table) smallest_heads_.resize(table + 1, head_dim);
+  smallest_heads_[table] = std::min(smallest_heads_[table], head_dim);
   const i64 all = static_cast<i64>(width(from)), stride = static_cast<i64>(head_dim);
   operations_.push_back([=, type = type_](const Run& run) {
     const Angles& angles = run.batch.tables[table];

@@ -1,5 +1,5 @@
-// A decoder's layers over one row of each prompt of a batch, in one call: nothing but kernels runs
-// between them.
+// A decoder's layers over one row of each prompt of a batch, in one call: only kernels run between
+// them.
 #pragma once
 
 #include <functional>
@@ -54,9 +54,9 @@ class Layers {
   };
   void run(const Batch& batch) const;
 
-  u64 num_tables() const { return num_tables_; }
+  // For each table, the smallest heads that it rotates.
+  const std::vector<u64>& smallest_heads() const { return smallest_heads_; }
   u64 num_layers() const { return num_layers_; }
-  ElementType type() const { return type_; }
   u64 width(u64 slot) const { return widths_.at(slot); }
 
  private:
@@ -68,7 +68,7 @@ class Layers {
   ElementType type_;
   std::vector<u64> widths_;
   std::vector<std::function<void(const Run&)>> operations_;
-  u64 num_tables_ = 0;
+  std::vector<u64> smallest_heads_;
   u64 num_layers_ = 0;
 };
 

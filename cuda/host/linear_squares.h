@@ -17,6 +17,9 @@ namespace linear_squares {
 constexpr u64 kSide = 16;         // outputs, and rows at most
 constexpr u64 kDeep = 2 * kSide;  // inputs of one product
 constexpr u64 kLine = 32;         // weights that memory delivers together
+// Floats before the pairs: sums, and the ends of weights.
+constexpr u64 kBefore = 2 * kSide * kSide + 2 * kSide * kDeep / 2;
+static_assert(kBefore <= kLinearScratch && kDeep <= kLinearRowScratch);
 
 // Inputs in pairs, [depth / 2, num_rows] of two numbers each; what fills the last product is 0.
 static inline void lay(const Linear& layer, u64 depth, u32* pairs) {
@@ -55,20 +58,13 @@ static inline void sum(const u16* weights, u64 stride, const u32* pairs, u64 num
   }
 }
 
-static inline float widened(u16 bfloat16) {
-  const u32 bits = u32{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// Outputs [begin, end), at least 16 of them.
+// Outputs [begin, end) of a layer of at least 16.
 static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scratch) {
   const u64 rows = layer.num_rows, width = layer.num_inputs;
   const u64 whole = width / kDeep * kDeep, depth = (width + kDeep - 1) / kDeep * kDeep;
   float* const sums = scratch;                                         // [2 * kSide, kSide]
   u16* const ends = reinterpret_cast<u16*>(sums + 2 * kSide * kSide);  // [2 * kSide, kDeep]
-  u32* const pairs = reinterpret_cast<u32*>(ends + 2 * kSide * kDeep);
+  u32* const pairs = reinterpret_cast<u32*>(scratch + kBefore);
   lay(layer, depth, pairs);
   const u16* const weight = static_cast<const u16*>(layer.weight);
   const u16* const bias = static_cast<const u16*>(layer.bias);
@@ -77,10 +73,10 @@ static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scrat
   const SquareScope scope(shapes);
   settle(pairs);
   for (u64 output = begin; output < end;) {
-    const bool is_twice = end - output >= 2 * kSide;
+    const bool is_twice = end - output > kSide && layer.num_outputs >= 2 * kSide;
     const u64 count = is_twice ? 2 * kSide : kSide;
-    // Too few at the end: some are computed again, to the same bits.
-    const u64 first = std::min(output, end - count);
+    // Fewer are left at the end: others are computed again, to the same bits, and not stored.
+    const u64 first = std::min(output, layer.num_outputs - count);
     const u16* const weights = weight + first * width;
     const u16* const next = weights + count * width;
     if (is_twice) {
@@ -106,8 +102,9 @@ static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scrat
     _tile_stored(0, sums, rows * sizeof *sums);
     if (is_twice) _tile_stored(1, sums + kSide * rows, rows * sizeof *sums);
     settle(sums);
-    for (u64 i = output - first; i < count; ++i) {
-      const float added = bias == nullptr ? 0.0f : widened(bias[first + i]);
+    const u64 stop = std::min(count, end - first);
+    for (u64 i = output - first; i < stop; ++i) {
+      const float added = bias == nullptr ? 0.0f : reconstruct::from_bf16(bias[first + i]);
       for (u64 row = 0; row < rows; ++row) {
         out[row * layer.num_outputs + first + i] =
             reconstruct::to_bf16(sums[i * rows + row] + added);
@@ -120,7 +117,8 @@ static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scrat
 }  // namespace linear_squares
 
 void linear_squares_tile(const Linear& layer, u64 begin, u64 end, float* scratch) noexcept {
-  if (layer.type == ElementType::bf16 && end - begin >= linear_squares::kSide &&
+  // Not its share: which kernel computes an output must not depend on the number of threads.
+  if (layer.type == ElementType::bf16 && layer.num_outputs >= linear_squares::kSide &&
       layer.num_rows <= linear_squares::kSide) {
     return linear_squares::outputs(layer, begin, end, scratch);
   }

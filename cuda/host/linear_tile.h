@@ -25,12 +25,7 @@ typedef i32 Ints __attribute__((vector_size(4 * KVRAG_FLOATS)));
 
 static inline float value_of(float value) { return value; }
 
-static inline float value_of(u16 bfloat16) {
-  const u32 bits = u32{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
+static inline float value_of(u16 bfloat16) { return reconstruct::from_bf16(bfloat16); }
 
 static inline void put(float* to, float value) { *to = value; }
 static inline void put(u16* to, float value) { *to = reconstruct::to_bf16(value); }

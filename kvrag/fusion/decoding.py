@@ -154,8 +154,8 @@ class RowDecoder:
     def step_each(decoders: Sequence[RowDecoder], token_ids: Sequence[int]) -> torch.Tensor:
         """Step several decoders of one model at once; return logits ``[B, vocabulary]``.
 
-        The logits are those of single steps, bit for bit where kernels on the CPU compute them (16
-        at most).
+        Without an adapter or scaled keys, the logits are those of single steps, bit for bit where
+        kernels on the CPU compute them (16 at most).
 
         Parameters
         ----------

@@ -71,9 +71,10 @@ class BatchRows(OwnMask):
     positions
         ``[B]``: the rows' positions.
     in_kernel
-        Whether a compiled kernel can write and attend to the rows. Only then are there
-        `addresses` ``[2, L, B]`` (a layer's are next to each other), `capacities` ``[B]`` and
-        `places` ``[B]``.
+        Whether a compiled kernel can write and attend to the rows.
+    addresses, capacities, places
+        ``[2, L, B]``, ``[B]`` and ``[B]`` int64 for that kernel: where each layer's keys and values
+        are, and the rows' capacities and places. Absent unless `in_kernel`.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.errors import UnsupportedModelError
+from kvrag.errors import KVRagError
 from kvrag.kvcache import FusedKV
 from kvrag.models.batch import KEY_BLOCK, BatchRow, BatchRows
 
@@ -36,6 +36,8 @@ _Key = tuple[tuple[int, ...], ...]
 
 # A process captures one graph at a time.
 _capturing = threading.Lock()
+# What a capture failed by, of any model: after it no other is sound either.
+_failures: list[str] = []
 
 
 class CapturedSteps:
@@ -58,7 +60,6 @@ class CapturedSteps:
         self._windows = windows
         self._steps: dict[_Key, CapturedStep] = {}
         self._counts: OrderedDict[_Key, int] = OrderedDict()
-        self._failure: str | None = None
         self._has_hooks = False
         self._state: tuple[object, ...] = ()
         self._stream: torch.cuda.Stream | None = None
@@ -96,13 +97,13 @@ class CapturedSteps:
 
         Raises
         ------
-        UnsupportedModelError
-            If a capture fails or has failed.
+        KVRagError
+            If a capture fails, or one has failed in this process.
         """
         if not _is_on_gpu(rows[0].fused) or not captures_steps():
             return None
-        if self._failure is not None:
-            raise UnsupportedModelError(self._failure)
+        if _failures:
+            raise KVRagError(_failures[0])
         if self._has_hooks or any(row.scaled for row in rows):
             return None
         ends = [_end_of(row) for row in rows]
@@ -122,7 +123,7 @@ class CapturedSteps:
 
     def _capture(
         self, key: _Key, rows: Sequence[BatchRow], ends: Sequence[int], step: Step
-    ) -> CapturedStep | None:
+    ) -> CapturedStep:
         del self._counts[key]
         device = rows[0].fused.storage.device
         if len(self._steps) >= _MOST_GRAPHS:
@@ -136,12 +137,12 @@ class CapturedSteps:
         except RuntimeError as error:
             # Some models ask the GPU for a number in the middle of a step; or memory is short.
             told = str(error.__context__ or error).partition("\n")[0]
-            self._failure = (
+            _failures.append(
                 f"a step of an answer cannot be captured as a CUDA graph: {told}. Unset "
                 "KVRAG_CUDA_GRAPHS and start the process again: PyTorch may believe that this one "
                 "still captures"
             )
-            raise UnsupportedModelError(self._failure) from error
+            raise KVRagError(_failures[0]) from error
         self._steps[key] = found
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kvrag.errors import ParameterError
 from kvrag.models.batch import BatchRows
@@ -72,8 +73,8 @@ def compile_layers(
     Parameters
     ----------
     layers
-        The model's decoder layers, as they are now: a later hook, adapter or exchange of weights
-        does not count.
+        The model's decoder layers, as they are now. A later hook, adapter or exchange of weights
+        does not count, nor a change in place in 8 bits.
     windows
         Each layer's sliding window in tokens, None if it sees everything.
     tables
@@ -82,6 +83,8 @@ def compile_layers(
         Whether linear layers compute in 8 bits; otherwise they do in the type of the weights.
     """
     if not HAS_ROW_LAYERS or any(type(table) is not RotaryTable for table in tables):
+        return None
+    if not len(layers) == len(windows) == len(tables) or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     if not all(_is_known(layer) for layer in layers):
         return None
@@ -156,7 +159,7 @@ class CompiledLayers:
                 self._first_layers.append(index)
         first: Any = layers[0]
         attention, mlp = first.self_attn, first.mlp
-        width = attention.q_proj.in_features
+        self._width = width = attention.q_proj.in_features
         self._rows = rows = RowLayers(attention.q_proj.weight.dtype, width)
         num_asked = attention.q_proj.out_features
         num_given = attention.k_proj.out_features
@@ -173,20 +176,20 @@ class CompiledLayers:
     def _add(self, index: int, layer: Any, window: int | None, table: int) -> None:
         kind = _KINDS[type(layer).__name__.removesuffix(_LAYER)]
         rows, attention, mlp = self._rows, layer.self_attn, layer.mlp
+        head_dim: int = attention.head_dim
         norms = [getattr(layer, name) for name in kind.norms]
         is_around = len(norms) == len(_FOUR_NORMS)
         before, after = (norms[::2], norms[1::2]) if is_around else (norms, (None, None))
-        self._norm(before[0], 0, self._normed)
+        self._norm(before[0], 0, self._normed, self._width)
         asked, turned_asked = self._asked
         keys, turned_keys = self._keys
         self._linear(attention.q_proj, self._normed, asked)
         self._linear(attention.k_proj, self._normed, keys)
         self._linear(attention.v_proj, self._normed, self._values)
         if kind.head_norms:
-            self._norm(attention.q_norm, asked, turned_asked)
-            self._norm(attention.k_norm, keys, turned_keys)
+            self._norm(attention.q_norm, asked, turned_asked, head_dim)
+            self._norm(attention.k_norm, keys, turned_keys, head_dim)
             asked, turned_asked, keys, turned_keys = turned_asked, asked, turned_keys, keys
-        head_dim = attention.head_dim
         rows.rotate(asked, turned_asked, table, head_dim)
         rows.rotate(keys, turned_keys, table, head_dim)
         rows.attend(
@@ -201,7 +204,7 @@ class CompiledLayers:
             softcap=attention.attn_logit_softcapping if kind.caps else None,
         )
         self._finish(attention.o_proj, self._gathered, after[0])
-        self._norm(before[1], 0, self._normed)
+        self._norm(before[1], 0, self._normed, self._width)
         self._linear(mlp.gate_proj, self._normed, self._gate)
         self._linear(mlp.up_proj, self._normed, self._up)
         is_gelu = ACTIVATIONS[type(mlp.act_fn).__name__]
@@ -213,7 +216,7 @@ class CompiledLayers:
         self._linear(linear, source, self._moved)
         moved = self._moved
         if norm is not None:
-            self._norm(norm, moved, self._normed)
+            self._norm(norm, moved, self._normed, self._width)
             moved = self._normed
         self._rows.add(0, moved, 0)
 
@@ -223,11 +226,13 @@ class CompiledLayers:
             return
         layer = int8_layer(linear)
         if layer is None:
-            raise ParameterError("weight: expected finite numbers that fit 8 bits")
+            raise ParameterError("weight: expected one that can be computed in 8 bits")
         self._rows.int8_linear(source, to, layer)
 
-    def _norm(self, norm: Any, source: int, to: int) -> None:
+    def _norm(self, norm: Any, source: int, to: int, width: int) -> None:
         adds_one, epsilon = NORMS[type(norm).__name__]
+        if norm.weight.shape != (width,):
+            raise ParameterError(f"weight: expected {width}, found {list(norm.weight.shape)}")
         self._rows.norm(source, to, norm.weight, getattr(norm, epsilon), adds_one=adds_one)
 
     def run(self, hidden: torch.Tensor, tables: Sequence[RotaryTable], batch: BatchRows) -> None:

@@ -43,7 +43,7 @@ def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
     """
     for module in model.modules():
         name = type(module).__name__
-        if not type(module).__module__.startswith(_HOME):
+        if not type(module).__module__.startswith(_HOME) or is_patched(type(module)):
             continue
         if name in NORMS:
             yield module, _norm(module, *NORMS[name])
@@ -55,7 +55,7 @@ def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
 
 
 def _norm(module: nn.Module, adds_one: bool, epsilon: str) -> _Forward:
-    own, plain = ref(module), type(module).forward
+    own, kind, plain = ref(module), type(module), type(module).forward
     parameters, state = module._parameters, vars(module)
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
@@ -67,16 +67,17 @@ def _norm(module: nn.Module, adds_one: bool, epsilon: str) -> _Forward:
                 and rows.shape[-1:] == weight.shape
                 and _is_ours(rows)
                 and _is_ours(weight)
+                and kind.forward is plain
             ):
                 return rms_norm(rows, weight, state[epsilon], adds_one=adds_one)
-        made: torch.Tensor = plain(own(), *given, **named)
+        made: torch.Tensor = kind.forward(own(), *given, **named)
         return made
 
     return forward
 
 
 def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward:
-    reference, plain = ref(module), type(module).forward
+    reference, kind, plain = ref(module), type(module), type(module).forward
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
         own: Any = reference()
@@ -87,8 +88,9 @@ def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward
             or not _is_ours(given[0])
             or own.act_fn is not activation
             or is_replaced(activation)
+            or kind.forward is not plain
         ):
-            made = plain(own, *given, **named)
+            made = kind.forward(own, *given, **named)
             return made
         (rows,) = given
         opening, passing = own.gate_proj(rows), own.up_proj(rows)
@@ -103,8 +105,17 @@ def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether a module's forward is not, or not only, that of its class."""
-    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+    """Return whether a module's forward is not, or not only, the one its class was written with."""
+    return (
+        "forward" in vars(module)
+        or is_patched(type(module))
+        or bool(module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def is_patched(kind: type[nn.Module]) -> bool:
+    """Return whether a class's forward comes from elsewhere."""
+    return kind.forward.__module__ != kind.__module__
 
 
 def _is_ours(numbers: torch.Tensor) -> bool:

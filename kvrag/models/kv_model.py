@@ -47,6 +47,7 @@ from kvrag.models.loading import (
     shared_prefix_ids,
     tokenizer_fingerprint,
 )
+from kvrag.models.packed import ROWS_STEP
 from kvrag.models.precision import check_compute
 from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.row_methods import RowMethods
@@ -294,7 +295,7 @@ class KVModel(RowMethods):
         list of ChunkKV
             In the order given, on the CPU.
         """
-        cache, num_prefix = self._capture(prefix, chunks, starts)
+        cache, num_prefix = self._capture(prefix, chunks, starts, step=ROWS_STEP)
         width = num_prefix + max(map(len, chunks))
         tables = self._positions.tables(torch.arange(width, device=self.device))
         return [
@@ -308,8 +309,13 @@ class KVModel(RowMethods):
         prefix: Sequence[int] | EncodedPrefix,
         chunks: Sequence[Sequence[int]],
         starts: Sequence[int] | None,
+        *,
+        step: int = 1,
     ) -> tuple[CaptureCache, int]:
-        """Return the K/V of chunks after a prefix, and the number of the prefix's tokens."""
+        """Return the K/V of chunks after a prefix, and the number of the prefix's tokens.
+
+        Rows after a chunk's, whose K/V mean nothing, fill up a multiple of `step`.
+        """
         before = prefix.cache if isinstance(prefix, EncodedPrefix) else None
         prefix_ids = prefix.token_ids if isinstance(prefix, EncodedPrefix) else tuple(prefix)
         lengths = [len(chunk) for chunk in chunks]
@@ -320,6 +326,9 @@ class KVModel(RowMethods):
                 f"{len(prefix_ids)}: expected at least 1 token and at most {self.max_positions} "
                 "in all"
             )
+        begin = 0 if before is None else len(prefix_ids)
+        if not self.is_position_bound:
+            width = min(width + (begin - width) % step, self.max_positions)
         padded = torch.zeros(len(chunks), width, dtype=torch.long)
         for row, chunk in zip(padded, chunks, strict=True):
             row[: len(prefix_ids) + len(chunk)] = torch.tensor([*prefix_ids, *chunk])
@@ -327,7 +336,7 @@ class KVModel(RowMethods):
         if starts is not None and self.is_position_bound:
             positions = shifted_positions(len(prefix_ids), lengths, starts, self.max_positions)
         cache = CaptureCache(self.spec.num_layers, before)
-        rows = slice(0 if before is None else len(prefix_ids), width)
+        rows = slice(begin, width)
         given: dict[str, Any] = {}
         if positions is not None:
             given["position_ids"] = positions[:, rows].to(self.device)

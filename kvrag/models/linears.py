@@ -16,8 +16,8 @@ from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-# Packed weights take at least this many rows; fewer are sooner computed over weights as they are. A
-# matrix unit takes up to `MAX_ROWS` so.
+# Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
+# With a matrix unit, `MAX_ROWS` are.
 _LEAST_PACKED = 5
 
 _Kind = tuple[str, bool, bool]
@@ -56,12 +56,12 @@ def _way_of(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) 
 
 
 class _Way:
-    """What computes a layer in some precision, made anew when the layer's weights have changed.
+    """What computes a layer in some precision, made again when the layer's weights have changed.
 
     Attributes
     ----------
     forward
-        Stands in for the layer's own.
+        The function that replaces the layer's own.
     """
 
     def __init__(self, layer: nn.Linear, precision: str, is_head: bool, each_row: bool) -> None:
@@ -112,7 +112,11 @@ def _version(parameter: torch.Tensor | None) -> int:
 def _is_same(parameter: torch.Tensor | None, known: torch.Tensor | None) -> bool:
     if parameter is None or known is None:
         return parameter is known
-    return parameter.data_ptr() == known.data_ptr()
+    return (
+        parameter.data_ptr() == known.data_ptr()
+        and parameter.shape == known.shape
+        and parameter.stride() == known.stride()
+    )
 
 
 def _computes(

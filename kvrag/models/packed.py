@@ -13,11 +13,12 @@ from kvrag.native import instruction_set
 
 # The layout is chosen for this many rows; other numbers work too.
 _NUM_ROWS = 128
-# oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, up to a thousand of
-# them: padding rows to a multiple of this keeps the shapes few.
-_ROWS_STEP = 8
-# A matrix unit takes as many at once, and as long for fewer.
-_SQUARE_ROWS = 16
+ROWS_STEP = 16
+"""Rows are padded to a multiple of this.
+
+oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, up to a thousand of them:
+so the shapes are few. A matrix unit takes as many rows at once, and as long for fewer.
+"""
 
 
 class PackedWeight:
@@ -32,15 +33,14 @@ class PackedWeight:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs, self._num_inputs = weight.shape
         self._bias = bias
-        self._step = _SQUARE_ROWS if multiplies_squares(weight.dtype) else _ROWS_STEP
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _NUM_ROWS)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``[..., num_outputs]`` for ``[..., num_inputs]``."""
         rows = inputs.reshape(-1, self._num_inputs)
         num_rows = len(rows)
-        if num_rows % self._step:
-            rows = nn.functional.pad(rows, (0, 0, 0, -num_rows % self._step))
+        if num_rows % ROWS_STEP:
+            rows = nn.functional.pad(rows, (0, 0, 0, -num_rows % ROWS_STEP))
         made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._packed, self._bias, "none", [], ""
         )

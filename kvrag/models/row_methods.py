@@ -143,7 +143,10 @@ class RowMethods:
         )
 
     def begin_answer(self) -> None:
-        """Call this before an answer's first `forward_each`: the model may have changed."""
+        """Call this before an answer's first `forward_each`: the model may have changed.
+
+        What changes later (hooks, weights that are replaced) counts from the next answer on.
+        """
         with self.lock:
             self._captured.check_model()
             self._compiled = self._compile()
@@ -153,8 +156,7 @@ class RowMethods:
         in_int8 = self.compute == INT8
         if not in_int8 and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None
-        layers = getattr(self._base, self.family.layers)
-        return compile_layers(layers, self._windows, self.tables(1), in_int8=in_int8)
+        return compile_layers(self._rows.layers, self._windows, self.tables(1), in_int8=in_int8)
 
     def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.

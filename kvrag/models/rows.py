@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
@@ -124,6 +125,12 @@ class RowRunner:
         # The first and last row of each block, by its size. To read them waits for a GPU, and most
         # layers have the same rows.
         self._known_ends: tuple[torch.Tensor, dict[int, list[tuple[int, int]]]] = self._at_hand, {}
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The model's decoder layers."""
+        found: Sequence[nn.Module] = self._layers
+        return found
 
     @contextmanager
     def computing(self, adapter: RowAdapter | None, adapted: torch.Tensor | None) -> Iterator[None]:

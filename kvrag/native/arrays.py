@@ -105,6 +105,11 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
 
 def check_contiguous(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Raise ParameterError unless a tensor is contiguous, on the CPU and of one type."""
+    # A wrapped one, as of some quantised models, has no memory of its own.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (
+        tensor.numel() and not tensor.data_ptr()
+    ):
+        raise ParameterError(f"{name}: expected a plain tensor, found {type(tensor).__name__}")
     if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ParameterError(
             f"{name}: expected contiguous {dtype} on the CPU, found {tensor.dtype} with strides "

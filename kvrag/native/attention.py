@@ -102,10 +102,8 @@ def attend(
             f"query: expected a multiple of the {num_kv_heads} key heads, found {num_heads} heads"
         )
     values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
-    window = NO_WINDOW if visible.window is None else visible.window
-    if window < 1:
-        raise ParameterError(f"window: expected at least 1, found {window}")
-    _check_scale(scale)
+    check_window(visible.window)
+    check_scale(scale)
     taken, first_counted = None, 0
     if mass is not None:
         shape = (num_kv_heads, num_keys)
@@ -118,7 +116,7 @@ def attend(
         values,
         _last_keys(visible.last_keys, num_rows, num_keys),
         _floats(out, "out", query.dtype, (None, None, None)),
-        window,
+        NO_WINDOW if visible.window is None else visible.window,
         scale,
         softcap or 0.0,
         taken,
@@ -192,17 +190,13 @@ def attend_each(
         raise ParameterError(
             f"query: expected a multiple of the {len(keys)} key heads, found {num_heads} heads"
         )
-    if window is not None and window < 1:
-        raise ParameterError(f"window: expected at least 1, found {window}")
-    _check_scale(scale)
+    check_window(window)
+    check_scale(scale)
     key_places, value_places, capacities, places = (
         view(one, name, np.int64, (num_rows,), contiguous=True)
         for name, one in zip(buffers._fields, buffers, strict=True)
     )
-    if not ((places >= 0) & (places < capacities)).all():
-        raise ParameterError(
-            f"places: expected rows of buffers with {capacities} rows, found {places}"
-        )
+    check_places(capacities, places)
     out = query.new_empty(num_rows, num_heads, head_dim)
     kernels.attend_each(
         asked,
@@ -221,7 +215,22 @@ def attend_each(
     return out
 
 
-def _check_scale(scale: float) -> None:
+def check_window(window: int | None) -> None:
+    """Raise ParameterError unless a window is None or at least 1."""
+    if window is not None and window < 1:
+        raise ParameterError(f"window: expected at least 1, found {window}")
+
+
+def check_places(capacities: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+    """Raise ParameterError unless places are rows of their buffers."""
+    if not ((places >= 0) & (places < capacities)).all():
+        raise ParameterError(
+            f"places: expected rows of buffers with {capacities} rows, found {places}"
+        )
+
+
+def check_scale(scale: float) -> None:
+    """Raise ParameterError unless a scale is above 0 and finite."""
     # Kernels look for the greatest score before they multiply.
     if not 0 < scale < math.inf:
         raise ParameterError(f"scale: expected a number above 0, found {scale}")

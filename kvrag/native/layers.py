@@ -1,6 +1,6 @@
 """A decoder's layers over one row of each prompt of a batch, in one call.
 
-Nothing but kernels runs between the layers: for few rows, Python would take as long as they do.
+Only kernels run between the layers: for few rows, Python would take as long as they do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
 from kvrag.native.arrays import check_contiguous, check_shape, check_threads, view
-from kvrag.native.attention import ATTENTION_TYPES, NO_WINDOW
+from kvrag.native.attention import (
+    ATTENTION_TYPES,
+    NO_WINDOW,
+    check_places,
+    check_scale,
+    check_window,
+)
 from kvrag.native.kernels import kernels
 from kvrag.native.linear import Int8Linear
 
@@ -25,7 +31,8 @@ class RowLayers:
     """A list of operations, in order, on slots: rows of numbers of one type.
 
     Slot 0 is the input and the output. Each operation reads slots and writes `to`, another one
-    unless it goes number by number. Weights are kept alive, not copied: changes in place count.
+    unless it goes number by number. Weights are kept alive, not copied: changes in place count,
+    except in 8 bits.
 
     Parameters
     ----------
@@ -43,8 +50,8 @@ class RowLayers:
         self._widths = [width]
         self._kept: list[torch.Tensor] = []
         self._num_layers = 0
-        # For each table, the fewest channels of a head that it rotates.
-        self._most_rotated: list[int] = []
+        # For each table, the smallest heads that it rotates.
+        self._smallest_heads: list[int] = []
         self._layers = kernels.Layers(dtype == torch.bfloat16, width)
 
     def add_slot(self, width: int) -> int:
@@ -95,7 +102,7 @@ class RowLayers:
         self._check_equal(source, to)
         if head_dim < 1 or self._widths[source] % head_dim:
             raise ParameterError(f"head_dim: expected a divisor of {self._widths[source]}")
-        known = self._most_rotated
+        known = self._smallest_heads
         known += [head_dim] * (table + 1 - len(known))
         known[table] = min(known[table], head_dim)
         self._layers.rotate(source, to, table, head_dim)
@@ -114,6 +121,8 @@ class RowLayers:
         softcap: float | None,
     ) -> None:
         """Add attention of each row to its own prompt's keys; see `attend_each`."""
+        check_window(window)
+        check_scale(scale)
         self._check(query, to)
         self._check_equal(query, to)
         self._check_equal(key, value)
@@ -162,9 +171,11 @@ class RowLayers:
         check_shape(hidden.shape, (len(places), self._widths[0]), "hidden")
         check_contiguous(hidden, "hidden", self._dtype)
         num_rows = len(hidden)
-        if len(tables) != len(self._most_rotated):
-            raise ParameterError(f"tables: expected {len(self._most_rotated)}, found {len(tables)}")
-        for pair, most in zip(tables, self._most_rotated, strict=True):
+        if len(tables) != len(self._smallest_heads):
+            raise ParameterError(
+                f"tables: expected {len(self._smallest_heads)}, found {len(tables)}"
+            )
+        for pair, most in zip(tables, self._smallest_heads, strict=True):
             num_rotated = pair[0].shape[-1]
             if num_rotated > most or num_rotated % 2:
                 raise ParameterError(
@@ -176,8 +187,10 @@ class RowLayers:
                 check_contiguous(angles, "tables", torch.float32)
         shape = (2, self._num_layers, num_rows)
         view(addresses, "addresses", np.int64, shape, contiguous=True)
-        view(capacities, "capacities", np.int64, (num_rows,), contiguous=True)
-        view(places, "places", np.int64, (num_rows,), contiguous=True)
+        check_places(
+            view(capacities, "capacities", np.int64, (num_rows,), contiguous=True),
+            view(places, "places", np.int64, (num_rows,), contiguous=True),
+        )
         self._layers.run(
             hidden.data_ptr(),
             [cos.numpy() for cos, _ in tables],

@@ -1,5 +1,7 @@
 """The kernels in numpy and torch, for where none were compiled: the same functions, slower.
 
+Only ``Layers`` is missing: a model's own modules compute instead.
+
 The arguments are those of ``kvrag/_native.pyi``; callers have checked them. The entropy coder's
 bytes are those of the compiled one. Other results agree within rounding, since sums have another
 order. ``threads`` counts for nothing: numpy and torch decide on theirs.

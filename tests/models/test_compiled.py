@@ -196,6 +196,10 @@ def _widened(layer: Any) -> None:
     layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach().double())
 
 
+def _narrow_norm(layer: Any) -> None:
+    layer.input_layernorm.weight = nn.Parameter(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -208,6 +212,7 @@ def _widened(layer: Any) -> None:
         _hooked_activation,
         _transposed,
         _widened,
+        _narrow_norm,
         lambda layer: layer.train(),
     ],
 )
@@ -216,6 +221,41 @@ def test_layers_that_are_not_known_stay_modules(change: Callable[[Any], None]) -
     change(model.hf.model.layers[1])
     model.begin_answer()
     assert model._compiled is None
+
+
+def test_patched_classes_and_global_hooks_stay_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    for part in ("self_attn", "mlp", "input_layernorm", "self_attn.q_proj", "mlp.act_fn", ""):
+        kind = type(model.hf.model.layers[0].get_submodule(part))
+        with monkeypatch.context() as patch:
+            forward = kind.forward
+
+            def patched(*given: Any, _forward: Any = forward, **named: Any) -> Any:
+                return _forward(*given, **named)
+
+            patch.setattr(kind, "forward", patched)
+            model.begin_answer()
+            assert model._compiled is None, part
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        model.begin_answer()
+        assert model._compiled is None
+    finally:
+        hook.remove()
+    model.begin_answer()
+    assert model._compiled is not None
+
+
+def test_layers_that_were_removed_or_exchanged() -> None:
+    model = model_of()
+    first = by_kernels(model, rows_of(model))
+    # The prompt is computed by these, too.
+    model.hf.model.layers = nn.ModuleList(reversed(model.hf.model.layers))
+    assert torch.equal(by_kernels(model, rows_of(model)), first)
+    other = model_of()
+    del other.hf.model.layers[-1]
+    other.begin_answer()
+    assert other._compiled is None
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt-neox", "falcon-alibi", "bloom", "mpt"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvrag.errors import UnsupportedModelError
+from kvrag.errors import KVRagError
 from kvrag.kvcache import FusedKV
 from kvrag.models import captured
 from kvrag.models.attention import RowMask, _row_attention, row_attention
@@ -148,6 +148,7 @@ def found_after(steps: CapturedSteps, rows: Sequence[BatchRow], step: Any = None
 def steps(monkeypatch: pytest.MonkeyPatch) -> CapturedSteps:
     monkeypatch.setenv("KVRAG_CUDA_GRAPHS", "1")
     monkeypatch.setattr(captured, "CapturedStep", OneStep)
+    monkeypatch.setattr(captured, "_failures", [])
     monkeypatch.setattr(captured, "_is_on_gpu", lambda fused: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     model = KVModel(make_model(), make_tokenizer())
@@ -187,10 +188,10 @@ def test_a_capture_that_fails_ends_answers_with_an_error(steps: CapturedSteps) -
     first, second = rows_of(model)
     assert found_after(steps, [first]) is not None
     expected = "stream is capturing. Unset KVRAG_CUDA_GRAPHS and start the process again"
-    with pytest.raises(UnsupportedModelError, match=expected) as raised:
+    with pytest.raises(KVRagError, match=expected) as raised:
         found_after(steps, [second], "syncs")
     assert "long story" not in str(raised.value)
-    with pytest.raises(UnsupportedModelError, match=expected):
+    with pytest.raises(KVRagError, match=expected):
         steps.find([first], None)  # type: ignore[arg-type]
 
 

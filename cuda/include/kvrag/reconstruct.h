@@ -67,6 +67,17 @@ KVRAG_HD static u16 to_bf16(float value) {
   return static_cast<u16>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
+KVRAG_HD static float from_bf16(u16 bfloat16) {
+  const u32 bits = u32{bfloat16} << 16;
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
 // Round to the nearest float16, ties to even; overflow is infinity, NaN stays NaN.
 KVRAG_HD static u16 to_f16(float value) {
   const u32 bits = bits_of(value);
