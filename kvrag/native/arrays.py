@@ -105,7 +105,7 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
 
 def check_contiguous(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Raise ParameterError unless a tensor is contiguous, on the CPU and of one type."""
-    # A wrapped one, as of some quantised models, has no memory of its own.
+    # Some quantised models wrap others in tensors without memory.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (
         tensor.numel() and not tensor.data_ptr()
     ):
