@@ -62,32 +62,8 @@ struct Squares {
           2 * pair + 1 < count ? load<__m256i>(low + stride) : _mm256_setzero_si256();
       lines[pair] = (Ints)_mm512_cvtepu16_epi32(first) | (Ints)_mm512_cvtepu16_epi32(second) << 16;
     }
-    exchange<8>(lines);
-    exchange<4>(lines);
-    exchange<2>(lines);
-    exchange<1>(lines);
+    transpose_square(lines);
     for (u64 d = 0; d < kSide; ++d) store(to + d * kKeys, lines[d]);
-  }
-
-  // One step of a transposition: lanes with the bit kStep of lines without it change places with
-  // their opposites.
-  template <int kStep, int... kLane>
-  static void exchange(Ints* lines, std::integer_sequence<int, kLane...>) {
-    constexpr int kWide = static_cast<int>(kSide);
-#pragma GCC unroll 16
-    for (int i = 0; i < kWide; ++i) {
-      if ((i & kStep) != 0) continue;
-      const Ints low = lines[i], high = lines[i + kStep];
-      lines[i] = __builtin_shufflevector(low, high,
-                                         ((kLane & kStep) != 0 ? kWide + kLane - kStep : kLane)...);
-      lines[i + kStep] = __builtin_shufflevector(
-          low, high, ((kLane & kStep) != 0 ? kWide + kLane : kLane + kStep)...);
-    }
-  }
-
-  template <int kStep>
-  static void exchange(Ints* lines) {
-    exchange<kStep>(lines, std::make_integer_sequence<int, static_cast<int>(kSide)>());
   }
 
   static void lay(const Attention& a, const u16* query, float* lane) { Pairs::lay(a, query, lane); }

@@ -566,7 +566,7 @@ void attend_tile(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mas
   if (a.type == ElementType::f32) return attend<Wide<float>>(a, kv_head, begin, end, mass, scratch);
 #ifdef KVRAG_SQUARES
   if (Squares::can(a)) {
-    static const SquareShapes shapes(Squares::kSide);
+    static const SquareShapes shapes(Squares::kSide, Squares::kSide);
     const SquareScope scope(shapes);
     return attend<Squares>(a, kv_head, begin, end, mass, scratch);
   }

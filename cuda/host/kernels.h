@@ -162,7 +162,7 @@ struct Linear {
 };
 
 // Floats of scratch that linear layers need besides their inputs', and besides those of each row.
-constexpr u64 kLinearScratch = 1024;
+constexpr u64 kLinearScratch = 1536;
 constexpr u64 kLinearRowScratch = 32;
 constexpr u64 linear_scratch(const Linear& layer) {
   return layer.num_rows * (layer.num_inputs + kLinearRowScratch) + kLinearScratch;

@@ -9,23 +9,30 @@
 #include "kernels.h"
 #include "kvrag/reconstruct.h"
 #include "squares.h"
+#include "vectors.h"
 
 namespace kvrag::host {
 namespace {
 namespace linear_squares {
 
-constexpr u64 kSide = 16;         // outputs, and rows at most
+constexpr u64 kSide = 16;         // outputs or rows of a square
 constexpr u64 kDeep = 2 * kSide;  // inputs of one product
 constexpr u64 kLine = 32;         // weights that memory delivers together
-// Floats before the pairs: sums, and the ends of weights.
-constexpr u64 kBefore = 2 * kSide * kSide + 2 * kSide * kDeep / 2;
+constexpr u64 kMostRows = 2 * kSide;
+constexpr u64 kSquare = kSide * kSide;
+// Floats before the pairs: four sums, and the ends of weights.
+constexpr u64 kBefore = 4 * kSquare + 2 * kSide * kDeep / 2;
 static_assert(kBefore <= kLinearScratch && kDeep <= kLinearRowScratch);
 
-// Inputs in pairs, [depth / 2, num_rows] of two numbers each; what fills the last product is 0.
+// Inputs in pairs, a group of 16 rows after the other: [depth / 2, rows of the group] of two
+// numbers each. What fills the last product is 0.
 static inline void lay(const Linear& layer, u64 depth, u32* pairs) {
   const u16* const input = static_cast<const u16*>(layer.input);
   for (u64 row = 0; row < layer.num_rows; ++row) {
     const u16* const from = input + row * layer.num_inputs;
+    const u64 before = row / kSide * kSide;
+    const u64 columns = std::min(kSide, layer.num_rows - before);
+    u32* const to = pairs + before * depth / 2 + row % kSide;
     for (u64 i = 0; i < depth / 2; ++i) {
       u32 pair = 0;
       if (2 * i + 1 < layer.num_inputs) {
@@ -33,43 +40,109 @@ static inline void lay(const Linear& layer, u64 depth, u32* pairs) {
       } else if (2 * i < layer.num_inputs) {
         pair = from[2 * i];
       }
-      pairs[i * layer.num_rows + row] = pair;
+      to[i * columns] = pair;
     }
   }
 }
 
-// Sums of 16 outputs, or of twice as many, over all inputs: registers 0 and 1.
-template <bool kTwice>
-static inline void sum(const u16* weights, u64 stride, const u32* pairs, u64 num_rows, u64 depth,
-                       const u16* next) {
+// Where a square's lines are stored: that of one column is a line itself.
+constexpr u64 square_stride(u64 columns) { return columns == 1 ? 1 : kSide; }
+
+// A group of rows, or two: their columns, and their pairs.
+struct Groups {
+  u64 columns[2];
+  const u32* pairs[2];
+};
+
+// Add products of 32 inputs from `at` on: 16 outputs, or twice as many, by one group or two.
+template <bool kTwice, bool kBoth>
+static inline void multiply(const u16* weights, u64 stride, const Groups& groups, u64 at) {
+  const auto load = [&](u64 group) { return groups.pairs[group] + at / 2 * groups.columns[group]; };
+  _tile_loadd(6, load(0), groups.columns[0] * sizeof(u32));
+  _tile_loadd(4, weights, stride * sizeof *weights);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kBoth) {
+    _tile_loadd(7, load(1), groups.columns[1] * sizeof(u32));
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if constexpr (kTwice) {
+    _tile_loadd(5, weights + kSide * stride, stride * sizeof *weights);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kBoth) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// Write the sums of 16 outputs, or of twice as many, over all inputs: a square for each register.
+template <bool kTwice, bool kBoth>
+static inline void sum(const u16* weights, u64 width, const Groups& groups, u16* ends,
+                       float* sums) {
+  constexpr u64 kCount = (kTwice ? 2 : 1) * kSide;
+  const u64 whole = width / kDeep * kDeep;
+  // Memory is read in its own order, ahead of the rows that are taken by turns.
+  const u16* next = weights + kCount * width;
   _tile_zero(0);
-  if constexpr (kTwice) _tile_zero(1);
-  for (u64 at = 0; at < depth; at += kDeep) {
-    _tile_loadd(6, pairs + at / 2 * num_rows, num_rows * sizeof *pairs);
-    _tile_loadd(4, weights + at, stride * sizeof *weights);
-    if constexpr (kTwice) _tile_loadd(5, weights + kSide * stride + at, stride * sizeof *weights);
-    // Memory is read in its own order, ahead of the rows that are taken by turns.
-    for (u64 line = 0; line < (kTwice ? 2 : 1) * kSide; ++line) {
-      _mm_prefetch(reinterpret_cast<const char*>(next + line * kLine), _MM_HINT_T1);
+  if constexpr (kBoth) _tile_zero(1);
+  if constexpr (kTwice) _tile_zero(2);
+  if constexpr (kTwice && kBoth) _tile_zero(3);
+  for (u64 at = 0; at < whole; at += kDeep) {
+    multiply<kTwice, kBoth>(weights + at, width, groups, at);
+    for (u64 line = 0; line < kCount; ++line, next += kLine) {
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
     }
-    next += (kTwice ? 2 : 1) * kSide * kLine;
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kTwice) _tile_dpbf16ps(1, 5, 6);
+  }
+  if (whole < width) {
+    for (u64 i = 0; i < kCount; ++i) {
+      u16* const to = ends + i * kDeep;
+      std::memset(to, 0, kDeep * sizeof *to);
+      std::memcpy(to, weights + i * width + whole, (width - whole) * sizeof *to);
+    }
+    settle(ends);
+    multiply<kTwice, kBoth>(ends, kDeep, groups, whole);
+  }
+  const auto stride = [&](u64 group) {
+    return square_stride(groups.columns[group]) * sizeof *sums;
+  };
+  _tile_stored(0, sums, stride(0));
+  if constexpr (kBoth) _tile_stored(1, sums + kSquare, stride(1));
+  if constexpr (kTwice) _tile_stored(2, sums + 2 * kSquare, stride(0));
+  if constexpr (kTwice && kBoth) _tile_stored(3, sums + 3 * kSquare, stride(1));
+  settle(sums);
+}
+
+// Round outputs [low, high) of a square, a column for each row, and write them.
+static inline void put(const float* sums, u64 columns, const u16* bias, u64 low, u64 high, u16* out,
+                       u64 stride) {
+  SquareLine lines[kSide];
+  for (u64 i = 0; i < (columns == 1 ? 1 : kSide); ++i)
+    lines[i] = load<SquareLine>(sums + i * kSide);
+  if (columns > 1) transpose_square(lines);
+  __m512 added = _mm512_setzero_ps();
+  const __mmask16 kept = static_cast<__mmask16>((1u << high) - (1u << low));
+  if (bias != nullptr) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(kept, bias));
+    added = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  for (u64 row = 0; row < columns; ++row) {
+    const __m512 sum = _mm512_castsi512_ps((__m512i)lines[row]) + added;
+    _mm256_mask_storeu_epi16(out + row * stride, kept, (__m256i)_mm512_cvtneps_pbh(sum));
   }
 }
 
 // Outputs [begin, end) of a layer of at least 16.
 static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scratch) {
   const u64 rows = layer.num_rows, width = layer.num_inputs;
-  const u64 whole = width / kDeep * kDeep, depth = (width + kDeep - 1) / kDeep * kDeep;
-  float* const sums = scratch;                                         // [2 * kSide, kSide]
-  u16* const ends = reinterpret_cast<u16*>(sums + 2 * kSide * kSide);  // [2 * kSide, kDeep]
+  const u64 depth = (width + kDeep - 1) / kDeep * kDeep;
+  float* const sums = scratch;
+  u16* const ends = reinterpret_cast<u16*>(sums + 4 * kSquare);  // [2 * kSide, kDeep]
   u32* const pairs = reinterpret_cast<u32*>(scratch + kBefore);
   lay(layer, depth, pairs);
   const u16* const weight = static_cast<const u16*>(layer.weight);
   const u16* const bias = static_cast<const u16*>(layer.bias);
   u16* const out = static_cast<u16*>(layer.out);
-  const SquareShapes shapes(rows);
+  const u64 fewer = std::min(kSide, rows);
+  const Groups groups{{fewer, rows - fewer}, {pairs, pairs + fewer * depth / 2}};
+  const bool is_both = groups.columns[1] > 0;
+  const SquareShapes shapes(fewer, is_both ? groups.columns[1] : 1);
   const SquareScope scope(shapes);
   settle(pairs);
   for (u64 output = begin; output < end;) {
@@ -77,38 +150,16 @@ static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scrat
     const u64 count = is_twice ? 2 * kSide : kSide;
     // Fewer are left at the end: others are computed again, to the same bits, and not stored.
     const u64 first = std::min(output, layer.num_outputs - count);
-    const u16* const weights = weight + first * width;
-    const u16* const next = weights + count * width;
-    if (is_twice) {
-      sum<true>(weights, width, pairs, rows, whole, next);
-    } else {
-      sum<false>(weights, width, pairs, rows, whole, next);
-    }
-    if (whole < width) {
-      for (u64 i = 0; i < count; ++i) {
-        u16* const to = ends + i * kDeep;
-        std::memset(to, 0, kDeep * sizeof *to);
-        std::memcpy(to, weights + i * width + whole, (width - whole) * sizeof *to);
-      }
-      settle(ends);
-      _tile_loadd(6, pairs + whole / 2 * rows, rows * sizeof *pairs);
-      _tile_loadd(4, ends, kDeep * sizeof *ends);
-      _tile_dpbf16ps(0, 4, 6);
-      if (is_twice) {
-        _tile_loadd(5, ends + kSide * kDeep, kDeep * sizeof *ends);
-        _tile_dpbf16ps(1, 5, 6);
-      }
-    }
-    _tile_stored(0, sums, rows * sizeof *sums);
-    if (is_twice) _tile_stored(1, sums + kSide * rows, rows * sizeof *sums);
-    settle(sums);
-    const u64 stop = std::min(count, end - first);
-    for (u64 i = output - first; i < stop; ++i) {
-      const float added = bias == nullptr ? 0.0f : reconstruct::from_bf16(bias[first + i]);
-      for (u64 row = 0; row < rows; ++row) {
-        out[row * layer.num_outputs + first + i] =
-            reconstruct::to_bf16(sums[i * rows + row] + added);
-      }
+    const auto run = is_twice ? (is_both ? sum<true, true> : sum<true, false>)
+                              : (is_both ? sum<false, true> : sum<false, false>);
+    run(weight + first * width, width, groups, ends, sums);
+    for (u64 square = 0; square < 4; ++square) {
+      const u64 group = square % 2, from = first + square / 2 * kSide;
+      if (groups.columns[group] == 0 || from >= first + count) continue;
+      const u64 low = std::clamp(output, from, from + kSide) - from;
+      const u64 high = std::clamp(end, from, from + kSide) - from;
+      put(sums + square * kSquare, groups.columns[group], bias == nullptr ? nullptr : bias + from,
+          low, high, out + group * kSide * layer.num_outputs + from, layer.num_outputs);
     }
     output = first + count;
   }
@@ -119,7 +170,7 @@ static inline void outputs(const Linear& layer, u64 begin, u64 end, float* scrat
 void linear_squares_tile(const Linear& layer, u64 begin, u64 end, float* scratch) noexcept {
   // Not its share: which kernel computes an output must not depend on the number of threads.
   if (layer.type == ElementType::bf16 && layer.num_outputs >= linear_squares::kSide &&
-      layer.num_rows <= linear_squares::kSide) {
+      layer.num_rows <= linear_squares::kMostRows) {
     return linear_squares::outputs(layer, begin, end, scratch);
   }
   linear_tile(layer, begin, end, scratch);

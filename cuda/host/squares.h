@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include <utility>
+
 #include "kvrag/common.h"
 
 namespace kvrag::host {
@@ -13,17 +15,44 @@ namespace {  // the linker must never use another instruction set's
 // is in memory, and what is after it has not been read yet.
 static inline void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
-// Registers 0 to 3 hold sums, 4 and 5 rows by pairs, 6 and 7 pairs by columns. All are sixteen rows
-// of 64 bytes, but sums and pairs have only as many columns as are needed.
+typedef i32 SquareLine __attribute__((vector_size(64)));
+
+// One step of a transposition: lanes with the bit kStep of lines without it change places with
+// their opposites.
+template <int kStep, int... kLane>
+static inline void exchange(SquareLine* lines, std::integer_sequence<int, kLane...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if ((i & kStep) != 0) continue;
+    const SquareLine low = lines[i], high = lines[i + kStep];
+    lines[i] =
+        __builtin_shufflevector(low, high, ((kLane & kStep) != 0 ? 16 + kLane - kStep : kLane)...);
+    lines[i + kStep] =
+        __builtin_shufflevector(low, high, ((kLane & kStep) != 0 ? 16 + kLane : kLane + kStep)...);
+  }
+}
+
+// Exchange rows and columns of 16 lines.
+static inline void transpose_square(SquareLine* lines) {
+  constexpr std::make_integer_sequence<int, 16> kLanes;
+  exchange<8>(lines, kLanes);
+  exchange<4>(lines, kLanes);
+  exchange<2>(lines, kLanes);
+  exchange<1>(lines, kLanes);
+}
+
+// Registers 0 to 3 hold sums: of 4 by 6, 4 by 7, 5 by 6 and 5 by 7. All are sixteen rows of 64
+// bytes, but sums, 6 and 7 have only as many columns as are needed.
 struct alignas(64) SquareShapes {
   u8 bytes[64] = {};
 
-  explicit SquareShapes(u64 columns) {
+  // Columns of 6 and of 7.
+  SquareShapes(u64 first, u64 second) {
     bytes[0] = 1;  // palette
     for (u32 tile = 0; tile < 8; ++tile) {
-      const bool is_rows = tile == 4 || tile == 5;
-      bytes[16 + 2 * tile] = is_rows ? 64 : static_cast<u8>(4 * columns);  // bytes of a row
-      bytes[48 + tile] = 16;                                               // rows
+      const u64 columns = tile == 4 || tile == 5 ? 16 : tile % 2 == 0 ? first : second;
+      bytes[16 + 2 * tile] = static_cast<u8>(4 * columns);  // bytes of a row
+      bytes[48 + tile] = 16;                                // rows
     }
   }
 };

@@ -155,7 +155,7 @@ class RowDecoder:
         """Step several decoders of one model at once; return logits ``[B, vocabulary]``.
 
         Without an adapter or scaled keys, the logits are those of single steps, bit for bit where
-        kernels on the CPU compute them (16 at most).
+        kernels on the CPU compute them (`MAX_ROWS` at most).
 
         Parameters
         ----------

@@ -16,9 +16,11 @@ from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-# Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
-# With a matrix unit, `MAX_ROWS` are.
-_LEAST_PACKED = 5
+# Where weights are packed, at most this many rows are computed over weights as they are; with a
+# matrix unit, up to `MAX_ROWS` are.
+_MOST_BESIDE_PACKED = 4
+# Where they cannot be packed, PyTorch computes more than this many.
+_MOST_UNPACKED = 16
 
 _Kind = tuple[str, bool, bool]
 _ways: WeakKeyDictionary[nn.Linear, dict[_Kind, _Way]] = WeakKeyDictionary()
@@ -156,9 +158,11 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
         few = FewRowsLinear(weight, bias)
     except ParameterError:
         return None
-    packs = packs and can_pack(weight.dtype)
-    takes_few = not packs or multiplies_squares(weight.dtype)
-    most = (MAX_ROWS if takes_few else _LEAST_PACKED - 1) * weight.shape[1]
+    most = MAX_ROWS
+    if packs and not multiplies_squares(weight.dtype):
+        packs = can_pack(weight.dtype)
+        most = _MOST_BESIDE_PACKED if packs else _MOST_UNPACKED
+    most *= weight.shape[1]
     packed: PackedWeight | None = None
 
     def compute(rows: torch.Tensor) -> torch.Tensor:

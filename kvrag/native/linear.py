@@ -13,7 +13,7 @@ from kvrag.native.kernels import kernels
 INT8_PANEL: int = kernels.INT8_PANEL
 """Outputs whose weights in 8 bits lie together."""
 
-MAX_ROWS = 16
+MAX_ROWS = 32
 """With more rows, libraries for large matrices are faster."""
 
 

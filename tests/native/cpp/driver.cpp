@@ -113,7 +113,8 @@ void attend_once() {
 }
 
 void layer_once() {
-  const u64 rows = 1 + below(17), inputs = 1 + below(150), outputs = 1 + below(40);
+  const u64 rows = 1 + below(below(3) == 0 ? 40 : 17), inputs = 1 + below(150),
+            outputs = 1 + below(80);
   const auto input = filled<float>(rows * inputs, uniform);
   const auto weight = filled<float>(outputs * inputs, uniform);
   const auto bias = filled<float>(outputs, uniform);
