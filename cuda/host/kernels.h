@@ -161,7 +161,7 @@ struct Linear {
   u64 num_outputs;
 };
 
-// Floats of scratch that linear layers need besides their inputs', and besides those of each row.
+// Floats of scratch that a linear layer needs, and that each of its rows needs besides its inputs.
 constexpr u64 kLinearScratch = 1536;
 constexpr u64 kLinearRowScratch = 32;
 constexpr u64 linear_scratch(const Linear& layer) {

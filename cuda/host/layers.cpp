@@ -131,14 +131,15 @@ void Layers::attend(u64 query, u64 key, u64 value, u64 to, const Attending& atte
 void Layers::run(const Batch& batch) const {
   Run run{batch, {batch.hidden}};
   std::vector<u64> offsets;
-  u64 total = kAlignment;
+  u64 total = 0;
   for (u64 slot = 1; slot < widths_.size(); ++slot) {
     offsets.push_back(total);
     const u64 bytes = batch.num_rows * widths_[slot] * size_of(type_);
     total += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  std::vector<char> memory(total);
-  char* const base = memory.data() - reinterpret_cast<u64>(memory.data()) % kAlignment;
+  std::vector<char> memory(total + kAlignment);
+  const u64 address = reinterpret_cast<u64>(memory.data());
+  char* const base = memory.data() + (-address & (kAlignment - 1));
   for (const u64 offset : offsets) run.slots.push_back(base + offset);
   for (const auto& operation : operations_) operation(run);
 }

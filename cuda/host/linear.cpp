@@ -11,7 +11,7 @@ namespace {
 
 // With fewer weights, a second thread costs more than it saves.
 constexpr u64 kWeightsPerThread = 1 << 16;
-// Outputs that begin together: a multiple of what the kernels take at once.
+// Shares begin at multiples of this.
 constexpr u64 kStep = 16;
 // Rows that one task quantises, and rows and products of a task that multiplies.
 constexpr u64 kQuantisedRows = 32;
@@ -23,6 +23,7 @@ constexpr u64 parts_of(u64 count, u64 size) { return (count + size - 1) / size; 
 }  // namespace
 
 void run_linear(const Linear& layer, u32 threads) {
+  if (layer.num_rows == 0) return;
   const u64 work = layer.num_inputs * layer.num_outputs;
   const u64 parts = std::clamp<u64>(work / kWeightsPerThread, 1, threads);
   const u64 share = ((layer.num_outputs + parts - 1) / parts + kStep - 1) / kStep * kStep;

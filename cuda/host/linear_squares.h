@@ -1,13 +1,13 @@
-// A linear layer over few rows in bfloat16 by the unit that multiplies squares. Weights are its
-// rows as they are in memory, and the inputs, a column for each row, its pairs. Columns do not
-// touch each other, so a row's bits do not depend on the others.
+// A linear layer over few rows in bfloat16 by the unit that multiplies squares (AMX). It multiplies
+// weights, row by row as they lie in memory, by inputs in pairs: each row of inputs is a column.
+// Columns do not touch each other, so a row's bits do not depend on the other rows.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
 #include "kernels.h"
-#include "kvrag/reconstruct.h"
+#include "linear_tile.h"
 #include "squares.h"
 #include "vectors.h"
 

@@ -34,15 +34,15 @@ static inline void exchange(SquareLine* lines, std::integer_sequence<int, kLane.
 
 // Exchange rows and columns of 16 lines.
 static inline void transpose_square(SquareLine* lines) {
-  constexpr std::make_integer_sequence<int, 16> kLanes;
+  constexpr std::make_integer_sequence<int, 16> kLanes{};
   exchange<8>(lines, kLanes);
   exchange<4>(lines, kLanes);
   exchange<2>(lines, kLanes);
   exchange<1>(lines, kLanes);
 }
 
-// Registers 0 to 3 hold sums: of 4 by 6, 4 by 7, 5 by 6 and 5 by 7. All are sixteen rows of 64
-// bytes, but sums, 6 and 7 have only as many columns as are needed.
+// Registers 0 to 3 hold sums: of 4 by 6, 4 by 7, 5 by 6 and 5 by 7. All have sixteen rows.
+// Registers 4 and 5 are 64 bytes wide; sums, 6 and 7 are as wide as their columns.
 struct alignas(64) SquareShapes {
   u8 bytes[64] = {};
 

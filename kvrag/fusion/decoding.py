@@ -154,8 +154,9 @@ class RowDecoder:
     def step_each(decoders: Sequence[RowDecoder], token_ids: Sequence[int]) -> torch.Tensor:
         """Step several decoders of one model at once; return logits ``[B, vocabulary]``.
 
-        Without an adapter or scaled keys, the logits are those of single steps, bit for bit where
-        kernels on the CPU compute them (`MAX_ROWS` at most).
+        The logits are those of single steps, bit for bit where kernels on the CPU compute them
+        (`MAX_ROWS` at most), without an adapter or scaled keys, and linear layers compute in the
+        type of the weights or in int8.
 
         Parameters
         ----------

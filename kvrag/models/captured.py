@@ -5,8 +5,8 @@ takes to run them. A CUDA graph starts them all at once. It reads tokens, places
 its own memory. It writes to the buffers of the step that it was captured from.
 
 Steps are captured where the environment has ``KVRAG_CUDA_GRAPHS=1``. After a capture that fails,
-PyTorch's generator for the GPU and its allocator may believe that a capture is under way: that ends
-answers with an error, and only another process is sound.
+PyTorch's generator for the GPU and its allocator may believe that a capture is under way. Answers
+then end with an error until the process is started again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Key = tuple[tuple[int, ...], ...]
 
 # A process captures one graph at a time.
 _capturing = threading.Lock()
-# What a capture failed by, of any model: after it no other is sound either.
+# Why a capture failed, of any model. After it, no other capture is sound.
 _failures: list[str] = []
 
 
@@ -133,6 +133,8 @@ class CapturedSteps:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         try:
             with _capturing:
+                if _failures:
+                    raise KVRagError(_failures[0])
                 found = CapturedStep(step, rows, self._windows, ends, self._stream)
         except RuntimeError as error:
             # Some models ask the GPU for a number in the middle of a step; or memory is short.

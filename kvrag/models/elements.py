@@ -115,7 +115,10 @@ def is_replaced(module: nn.Module) -> bool:
 
 def is_patched(kind: type[nn.Module]) -> bool:
     """Return whether a class's forward comes from elsewhere."""
-    return kind.forward.__module__ != kind.__module__
+    # A wrapper may bear the name of what it wraps. Transformers' own decorators wrap, too.
+    written: str = getattr(kind.forward, "__globals__", {}).get("__name__", "")
+    is_known = written.startswith(("transformers.", "torch."))
+    return kind.forward.__module__ != kind.__module__ or not is_known
 
 
 def _is_ours(numbers: torch.Tensor) -> bool:

@@ -314,7 +314,8 @@ class KVModel(RowMethods):
     ) -> tuple[CaptureCache, int]:
         """Return the K/V of chunks after a prefix, and the number of the prefix's tokens.
 
-        Rows after a chunk's, whose K/V mean nothing, fill up a multiple of `step`.
+        Rows after a chunk's fill up a multiple of `step`, as far as the context window goes. Their
+        K/V mean nothing. KV that is bound to positions is not filled up.
         """
         before = prefix.cache if isinstance(prefix, EncodedPrefix) else None
         prefix_ids = prefix.token_ids if isinstance(prefix, EncodedPrefix) else tuple(prefix)

@@ -19,11 +19,12 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 # Where weights are packed, at most this many rows are computed over weights as they are; with a
 # matrix unit, up to `MAX_ROWS` are.
 _MOST_BESIDE_PACKED = 4
-# Where they cannot be packed, PyTorch computes more than this many.
+# Where weights cannot be packed, at most this many rows are. Rows of different prompts, and the
+# head's, go up to `MAX_ROWS`.
 _MOST_UNPACKED = 16
 
 _Kind = tuple[str, bool, bool]
-_ways: WeakKeyDictionary[nn.Linear, dict[_Kind, _Way]] = WeakKeyDictionary()
+_ways: WeakKeyDictionary[nn.Linear, dict[_Kind, tuple[_Way, Forward]]] = WeakKeyDictionary()
 
 
 def linear_forwards(
@@ -34,18 +35,24 @@ def linear_forwards(
     head = None if get_head is None else get_head()
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            way = _way_of(layer, precision, is_head=layer is head, each_row=each_row)
-            yield layer, way.forward
+            _, forward = _way_of(layer, precision, is_head=layer is head, each_row=each_row)
+            yield layer, forward
 
 
 def int8_layer(layer: nn.Linear) -> Int8Linear | None:
     """Return a layer in 8 bits, as its weights are now; None if it cannot be computed so."""
-    compute = _way_of(layer, INT8, is_head=False, each_row=False).current()
+    way, _ = _way_of(layer, INT8, is_head=False, each_row=False)
+    compute = way.current()
     return compute if isinstance(compute, Int8Linear) else None
 
 
-def _way_of(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) -> _Way:
-    """Return what computes a layer, the same wherever it computes the same: it keeps copies."""
+def _way_of(
+    layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool
+) -> tuple[_Way, Forward]:
+    """Return what computes a layer, and what replaces its ``forward``.
+
+    They are the same wherever they compute the same, since they keep copies.
+    """
     dtype = layer.weight.dtype
     is_own = is_head or str(dtype).removeprefix("torch.") == precision
     # Only where a number of rows decides between kernels.
@@ -53,18 +60,13 @@ def _way_of(layer: nn.Linear, precision: str, *, is_head: bool, each_row: bool) 
     known = _ways.setdefault(layer, {})
     kind = precision, is_head, differs
     if kind not in known:
-        known[kind] = _Way(layer, *kind)
+        way = _Way(layer, *kind)
+        known[kind] = way, _forward_of(way, layer._parameters)
     return known[kind]
 
 
 class _Way:
-    """What computes a layer in some precision, made again when the layer's weights have changed.
-
-    Attributes
-    ----------
-    forward
-        The function that replaces the layer's own.
-    """
+    """What computes a layer in some precision, made again when the layer's weights have changed."""
 
     def __init__(self, layer: nn.Linear, precision: str, is_head: bool, each_row: bool) -> None:
         self._parameters = layer._parameters
@@ -73,7 +75,6 @@ class _Way:
         # What it computes with. It is kept alive, so no other tensor has these addresses.
         self._known: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._versions: tuple[int, int] | None = None
-        self.forward = self._new_forward()
 
     def current(self) -> Forward | None:
         """Return what computes the layer; None if only PyTorch can."""
@@ -91,19 +92,19 @@ class _Way:
             self._compute = _computes(*known, precision, is_head=is_head, each_row=each_row)
         return self._compute
 
-    def _new_forward(self) -> Forward:
-        parameters, current = self._parameters, self.current
 
-        def forward(rows: torch.Tensor) -> torch.Tensor:
-            weight = parameters["weight"]
-            assert weight is not None
-            if rows.dtype == weight.dtype and not torch.is_grad_enabled():
-                compute = current()
-                if compute is not None:
-                    return compute(rows)
-            return linear(rows, weight, parameters["bias"])
+def _forward_of(way: _Way, parameters: dict[str, nn.Parameter | None]) -> Forward:
+    # Not held by `way`: a cycle would keep all copies until the next collection of garbage.
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        weight = parameters["weight"]
+        assert weight is not None
+        if rows.dtype == weight.dtype and not torch.is_grad_enabled():
+            compute = way.current()
+            if compute is not None:
+                return compute(rows)
+        return linear(rows, weight, parameters["bias"])
 
-        return forward
+    return forward
 
 
 def _version(parameter: torch.Tensor | None) -> int:

@@ -153,6 +153,8 @@ class RowMethods:
 
     def _compile(self) -> CompiledLayers | None:
         """Return the layers as modules would compute them now, if kernels can."""
+        if self.device.type != "cpu":
+            return None
         in_int8 = self.compute == INT8
         if not in_int8 and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None

@@ -106,10 +106,10 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
 def check_contiguous(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Raise ParameterError unless a tensor is contiguous, on the CPU and of one type."""
     # Some quantised models wrap others in tensors without memory.
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (
-        tensor.numel() and not tensor.data_ptr()
-    ):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ParameterError(f"{name}: expected a plain tensor, found {type(tensor).__name__}")
+    if tensor.device.type == "cpu" and tensor.numel() and not tensor.data_ptr():
+        raise ParameterError(f"{name}: expected a tensor with memory, found one without")
     if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ParameterError(
             f"{name}: expected contiguous {dtype} on the CPU, found {tensor.dtype} with strides "

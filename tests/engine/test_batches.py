@@ -24,7 +24,9 @@ from kvrag.fusion import decoding
 from kvrag.fusion.decoding import RowDecoder
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
+from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
+from kvrag.native import REFERENCE, instruction_set
 from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import examples
@@ -137,6 +139,17 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.undo()
             assert [one.text for one in together] == [one.text for one in one_by_one]
     assert (max(sizes, default=0) > 1) is not model.family.attends_itself
+
+
+@pytest.mark.skipif(instruction_set() == REFERENCE, reason="nothing is compiled")
+def test_answers_are_written_by_one_call_a_step(
+    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    run = CompiledLayers.run
+    monkeypatch.setattr(CompiledLayers, "run", lambda *given: calls.append(1) or run(*given))
+    answer = engine.generate(PROMPTS[0])
+    assert len(calls) >= answer.usage.completion_tokens - 1 > 0
 
 
 def test_logits_are_those_of_single_steps_bit_for_bit(engine: KVEngine) -> None:

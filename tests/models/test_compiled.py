@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,7 +72,8 @@ def by_modules(model: KVModel, rows: Sequence[BatchRow]) -> torch.Tensor:
 def by_kernels(model: KVModel, rows: Sequence[BatchRow]) -> torch.Tensor:
     model.begin_answer()
     assert model._compiled is not None
-    return steps(model, rows)
+    with patch.object(model._rows, "forward_each", side_effect=AssertionError("a module ran")):
+        return steps(model, rows)
 
 
 @pytest.mark.parametrize("compute", [None, "int8"])
@@ -223,17 +226,21 @@ def test_layers_that_are_not_known_stay_modules(change: Callable[[Any], None]) -
     assert model._compiled is None
 
 
-def test_patched_classes_and_global_hooks_stay_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("decorate", [lambda _: lambda patched: patched, wraps])
+def test_patched_classes_and_global_hooks_stay_modules(
+    decorate: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of()
     for part in ("self_attn", "mlp", "input_layernorm", "self_attn.q_proj", "mlp.act_fn", ""):
         kind = type(model.hf.model.layers[0].get_submodule(part))
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patching:
             forward = kind.forward
 
+            @decorate(forward)
             def patched(*given: Any, _forward: Any = forward, **named: Any) -> Any:
                 return _forward(*given, **named)
 
-            patch.setattr(kind, "forward", patched)
+            patching.setattr(kind, "forward", patched)
             model.begin_answer()
             assert model._compiled is None, part
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)

@@ -24,6 +24,7 @@ from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint, tokenizer_fingerprint
+from kvrag.models.packed import ROWS_STEP
 from kvrag.positions.rotary import RotaryPositions
 from kvrag.testing.bench_top import Bench, relative_difference
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer
@@ -168,6 +169,23 @@ def test_a_batch_of_chunks_is_each_chunk_alone() -> None:
         assert kv.keys.shape == (4, 2, len(chunk), 16)
         torch.testing.assert_close(kv.keys, alone.keys, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(kv.values, alone.values, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_rows_are_filled_up_to_whole_squares(is_encoded: bool) -> None:
+    model = KVModel(make_model(max_position_embeddings=100), make_tokenizer())
+    prefix: Any = model.encode_prefix([5, 6, 7]) if is_encoded else [5, 6, 7]
+    before = 3 if is_encoded else 0
+    widths = []
+    model.hf.model.register_forward_pre_hook(
+        lambda _, __, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    for length in (1, 13, 16, 17, 97):
+        widths.clear()
+        (kv,) = model.prefill(prefix, [[9] * length])
+        assert kv.num_tokens == length
+        needed = 3 + length - before
+        assert widths == [min(-(-needed // ROWS_STEP) * ROWS_STEP, 100 - before)]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LEARNED_POSITIONS])

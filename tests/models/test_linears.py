@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from kvrag.models import linears as module
 from kvrag.models.fast_modules import fast_modules
 from kvrag.models.packed import can_pack
-from kvrag.native import MAX_ROWS, FewRowsLinear
+from kvrag.native import MAX_ROWS, REFERENCE, FewRowsLinear, instruction_set
 
 
 @pytest.fixture
@@ -197,6 +199,7 @@ def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.Monkey
 
 
 @torch.no_grad()
+@pytest.mark.skipif(instruction_set() == REFERENCE, reason="torch's sums depend on the rows")
 @pytest.mark.parametrize("num_inputs", [64, 576, 1536])
 def test_rows_of_other_prompts_do_not_change_a_rows_bits(num_inputs: int) -> None:
     layer = nn.Linear(num_inputs, 96, bias=False).bfloat16()
@@ -206,3 +209,20 @@ def test_rows_of_other_prompts_do_not_change_a_rows_bits(num_inputs: int) -> Non
         for count in (1, 2, 7, 8, 9, 15, 16, 17, 31):
             assert torch.equal(layer(rows[:count]), together[:count])
             assert torch.equal(layer(rows[-count:]), together[-count:])
+
+
+def test_copies_end_with_their_model() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    found = []
+    for precision in ("float32", "int8"):
+        with torch.no_grad(), fast_modules(model, precision):
+            model(torch.randn(MAX_ROWS + 1, 64))
+    for way, _ in module._ways[model[0]].values():
+        found.append(weakref.ref(way))
+    assert len(found) == 2
+    gc.disable()
+    try:
+        del model, way, _
+        assert not any(one() for one in found)
+    finally:
+        gc.enable()

@@ -28,7 +28,7 @@ def test_it_is_a_linear_layer(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     num_rows = draw(st.integers(1, MAX_ROWS))
     num_inputs = draw(st.sampled_from([1, 3, 15, 16, 31, 32, 33, 64, 100, 576]))
-    num_outputs = draw(st.sampled_from([1, 3, 4, 5, 17, 192]))
+    num_outputs = draw(st.sampled_from([1, 3, 4, 5, 16, 17, 33, 40, 49, 192]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     rows = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
@@ -71,13 +71,17 @@ def test_threads_change_nothing(isa: str) -> None:
 
 
 @pytest.mark.skipif(instruction_set() == REFERENCE, reason="torch's sums depend on threads")
+@pytest.mark.parametrize("num_rows", [1, 2, 17, MAX_ROWS])
 @pytest.mark.parametrize("num_outputs", [16, 24, 40, 100])
-def test_threads_change_nothing_where_few_outputs_are_left(isa: str, num_outputs: int) -> None:
+def test_threads_change_nothing_where_few_outputs_are_left(
+    isa: str, num_outputs: int, num_rows: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
-    # Sums are small beside what is added, so that another order shows in bfloat16.
-    half = torch.randn(num_outputs, 2048, generator=generator)
-    weight = torch.cat([half, -half.roll(1, 0)], dim=1).bfloat16()
-    rows = torch.ones(2, 4096, dtype=torch.bfloat16)
+    # Products cancel, so that only rounding is left: another order shows in bfloat16.
+    half = torch.randn(num_outputs, 8192, generator=generator)
+    given = torch.randn(num_rows, 8192, generator=generator)
+    weight = torch.cat([half, -half.roll(1, 1)], dim=1).bfloat16()
+    rows = torch.cat([given, given.roll(1, 1)], dim=1).bfloat16()
     layer = FewRowsLinear(weight)
     before = torch.get_num_threads()
     try:
