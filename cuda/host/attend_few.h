@@ -1,12 +1,16 @@
-// Attention of few rows, as in decoding: vectors hold channels, since the rows would fill few lanes of
-// a strip. All scores of a position are kept, so the softmax needs one pass. Included by attend_tile.h,
-// within its namespace.
+// Attention of few rows, as in decoding: vectors hold channels, since the rows would fill few lanes
+// of a strip. All scores of a position are kept, so the softmax needs one pass. Included by
+// attend_tile.h, within its namespace.
 #pragma once
 
 // Fewer rows than this would leave most lanes of a strip empty.
 constexpr u64 kFewRows = kLanes / 4;
 constexpr u32 kHeadsAtOnce = 4;
 constexpr u32 kKeysAtOnce = kWidth == 16 ? 4 : 2;
+// Registers of values whose sums, for each head, fit the processor's.
+constexpr u32 kValuesAtOnce = kWidth == 16 ? 2 : 1;
+// How far ahead keys and values are fetched: memory that decoding reads is never in a cache.
+constexpr u64 kRowsAhead = 32;
 
 // What a register of values holds: floats, or pairs of bfloat16 (low halves, then high halves).
 struct OneValue {
@@ -46,6 +50,7 @@ struct Few {
     for (u32 k = 0; k < kNumKeys; ++k) {
       row[k] = keys + static_cast<i64>(first + key + k) * a.key_row_stride;
     }
+    const i64 ahead = static_cast<i64>(kRowsAhead) * a.key_row_stride;
     Floats sums[kNumKeys][kNumHeads] = {};
     u64 d = 0;
     for (; d + Way::kStep <= a.key_dim; d += Way::kStep) {
@@ -54,6 +59,7 @@ struct Few {
       for (u32 h = 0; h < kNumHeads; ++h) x[h] = Way::inputs(query[h] + d, laid[h] + d);
 #pragma GCC unroll 4
       for (u32 k = 0; k < kNumKeys; ++k) {
+        __builtin_prefetch(row[k] + d + ahead, 0, 2);
         const auto loaded = Way::weights(row[k] + d);
 #pragma GCC unroll 4
         for (u32 h = 0; h < kNumHeads; ++h) Way::add(sums[k][h], loaded, x[h]);
@@ -112,26 +118,32 @@ struct Few {
     return sum;
   }
 
-  // What kNumHeads heads gather in the channels of one register, from `channel` on.
-  template <u32 kNumHeads>
+  // What kNumHeads heads gather in the channels of kRegisters registers, from `channel` on.
+  template <u32 kNumHeads, u32 kRegisters>
   void gather(u64 head, u64 channel, const float* shares, Element* const* out) const {
-    constexpr u32 kParts = Values::kCount;
+    constexpr u32 kCount = Values::kCount, kParts = kRegisters * kCount;
+    const i64 ahead = static_cast<i64>(kRowsAhead) * a.value_row_stride;
     Floats sums[kNumHeads][kParts] = {};
     const Element* row = values + static_cast<i64>(first) * a.value_row_stride + channel;
     for (u64 key = 0; key < count; ++key, row += a.value_row_stride) {
       Floats parts[kParts];
-      Values::spread(Way::weights(row), parts);
+#pragma GCC unroll 2
+      for (u32 r = 0; r < kRegisters; ++r) {
+        __builtin_prefetch(row + r * Way::kStep + ahead, 0, 2);
+        Values::spread(Way::weights(row + r * Way::kStep), parts + r * kCount);
+      }
 #pragma GCC unroll 4
       for (u32 h = 0; h < kNumHeads; ++h) {
         const float weight = scores[(head + h) * count + key];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (u32 p = 0; p < kParts; ++p) sums[h][p] += parts[p] * weight;
       }
     }
     for (u32 h = 0; h < kNumHeads; ++h) {
       for (u32 p = 0; p < kParts; ++p) {
+        Element* const to = out[h] + channel + p / kCount * Way::kStep;
         for (u32 lane = 0; lane < kWidth; ++lane) {
-          narrow(sums[h][p][lane] * shares[h], out[h] + channel + Values::channel(p, lane));
+          narrow(sums[h][p][lane] * shares[h], to + Values::channel(p % kCount, lane));
         }
       }
     }
@@ -150,15 +162,18 @@ struct Few {
         to[h] = out + (head + h) * a.value_dim;
       }
       u64 channel = 0;
+      constexpr u64 kWide = kValuesAtOnce * Way::kStep;
+      for (; channel + kWide <= a.value_dim; channel += kWide) {
+        gather<kNumHeads, kValuesAtOnce>(head, channel, shares, to);
+      }
       for (; channel + Way::kStep <= a.value_dim; channel += Way::kStep) {
-        gather<kNumHeads>(head, channel, shares, to);
+        gather<kNumHeads, 1>(head, channel, shares, to);
       }
       for (; channel < a.value_dim; ++channel) {
         for (u32 h = 0; h < kNumHeads; ++h) {
           float sum = 0;
           for (u64 key = 0; key < count; ++key) {
-            const Element* const row =
-                values + static_cast<i64>(first + key) * a.value_row_stride;
+            const Element* const row = values + static_cast<i64>(first + key) * a.value_row_stride;
             sum += scores[(head + h) * count + key] * widened(row[channel]);
           }
           narrow(sum * shares[h], to[h] + channel);
@@ -170,13 +185,11 @@ struct Few {
 
 // Rows [begin, end) of a key head: all query heads of some positions.
 template <class Way, class Values>
-static inline void attend_few(const Attention& a, u64 kv_head, u64 begin, u64 end,
-                              float* scratch) {
+static inline void attend_few(const Attention& a, u64 kv_head, u64 begin, u64 end, float* scratch) {
   using Element = typename Way::Element;
   for (u64 place = begin / a.group; place < end / a.group; ++place) {
     const i64 head = static_cast<i64>(kv_head * a.group);
-    const Element* const query = static_cast<const Element*>(a.query) +
-                                 head * a.query_head_stride +
+    const Element* const query = static_cast<const Element*>(a.query) + head * a.query_head_stride +
                                  static_cast<i64>(place) * a.query_row_stride;
     const u64 first = Strip::first_key(a, place);
     const u64 count = static_cast<u64>(a.last_keys[place]) + 1 - first;
