@@ -200,3 +200,14 @@ def test_rows_that_do_not_fit(given: dict[str, Any], told: str) -> None:
     layers.run(rows, **right)
     with pytest.raises(ValueError, match=told):
         layers.run(rows, **{**right, **given})
+
+
+@both_types
+def test_nothing_is_computed_for_no_rows(dtype: torch.dtype, isa: str) -> None:
+    layers = RowLayers(dtype, WIDTH)
+    slot = layers.add_slot(WIDTH)
+    layers.linear(0, slot, torch.ones(WIDTH, WIDTH, dtype=dtype), None)
+    layers.add(0, slot, 0)
+    none = np.zeros(0, np.int64)
+    rows = torch.ones(0, WIDTH, dtype=dtype)
+    layers.run(rows, [], np.zeros((2, 0, 0), np.int64), none, none, threads=2)
