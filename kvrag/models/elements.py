@@ -115,10 +115,16 @@ def is_replaced(module: nn.Module) -> bool:
 
 def is_patched(kind: type[nn.Module]) -> bool:
     """Return whether a class's forward comes from elsewhere."""
-    # A wrapper may bear the name of what it wraps. Transformers' own decorators wrap, too.
-    written: str = getattr(kind.forward, "__globals__", {}).get("__name__", "")
-    is_known = written.startswith(("transformers.", "torch."))
-    return kind.forward.__module__ != kind.__module__ or not is_known
+    function: Any = kind.forward
+    if function.__module__ != kind.__module__:
+        return True
+    # A wrapper may bear the name of what it wraps. Decorators of Transformers and torch wrap, too.
+    while function is not None:
+        written = getattr(function, "__globals__", {}).get("__name__") or ""
+        if not written.startswith(("transformers.", "torch.")):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _is_ours(numbers: torch.Tensor) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from weakref import WeakKeyDictionary
+from typing import cast
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
 from kvrag.errors import ParameterError
+from kvrag.models.elements import is_patched
 from kvrag.models.packed import PackedWeight, can_pack, multiplies_squares
 from kvrag.models.precision import INT8
 from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
@@ -34,7 +36,7 @@ def linear_forwards(
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     for layer in model.modules():
-        if type(layer) is nn.Linear:
+        if type(layer) is nn.Linear and not is_patched(nn.Linear):
             _, forward = _way_of(layer, precision, is_head=layer is head, each_row=each_row)
             yield layer, forward
 
@@ -61,7 +63,7 @@ def _way_of(
     kind = precision, is_head, differs
     if kind not in known:
         way = _Way(layer, *kind)
-        known[kind] = way, _forward_of(way, layer._parameters)
+        known[kind] = way, _forward_of(way, layer)
     return known[kind]
 
 
@@ -93,9 +95,13 @@ class _Way:
         return self._compute
 
 
-def _forward_of(way: _Way, parameters: dict[str, nn.Parameter | None]) -> Forward:
+def _forward_of(way: _Way, layer: nn.Linear) -> Forward:
+    parameters, own, plain = layer._parameters, ref(layer), nn.Linear.forward
+
     # Not held by `way`: a cycle would keep all copies until the next collection of garbage.
     def forward(rows: torch.Tensor) -> torch.Tensor:
+        if nn.Linear.forward is not plain:  # somebody has patched it since
+            return nn.Linear.forward(cast(nn.Linear, own()), rows)
         weight = parameters["weight"]
         assert weight is not None
         if rows.dtype == weight.dtype and not torch.is_grad_enabled():

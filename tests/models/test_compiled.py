@@ -226,7 +226,14 @@ def test_layers_that_are_not_known_stay_modules(change: Callable[[Any], None]) -
     assert model._compiled is None
 
 
-@pytest.mark.parametrize("decorate", [lambda _: lambda patched: patched, wraps])
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        lambda _: lambda patched: patched,
+        wraps,
+        lambda forward: lambda patched: torch.no_grad()(wraps(forward)(patched)),
+    ],
+)
 def test_patched_classes_and_global_hooks_stay_modules(
     decorate: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,9 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 7]))
     num_keys = draw(st.sampled_from([1, 5, 95, 96, 97, 192, 300]))
     num_rows = draw(st.sampled_from([1, 2, 15, 16, 17, 50]))
-    dims = [draw(st.sampled_from([1, 5, 8, 24, 64, 80, 128])) for _ in range(2)]
+    dims = [draw(st.sampled_from([1, 5, 8, 24, 32, 64, 80, 96, 112, 128])) for _ in range(2)]
+    # Another kernel computes few rows whose weights do not count.
+    counts = draw(st.booleans())
     window = draw(st.sampled_from([None, 1, 20, 100, 1000]))
     softcap = draw(st.sampled_from([None, 0.5, 30.0]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -91,10 +93,11 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
             VisibleKeys(last_keys, window),
             scale=0.3,
             softcap=softcap,
-            mass=Mass(taken, first_row),
+            mass=Mass(taken, first_row) if counts else None,
             threads=2,
         )
-        assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
+        if counts:
+            assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
         assert found.dtype == dtype
         slack = rounding if name in ("avx512bf16", "amxbf16") else 0
         assert (found.double() - expected).abs().le(allowed + slack).all(), name
