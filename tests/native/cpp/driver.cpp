@@ -344,7 +344,7 @@ void layers_once() {
       if (first.size() < rows * asked) {
         first.push_back(number);
       } else {
-        const float most = type == ElementType::f32 && !is_int8 ? 1e-3f : 0.1f;
+        const float most = type == ElementType::f32 && !is_int8 ? 1e-3f : 0.5f;
         check(std::fabs(number - first[i]) <= most * (1.0f + std::fabs(first[i])), "other layers");
       }
     }
