@@ -112,11 +112,7 @@ void attend_each(const AnyCube& query, const AnyCube& key, const AnyCube& value,
             "one address, capacity and place a row");
   }
   require(window >= 1, "a row sees a key at least");
-  for (u64 row = 0; row < num_rows; ++row) {
-    require(places.data()[row] >= 0 && places.data()[row] < capacities.data()[row] &&
-                capacities.data()[row] < 1 << 30,
-            "places are in their buffers");
-  }
+  require_places(capacities, places);
   RowOfEach batch{};
   batch.type = is_float ? ElementType::f32 : ElementType::bf16;
   batch.query = query.data();

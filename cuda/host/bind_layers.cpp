@@ -35,11 +35,7 @@ void run(const Layers& layers, u64 hidden, const std::vector<Array<const float, 
   for (const auto* const one : {&capacities, &places}) {
     require(one->shape(0) == num_rows, "one capacity and place a row");
   }
-  for (u64 row = 0; row < num_rows; ++row) {
-    require(places.data()[row] >= 0 && places.data()[row] < capacities.data()[row] &&
-                capacities.data()[row] < 1 << 30,
-            "places are in their buffers");
-  }
+  require_places(capacities, places);
   batch.hidden = reinterpret_cast<void*>(hidden);
   batch.num_rows = num_rows;
   batch.key_addresses = key_addresses.data();

@@ -18,6 +18,15 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw nb::value_error(message);
 }
 
+// New rows of a batch are inside their buffers.
+inline void require_places(const Array<const i64, 1>& capacities,
+                           const Array<const i64, 1>& places) {
+  for (u64 row = 0; row < places.shape(0); ++row) {
+    const i64 place = places.data()[row], capacity = capacities.data()[row];
+    require(place >= 0 && place < capacity && capacity < 1 << 30, "places are in their buffers");
+  }
+}
+
 void bind_attention(nb::module_& m);
 void bind_elements(nb::module_& m);
 void bind_layers(nb::module_& m);

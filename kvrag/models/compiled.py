@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from kvrag.errors import ParameterError
 from kvrag.models.batch import BatchRows
-from kvrag.models.elements import ACTIVATIONS, NORMS, is_replaced
+from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, is_replaced
 from kvrag.models.linears import int8_layer
 from kvrag.native import HAS_ROW_LAYERS, RowLayers
 from kvrag.positions.rotary import RotaryTable
@@ -55,7 +55,6 @@ _KINDS = {
     "Gemma2": _Kind(norms=_FOUR_NORMS, caps=True),
     "Gemma3": _Kind(norms=_FOUR_NORMS, head_norms=True),
 }
-_HOME = "transformers.models."
 _LAYER = "DecoderLayer"
 _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -116,7 +115,7 @@ def _is_known(layer: nn.Module) -> bool:
         return False
     return found.keys() == parts.keys() and all(
         type(module).__name__ == parts[name]
-        and (type(module) is nn.Linear or type(module).__module__.startswith(_HOME))
+        and (type(module) is nn.Linear or type(module).__module__.startswith(HOME))
         and not is_replaced(module)
         for name, module in found.items()
     )

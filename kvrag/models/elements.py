@@ -17,7 +17,9 @@ from kvrag.native import ATTENTION_TYPES, gated, rms_norm
 
 _Forward = Callable[..., torch.Tensor]
 
-_HOME = "transformers.models."
+HOME = "transformers.models."
+"""Where the classes are from."""
+
 NORMS = {
     **dict.fromkeys(
         ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"),
@@ -43,7 +45,7 @@ def element_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
     """
     for module in model.modules():
         name = type(module).__name__
-        if not type(module).__module__.startswith(_HOME) or is_patched(type(module)):
+        if not type(module).__module__.startswith(HOME) or is_patched(type(module)):
             continue
         if name in NORMS:
             yield module, _norm(module, *NORMS[name])

@@ -184,13 +184,14 @@ class RowMethods:
         """Return logits ``[B, vocabulary]`` for the batch's tokens ``[B]``."""
         hidden = self.embed(ids, batch.positions)
         tables = self._positions.tables(batch.positions)
-        if self._compiled is not None and batch.in_kernel and not self._rows.is_adapted:
-            self._compiled.run(hidden, tables, batch)
-            with self._rows.each_row():
-                return self.logits(hidden)
-        # Layers share tables.
-        embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}
         with self._rows.each_row():
+            if self._compiled is not None and batch.in_kernel and not self._rows.is_adapted:
+                self._compiled.run(hidden, tables, batch)
+                return self.logits(hidden)
+            # Layers share tables.
+            embeddings = {
+                id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables
+            }
             for layer_index, table in enumerate(tables):
                 self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
             return self.logits(hidden)

@@ -267,7 +267,8 @@ void layers_once() {
   const auto random = [&](u64 count) {
     auto found = exactly<char>(count * size);
     for (u64 i = 0; i < count; ++i) {
-      const float value = 0.3f * uniform();
+      // Larger ones make sums that cancel, where roundings of bfloat16 add up to a tenth.
+      const float value = 0.15f * uniform();
       const u16 half = reconstruct::to_bf16(value);
       std::memcpy(found.get() + i * size,
                   type == ElementType::f32 ? static_cast<const void*>(&value) : &half, size);
@@ -282,7 +283,7 @@ void layers_once() {
   auto bytes = exactly<u8>(panels * kInt8Panel * int8_stride(wide));
   for (u64 i = 0; i < panels * kInt8Panel * int8_stride(wide); ++i)
     bytes[i] = static_cast<u8>(1 + below(255));
-  const auto scale = filled<float>(panels * kInt8Panel, [] { return 0.003f; });
+  const auto scale = filled<float>(panels * kInt8Panel, [] { return 0.001f; });
   const auto none = filled<float>(panels * kInt8Panel, [] { return 0.0f; });
   const auto cos = filled<float>(rows * dim, uniform), sin = filled<float>(rows * dim, uniform);
   const i64 capacity = static_cast<i64>(1 + below(50));
@@ -308,7 +309,7 @@ void layers_once() {
   layers.rotate(key, turned_key, 0, dim);
   layers.attend(
       turned, turned_key, value, query,
-      {0, kv_heads, dim, static_cast<i64>(1 + below(60)), 1.0f, below(2) == 0 ? 0.0f : 3.0f});
+      {0, kv_heads, dim, static_cast<i64>(1 + below(60)), 0.1f, below(2) == 0 ? 0.0f : 3.0f});
   layers.add(0, query, 0);
   layers.linear(0, gate, up.get(), bias.get());
   layers.gate(gate, gate, gated, below(2) == 0);
@@ -344,7 +345,7 @@ void layers_once() {
       if (first.size() < rows * asked) {
         first.push_back(number);
       } else {
-        const float most = type == ElementType::f32 && !is_int8 ? 1e-3f : 0.5f;
+        const float most = type == ElementType::f32 && !is_int8 ? 1e-3f : 0.02f;
         check(std::fabs(number - first[i]) <= most * (1.0f + std::fabs(first[i])), "other layers");
       }
     }
