@@ -175,12 +175,27 @@ class Layers:
         key: int,
         value: int,
         to: int,
-        layer: int,
         num_kv_heads: int,
         head_dim: int,
         window: int,
         scale: float,
         softcap: float,
+    ) -> None: ...
+    def end_layer(self) -> None: ...
+    def run_layer(
+        self,
+        layer: int,
+        hidden: int,
+        cos: NDArray[np.float32],
+        sin: NDArray[np.float32],
+        keys: int,
+        values: int,
+        head_stride: int,
+        num_keys: int,
+        places: NDArray[np.int64],
+        mass: NDArray[np.float32] | None,
+        first_counted: int,
+        threads: int,
     ) -> None: ...
     def run(
         self,

@@ -21,6 +21,58 @@ constexpr u64 kMostStrips = 16;
 // as a key head takes.
 constexpr u64 kMostCounting = 4;
 
+i64 bytes_of(i64 elements, ElementType type) {
+  return elements * (type == ElementType::f32 ? 4 : 2);
+}
+
+void* moved(void* base, i64 elements, ElementType type) {
+  return static_cast<char*>(base) + bytes_of(elements, type);
+}
+
+const void* moved(const void* base, i64 elements, ElementType type) {
+  return static_cast<const char*>(base) + bytes_of(elements, type);
+}
+
+// Write a row's keys and values to its prompt's buffer.
+void write_row(const NewRows& rows, u64 row, void* keys, void* values, i64 head_stride) {
+  const auto copy = [&](const void* from, i64 from_head, i64 from_row, void* to) {
+    const i64 dim = static_cast<i64>(rows.dim), at = static_cast<i64>(row);
+    for (i64 head = 0; head < static_cast<i64>(rows.num_kv_heads); ++head) {
+      std::memcpy(moved(to, head * head_stride + rows.places[row] * dim, rows.type),
+                  moved(from, head * from_head + at * from_row, rows.type),
+                  static_cast<u64>(bytes_of(dim, rows.type)));
+    }
+  };
+  copy(rows.key, rows.key_head_stride, rows.key_row_stride, keys);
+  copy(rows.value, rows.value_head_stride, rows.value_row_stride, values);
+}
+
+// What rows [first, first + count) attend with, apart from the number of keys.
+Attention attention_of(const NewRows& rows, u64 first, u64 count, const void* keys,
+                       const void* values, i64 head_stride) {
+  const i64 row = static_cast<i64>(first), dim = static_cast<i64>(rows.dim);
+  const i64 out_stride = static_cast<i64>(rows.num_kv_heads * rows.group) * dim;
+  Attention one{};
+  one.type = rows.type;
+  one.query = moved(rows.query, row * rows.query_row_stride, rows.type);
+  one.key = keys;
+  one.value = values;
+  one.out = moved(rows.out, row * out_stride, rows.type);
+  one.query_head_stride = rows.query_head_stride;
+  one.query_row_stride = rows.query_row_stride;
+  one.key_head_stride = one.value_head_stride = head_stride;
+  one.key_row_stride = one.value_row_stride = dim;
+  one.num_rows = count;
+  one.num_kv_heads = rows.num_kv_heads;
+  one.group = rows.group;
+  one.key_dim = one.value_dim = rows.dim;
+  one.last_keys = rows.places + first;
+  one.window = rows.window;
+  one.scale = rows.scale;
+  one.softcap = rows.softcap;
+  return one;
+}
+
 }  // namespace
 
 void run_attention(const Attention& attention, u32 threads) {
@@ -59,45 +111,14 @@ void run_attention(const Attention& attention, u32 threads) {
 }
 
 void run_attention(const RowOfEach& batch, u32 threads) {
-  const i64 size = batch.type == ElementType::f32 ? 4 : 2;
-  const i64 dim = static_cast<i64>(batch.dim);
-  const auto at = [size](const void* base, i64 elements) {
-    return static_cast<const char*>(base) + size * elements;
-  };
   std::vector<Attention> each(batch.num_rows);
   for (u64 i = 0; i < batch.num_rows; ++i) {
-    const i64 row = static_cast<i64>(i), place = batch.places[i];
-    const i64 head_stride = batch.capacities[i] * dim;
-    char* const keys = reinterpret_cast<char*>(batch.key_addresses[i]);
-    char* const values = reinterpret_cast<char*>(batch.value_addresses[i]);
-    for (i64 head = 0; head < static_cast<i64>(batch.num_kv_heads); ++head) {
-      const i64 to = size * (head * head_stride + place * dim);
-      std::memcpy(keys + to,
-                  at(batch.key, head * batch.key_head_stride + row * batch.key_row_stride),
-                  static_cast<u64>(size * dim));
-      std::memcpy(values + to,
-                  at(batch.value, head * batch.value_head_stride + row * batch.value_row_stride),
-                  static_cast<u64>(size * dim));
-    }
-    Attention& one = each[i];
-    one.type = batch.type;
-    one.query = at(batch.query, row * batch.query_row_stride);
-    one.key = keys;
-    one.value = values;
-    one.out = static_cast<char*>(batch.out) +
-              size * row * static_cast<i64>(batch.num_kv_heads * batch.group) * dim;
-    one.query_head_stride = batch.query_head_stride;
-    one.key_head_stride = one.value_head_stride = head_stride;
-    one.key_row_stride = one.value_row_stride = dim;
-    one.num_rows = 1;
-    one.num_keys = static_cast<u64>(place) + 1;
-    one.num_kv_heads = batch.num_kv_heads;
-    one.group = batch.group;
-    one.key_dim = one.value_dim = batch.dim;
-    one.last_keys = batch.places + i;
-    one.window = batch.window;
-    one.scale = batch.scale;
-    one.softcap = batch.softcap;
+    void* const keys = reinterpret_cast<void*>(batch.key_addresses[i]);
+    void* const values = reinterpret_cast<void*>(batch.value_addresses[i]);
+    const i64 head_stride = batch.capacities[i] * static_cast<i64>(batch.dim);
+    write_row(batch, i, keys, values, head_stride);
+    each[i] = attention_of(batch, i, 1, keys, values, head_stride);
+    each[i].num_keys = static_cast<u64>(batch.places[i]) + 1;
   }
   // A row of a head is one item of work.
   const Kernels& chosen = kernels();
@@ -115,6 +136,17 @@ void run_attention(const RowOfEach& batch, u32 threads) {
     const Attention& one = each[i / heads];
     chosen.attend(one, i % heads, 0, one.group, nullptr, scratch(floats));
   });
+}
+
+void run_attention(const RowsOfOne& rows, u32 threads) {
+  for (u64 i = 0; i < rows.num_rows; ++i)
+    write_row(rows, i, rows.keys, rows.values, rows.head_stride);
+  Attention attention =
+      attention_of(rows, 0, rows.num_rows, rows.keys, rows.values, rows.head_stride);
+  attention.num_keys = rows.num_keys;
+  attention.mass = rows.mass;
+  attention.first_counted = rows.first_counted;
+  run_attention(attention, threads);
 }
 
 }  // namespace kvrag::host

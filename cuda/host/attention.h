@@ -7,10 +7,9 @@ namespace kvrag::host {
 
 void run_attention(const Attention& attention, u32 threads);
 
-// A row of each prompt of a batch that decodes. It is written to a buffer of its own, and attends
-// to the keys there. Everything has one type, f32 or bf16; strides are in elements, channels are
-// contiguous.
-struct RowOfEach {
+// New rows of prompts, which are written to the prompts' buffers and attend to the keys there.
+// Everything has one type, f32 or bf16; strides are in elements, channels are contiguous.
+struct NewRows {
   ElementType type;
   const void* query;  // [num_kv_heads * group, num_rows, dim]
   const void* key;    // [num_kv_heads, num_rows, dim]
@@ -26,15 +25,31 @@ struct RowOfEach {
   u64 num_kv_heads;
   u64 group;
   u64 dim;
-  const i64* key_addresses;  // [num_rows] of buffers [num_kv_heads, capacity, dim]
-  const i64* value_addresses;
-  const i64* capacities;
   const i64* places;  // [num_rows] where each row goes: it sees the keys up to there
   i64 window;
   float scale;
   float softcap;  // 0: none
 };
 
+// A row of each prompt of a batch that decodes.
+struct RowOfEach : NewRows {
+  const i64* key_addresses;  // [num_rows] of buffers [num_kv_heads, capacity, dim]
+  const i64* value_addresses;
+  const i64* capacities;
+};
+
 void run_attention(const RowOfEach& batch, u32 threads);
+
+// Rows of one prompt, in ascending places.
+struct RowsOfOne : NewRows {
+  void* keys;  // [num_kv_heads, num_keys, dim], heads of a buffer that are `head_stride` apart
+  void* values;
+  i64 head_stride;
+  u64 num_keys;
+  float* mass;  // see `Attention`
+  u64 first_counted;
+};
+
+void run_attention(const RowsOfOne& rows, u32 threads);
 
 }  // namespace kvrag::host

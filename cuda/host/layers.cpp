@@ -1,6 +1,7 @@
 #include "layers.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "attention.h"
 #include "elements.h"
@@ -26,9 +27,9 @@ u64 Layers::add_slot(u64 width) {
 void Layers::linear(u64 from, u64 to, const void* weight, const void* bias) {
   const u64 num_inputs = width(from), num_outputs = width(to);
   operations_.push_back([=, type = type_](const Run& run) {
-    run_linear({type, run.slots[from], weight, bias, run.slots[to], run.batch.num_rows, num_inputs,
+    run_linear({type, run.slots[from], weight, bias, run.slots[to], run.rows.num_rows, num_inputs,
                 num_outputs},
-               run.batch.threads);
+               run.rows.threads);
   });
 }
 
@@ -36,9 +37,9 @@ void Layers::int8_linear(u64 from, u64 to, const u8* weight, const float* scale,
                          const float* bias) {
   const u64 num_inputs = width(from), num_outputs = width(to);
   operations_.push_back([=, type = type_](const Run& run) {
-    run_int8_linear({type, run.slots[from], weight, scale, bias, run.slots[to], run.batch.num_rows,
+    run_int8_linear({type, run.slots[from], weight, scale, bias, run.slots[to], run.rows.num_rows,
                      num_inputs, num_outputs},
-                    run.batch.threads);
+                    run.rows.threads);
   });
 }
 
@@ -46,7 +47,7 @@ void Layers::norm(u64 from, u64 to, const void* weight, u64 width, float epsilon
   const u64 each = this->width(from) / width;
   operations_.push_back([=, type = type_](const Run& run) {
     run_norm({type, run.slots[from], weight, run.slots[to], width, epsilon, adds_one},
-             run.batch.num_rows * each, run.batch.threads);
+             run.rows.num_rows * each, run.rows.threads);
   });
 }
 
@@ -54,14 +55,14 @@ void Layers::gate(u64 gate, u64 up, u64 to, bool is_gelu) {
   const u64 count = width(gate);
   operations_.push_back([=, type = type_](const Run& run) {
     run_gate({type, run.slots[gate], run.slots[up], run.slots[to], is_gelu},
-             run.batch.num_rows * count, run.batch.threads);
+             run.rows.num_rows * count, run.rows.threads);
   });
 }
 
 void Layers::add(u64 one, u64 other, u64 to) {
   const u64 count = width(one);
   operations_.push_back([=, type = type_](const Run& run) {
-    const u64 all = run.batch.num_rows * count;
+    const u64 all = run.rows.num_rows * count;
     if (type == ElementType::f32) {
       const float* const a = static_cast<const float*>(run.slots[one]);
       const float* const b = static_cast<const float*>(run.slots[other]);
@@ -82,7 +83,7 @@ void Layers::rotate(u64 from, u64 to, u64 table, u64 head_dim) {
   smallest_heads_[table] = std::min(smallest_heads_[table], head_dim);
   const i64 all = static_cast<i64>(width(from)), stride = static_cast<i64>(head_dim);
   operations_.push_back([=, type = type_](const Run& run) {
-    const Angles& angles = run.batch.tables[table];
+    const Angles& angles = run.rows.tables[table];
     Rotation rotation{};
     rotation.type = type;
     rotation.input = run.slots[from];
@@ -94,13 +95,12 @@ void Layers::rotate(u64 from, u64 to, u64 table, u64 head_dim) {
     rotation.cos = angles.cos;
     rotation.sin = angles.sin;
     rotation.angle_stride = static_cast<i64>(angles.num_rotated);
-    run_rotation(rotation, static_cast<u64>(all / stride), run.batch.num_rows);
+    run_rotation(rotation, static_cast<u64>(all / stride), run.rows.num_rows);
   });
 }
 
 void Layers::attend(u64 query, u64 key, u64 value, u64 to, const Attending& attending) {
-  num_layers_ = std::max(num_layers_, attending.layer + 1);
-  RowOfEach given{};
+  NewRows given{};
   given.type = type_;
   given.query_head_stride = given.key_head_stride = given.value_head_stride =
       static_cast<i64>(attending.head_dim);
@@ -112,36 +112,55 @@ void Layers::attend(u64 query, u64 key, u64 value, u64 to, const Attending& atte
   given.window = attending.window;
   given.scale = attending.scale;
   given.softcap = attending.softcap;
-  operations_.push_back([=, layer = attending.layer](const Run& run) {
-    const Batch& batch = run.batch;
-    RowOfEach rows = given;
+  operations_.push_back([=, layer = num_layers()](const Run& run) {
+    NewRows rows = given;
     rows.query = run.slots[query];
     rows.key = run.slots[key];
     rows.value = run.slots[value];
     rows.out = run.slots[to];
-    rows.num_rows = batch.num_rows;
-    rows.key_addresses = batch.key_addresses + layer * batch.num_rows;
-    rows.value_addresses = batch.value_addresses + layer * batch.num_rows;
-    rows.capacities = batch.capacities;
-    rows.places = batch.places;
-    run_attention(rows, batch.threads);
+    rows.num_rows = run.rows.num_rows;
+    if (run.buffers != nullptr) {
+      const Buffers& buffers = *run.buffers;
+      rows.places = buffers.places;
+      const u64 before = layer * rows.num_rows;
+      run_attention(RowOfEach{rows, buffers.key_addresses + before,
+                              buffers.value_addresses + before, buffers.capacities},
+                    run.rows.threads);
+    } else {
+      const Prompt& prompt = *run.prompt;
+      rows.places = prompt.places;
+      run_attention(RowsOfOne{rows, prompt.keys, prompt.values, prompt.head_stride, prompt.num_keys,
+                              prompt.mass, prompt.first_counted},
+                    run.rows.threads);
+    }
   });
 }
 
-void Layers::run(const Batch& batch) const {
-  Run run{batch, {batch.hidden}};
+void Layers::end_layer() { ends_.push_back(operations_.size()); }
+
+void Layers::run(const Rows& rows, const Buffers& buffers) const {
+  run(rows, &buffers, nullptr, 0, ends_.empty() ? 0 : ends_.back());
+}
+
+void Layers::run_layer(u64 layer, const Rows& rows, const Prompt& prompt) const {
+  run(rows, nullptr, &prompt, layer == 0 ? 0 : ends_.at(layer - 1), ends_.at(layer));
+}
+
+void Layers::run(const Rows& rows, const Buffers* buffers, const Prompt* prompt, u64 begin,
+                 u64 end) const {
+  Run run{rows, buffers, prompt, {rows.hidden}};
   std::vector<u64> offsets;
   u64 total = 0;
   for (u64 slot = 1; slot < widths_.size(); ++slot) {
     offsets.push_back(total);
-    const u64 bytes = batch.num_rows * widths_[slot] * size_of(type_);
+    const u64 bytes = rows.num_rows * widths_[slot] * size_of(type_);
     total += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  std::vector<char> memory(total + kAlignment);
-  const u64 address = reinterpret_cast<u64>(memory.data());
-  char* const base = memory.data() + (-address & (kAlignment - 1));
+  const std::unique_ptr<char[]> memory(new char[total + kAlignment]);
+  const u64 address = reinterpret_cast<u64>(memory.get());
+  char* const base = memory.get() + (-address & (kAlignment - 1));
   for (const u64 offset : offsets) run.slots.push_back(base + offset);
-  for (const auto& operation : operations_) operation(run);
+  for (u64 i = begin; i < end; ++i) operations_[i](run);
 }
 
 }  // namespace kvrag::host

@@ -1,5 +1,5 @@
-// A decoder's layers over one row of each prompt of a batch, in one call: only kernels run between
-// them.
+// A decoder's layers over few rows: all layers over one row of each prompt of a batch, or one layer
+// over rows of one prompt. Only kernels run between the operations.
 #pragma once
 
 #include <functional>
@@ -27,7 +27,6 @@ class Layers {
   void add(u64 one, u64 other, u64 to);
   void rotate(u64 from, u64 to, u64 table, u64 head_dim);
   struct Attending {
-    u64 layer;
     u64 num_kv_heads;
     u64 head_dim;
     i64 window;
@@ -36,40 +35,64 @@ class Layers {
   };
   void attend(u64 query, u64 key, u64 value, u64 to, const Attending& attending);
 
+  // What was added since the last layer's end is a layer. Others are never computed.
+  void end_layer();
+
   // Angles of the rows: [num_rows, num_rotated] each, of which the first half counts.
   struct Angles {
     const float* cos;
     const float* sin;
     u64 num_rotated;
   };
-  struct Batch {
+  struct Rows {
     void* hidden;  // [num_rows, width of slot 0]
     u64 num_rows;
     std::vector<Angles> tables;
-    const i64* key_addresses;  // [layers, num_rows]; see `RowOfEach`
+    u32 threads;
+  };
+  // Where a row of each prompt goes, in each layer; see `RowOfEach`.
+  struct Buffers {
+    const i64* key_addresses;  // [layers, num_rows]
     const i64* value_addresses;
     const i64* capacities;  // [num_rows]
     const i64* places;
-    u32 threads;
   };
-  void run(const Batch& batch) const;
+  void run(const Rows& rows, const Buffers& buffers) const;
+
+  // Where rows of one prompt go, in one layer: they see the keys up to their places. Heads are
+  // `head_stride` elements apart.
+  struct Prompt {
+    void* keys;  // [num_kv_heads, num_keys, dim]
+    void* values;
+    i64 head_stride;
+    u64 num_keys;
+    const i64* places;  // [num_rows], ascending
+    float* mass;        // see `Attention`
+    u64 first_counted;
+  };
+  void run_layer(u64 layer, const Rows& rows, const Prompt& prompt) const;
 
   // For each table, the smallest heads that it rotates.
   const std::vector<u64>& smallest_heads() const { return smallest_heads_; }
-  u64 num_layers() const { return num_layers_; }
+  u64 num_layers() const { return ends_.size(); }
   u64 width(u64 slot) const { return widths_.at(slot); }
 
  private:
+  // One of `buffers` and `prompt` is given.
   struct Run {
-    const Batch& batch;
+    const Rows& rows;
+    const Buffers* buffers;
+    const Prompt* prompt;
     std::vector<void*> slots;
   };
+  void run(const Rows& rows, const Buffers* buffers, const Prompt* prompt, u64 begin,
+           u64 end) const;
 
   ElementType type_;
   std::vector<u64> widths_;
   std::vector<std::function<void(const Run&)>> operations_;
   std::vector<u64> smallest_heads_;
-  u64 num_layers_ = 0;
+  std::vector<u64> ends_;  // the operations of all layers up to each
 };
 
 }  // namespace kvrag::host

@@ -7,7 +7,7 @@ together with the tokens that the policy recomputes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -289,10 +289,12 @@ def execute(
     rows_by_layer = []
     computing = partial(model.computing_rows, linked.adapter, fresh)
     prompt, asked = plan.prompt, plan.question_layers
+    with model.lock:
+        compiled = model.compile()
     if asked:
         positions = prompt.reused().to(model.device)
         attention = QuestionAttention(positions, plan.question_start, asked)
-        yield from ask(model, linked, fresh, attention, loader, fused, tables, clock)
+        yield from ask(model, linked, fresh, attention, loader, fused, tables, clock, compiled)
         prompt = replace(prompt, relevance=attention.relevance)
     # Without inexact spans there is nothing to choose from.
     policy = repair.policy if plan.inexact else NonePolicy()
@@ -335,7 +337,18 @@ def execute(
                 noted = selection.noting(layer_index)
             attending = Attending(scaled=scaled[-1] if scaled else None, changed=changed)
             forward = partial(
-                _forward_slice, model, layer_index, hidden, rows, fused, table, noted, attending
+                _forward_slice,
+                partial(
+                    model.forward_rows,
+                    fused=fused,
+                    table=table,
+                    attending=attending,
+                    compiled=compiled,
+                ),
+                layer_index,
+                hidden,
+                rows,
+                noted,
             )
             # To begin and to end computing takes a tenth of a short layer's time.
             forward(slice(0, size))
@@ -358,26 +371,20 @@ def execute(
 
 
 def _forward_slice(
-    model: KVModel,
+    forward_rows: Callable[..., None],
     layer_index: int,
     hidden: torch.Tensor,
     rows: torch.Tensor,
-    fused: FusedKV,
-    table: RotaryTable,
     noted: Deviation | None,
-    attending: Attending,
     block: slice,
 ) -> None:
     """Run one layer over the rows of one slice."""
-    model.forward_rows(
+    forward_rows(
         layer_index,
         hidden[block],
         # The same tensor in each layer, if it can be: its ends are then known.
         rows[block] if block.start or block.stop < len(rows) else rows,
-        fused,
-        table,
         deviation=None if noted is None else noted[block],
-        attending=attending,
     )
 
 

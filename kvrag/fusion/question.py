@@ -13,6 +13,7 @@ from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import MassObserver, RowMask
+from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.positions.rotary import RotaryTable
@@ -75,6 +76,7 @@ def ask(
     fused: FusedKV,
     tables: Sequence[RotaryTable],
     clock: Clock,
+    compiled: CompiledLayers | None,
 ) -> Slices[None]:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
@@ -89,6 +91,8 @@ def ask(
         ``[m]`` ascending positions of tokens that are not stored.
     clock
         Gets a stage ``"load"``, which fusing needs in any case, and a stage ``"ask"``.
+    compiled
+        See `KVModel.forward_rows`.
     """
     with model.computing_rows(linked.adapter, fresh):
         hidden = linked.embed(fresh)
@@ -102,7 +106,15 @@ def ask(
         is_last = layer_index + 1 == attention.layers.stop
         attending = Attending(attention.observer_of(layer_index), stops=is_last)
         with model.computing_rows(linked.adapter, fresh):
-            model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
+            model.forward_rows(
+                layer_index,
+                hidden,
+                fresh,
+                fused,
+                table,
+                attending=attending,
+                compiled=compiled,
+            )
         clock.lap("ask")
         yield False
         clock.resume()

@@ -194,6 +194,22 @@ class RowMask:
             return output
         return attend_by_head(query, key, value, allowed, scaling, softcap, observe=observe)
 
+    @contextmanager
+    def noting(self, value: torch.Tensor) -> Iterator[Mass | None]:
+        """Give a kernel a place for the keys' mass, if it is observed, and show it afterwards.
+
+        Parameters
+        ----------
+        value
+            ``[H, K, D]``, the values of the keys that rows attend to.
+        """
+        if not isinstance(self.observer, MassObserver):
+            yield None
+            return
+        taken = torch.empty(value.shape[:2], dtype=torch.float32)
+        yield Mass(taken, self.observer.first_row(self.positions))
+        self.observer.note(self, taken, value)
+
     def dense(self, num_keys: int) -> torch.Tensor:
         """Return the boolean mask ``[n, num_keys]``: key_position <= query_position, in window."""
         if self.visible is not None:
@@ -240,22 +256,17 @@ def _attend_in_kernel(
         and all(part.stride(-1) == 1 and not part.requires_grad for part in (query, key, value))
     ):
         return None
-    mass = None
-    if observer is not None:
-        taken = torch.empty(key.shape[1:3], dtype=torch.float32, device=key.device)
-        mass = Mass(taken, observer.first_row(mask.positions))
-    output = attend(
-        query[0],
-        key[0],
-        value[0],
-        VisibleKeys(mask.positions - mask.first_key, mask.window),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        mass=mass,
-        threads=torch.get_num_threads(),
-    )
-    if observer is not None:
-        observer.note(mask, taken, value[0])
+    with mask.noting(value[0]) as mass:
+        output = attend(
+            query[0],
+            key[0],
+            value[0],
+            VisibleKeys(mask.positions - mask.first_key, mask.window),
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            mass=mass,
+            threads=torch.get_num_threads(),
+        )
     return output[None]
 
 

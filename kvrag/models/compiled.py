@@ -1,4 +1,4 @@
-"""A model's layers as a list of operations for kernels: a step of answers without Python between.
+"""A model's layers as a list of operations for kernels: few rows without Python between.
 
 Only layers of Transformers whose arithmetic is written down here are computed so. They are known by
 name and by their parts.
@@ -17,8 +17,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from kvrag.errors import ParameterError
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, is_replaced
-from kvrag.models.linears import int8_layer
-from kvrag.native import HAS_ROW_LAYERS, RowLayers
+from kvrag.models.linears import int8_layer, most_rows
+from kvrag.native import HAS_ROW_LAYERS, Mass, RowLayers
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -122,7 +122,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 class CompiledLayers:
-    """All layers of a model, for one row of each prompt of a batch.
+    """A model's layers, for one row of each prompt of a batch, or for few rows of one prompt.
 
     Parameters
     ----------
@@ -159,7 +159,9 @@ class CompiledLayers:
         first: Any = layers[0]
         attention, mlp = first.self_attn, first.mlp
         self._width = width = attention.q_proj.in_features
-        self._rows = rows = RowLayers(attention.q_proj.weight.dtype, width)
+        dtype = attention.q_proj.weight.dtype
+        self._most_rows = None if in_int8 else most_rows(dtype)
+        self._rows = rows = RowLayers(dtype, width)
         num_asked = attention.q_proj.out_features
         num_given = attention.k_proj.out_features
         self._normed, self._moved = rows.add_slot(width), rows.add_slot(width)
@@ -169,10 +171,14 @@ class CompiledLayers:
         self._gate, self._up, self._gated = (
             rows.add_slot(mlp.gate_proj.out_features) for _ in range(3)
         )
-        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            self._add(index, layer, window, numbers[id(tables[index])])
+        for layer, window, table in zip(layers, windows, tables, strict=True):
+            self._add(layer, window, numbers[id(table)])
+            rows.end_layer()
+        # The angles of rows that were computed last, by table: layers share both.
+        self._angles: tuple[torch.Tensor, dict[int, tuple[RotaryTable, RotaryTable]]]
+        self._angles = torch.empty(0), {}
 
-    def _add(self, index: int, layer: Any, window: int | None, table: int) -> None:
+    def _add(self, layer: Any, window: int | None, table: int) -> None:
         kind = _KINDS[type(layer).__name__.removesuffix(_LAYER)]
         rows, attention, mlp = self._rows, layer.self_attn, layer.mlp
         head_dim: int = attention.head_dim
@@ -196,7 +202,6 @@ class CompiledLayers:
             turned_keys,
             self._values,
             self._gathered,
-            layer=index,
             head_dim=head_dim,
             window=window,
             scale=attention.scaling,
@@ -251,5 +256,56 @@ class CompiledLayers:
             batch.addresses,
             batch.capacities,
             batch.places,
+            threads=torch.get_num_threads(),
+        )
+
+    def can_run(self, num_rows: int) -> bool:
+        """Return whether this many rows of one prompt are computed as fast here as by modules."""
+        return self._most_rows is None or num_rows <= self._most_rows
+
+    def run_rows(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        table: RotaryTable,
+        *,
+        first_key: int,
+        mass: Mass | None,
+    ) -> None:
+        """Replace a layer's inputs ``[n, hidden]`` by its outputs, for rows of one prompt.
+
+        Parameters
+        ----------
+        layer_index
+            The layer.
+        rows
+            ``[n]`` ascending positions.
+        kv
+            The prompt's placed keys and values ``[H, K, D]`` from `first_key` on, up to the last
+            row; the rows' own are written there.
+        table
+            The layer's table of all positions.
+        first_key
+            The position of the first key.
+        mass
+            Where to write what keys get; None: nowhere.
+        """
+        known, angles = self._angles
+        if known is not rows:
+            angles = {}
+            self._angles = rows, angles
+        if id(table) not in angles:
+            angles[id(table)] = table, RotaryTable(table.cos[rows], table.sin[rows])
+        _, at = angles[id(table)]
+        places = rows.numpy()
+        self._rows.run_layer(
+            layer_index,
+            hidden,
+            (at.cos, at.sin),
+            *kv,
+            places - first_key if first_key else places,
+            mass=mass,
             threads=torch.get_num_threads(),
         )

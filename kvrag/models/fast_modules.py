@@ -41,7 +41,7 @@ def fast_modules(
     Parameters
     ----------
     model
-        The model, or a part of it. At its first call with more than a few rows, each linear layer
+        The model, or a part of it. At its first call with many rows, each linear layer
         copies its weights in another layout; the copies live as long as the model.
     precision
         What the modules compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and

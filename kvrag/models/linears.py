@@ -18,12 +18,10 @@ from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-# Where weights are packed, at most this many rows are computed over weights as they are; with a
-# matrix unit, up to `MAX_ROWS` are.
-_MOST_BESIDE_PACKED = 4
-# Where weights cannot be packed, at most this many rows are. Rows of different prompts, and the
-# head's, go up to `MAX_ROWS`.
-_MOST_UNPACKED = 16
+# With at most this many rows, weights as they are are as fast as packed ones, which are copies.
+_MOST_ROWS = 16
+# The same where a matrix unit multiplies.
+_MOST_BY_SQUARES = 256
 
 _Kind = tuple[str, bool, bool]
 _ways: WeakKeyDictionary[nn.Linear, dict[_Kind, tuple[_Way, Forward]]] = WeakKeyDictionary()
@@ -39,6 +37,11 @@ def linear_forwards(
         if type(layer) is nn.Linear and not is_patched(nn.Linear):
             _, forward = _way_of(layer, precision, is_head=layer is head, each_row=each_row)
             yield layer, forward
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Return how many rows of a prompt are computed over weights as they are, in their type."""
+    return _MOST_BY_SQUARES if multiplies_squares(dtype) else _MOST_ROWS
 
 
 def int8_layer(layer: nn.Linear) -> Int8Linear | None:
@@ -166,9 +169,8 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
     except ParameterError:
         return None
     most = MAX_ROWS
-    if packs and not multiplies_squares(weight.dtype):
-        packs = can_pack(weight.dtype)
-        most = _MOST_BESIDE_PACKED if packs else _MOST_UNPACKED
+    if packs:
+        most, packs = most_rows(weight.dtype), can_pack(weight.dtype)
     most *= weight.shape[1]
     packed: PackedWeight | None = None
 

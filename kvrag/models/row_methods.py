@@ -112,6 +112,7 @@ class RowMethods:
         attending: Attending = ALL_BEFORE,
         deviation: Deviation | None = None,
         writes: bool = True,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         """Run one layer over selected rows; their K/V replace the buffer's.
 
@@ -137,9 +138,19 @@ class RowMethods:
             Filled with the distances of the n rows' fresh K/V from the K/V they replace.
         writes
             False leaves the buffer as it is; it must then hold the rows' own K/V already.
+        compiled
+            The layers in kernels (`compile`), which few rows are computed by; None: modules do.
         """
         self._rows.forward(
-            layer_index, hidden, rows, fused, table, attending, deviation, writes=writes
+            layer_index,
+            hidden,
+            rows,
+            fused,
+            table,
+            attending,
+            deviation,
+            writes=writes,
+            compiled=compiled,
         )
 
     def begin_answer(self) -> None:
@@ -149,10 +160,14 @@ class RowMethods:
         """
         with self.lock:
             self._captured.check_model()
-            self._compiled = self._compile()
+            self._compiled = self.compile()
 
-    def _compile(self) -> CompiledLayers | None:
-        """Return the layers as modules would compute them now, if kernels can."""
+    def compile(self) -> CompiledLayers | None:
+        """Return the layers as modules would compute them now, if kernels can.
+
+        Use it for one prompt or answer: what changes later (hooks, weights that are replaced) does
+        not count.
+        """
         if self.device.type != "cpu":
             return None
         in_int8 = self.compute == INT8

@@ -18,6 +18,7 @@ from kvrag.models.attention import (
     AttentionDone,
     AttentionObserver,
     EncodedScope,
+    MassObserver,
     RowMask,
     lock_of,
     row_attention,
@@ -30,6 +31,7 @@ from kvrag.models.caches import (
     RowsChanged,
     RowWriter,
 )
+from kvrag.models.compiled import CompiledLayers
 from kvrag.models.families import Family
 from kvrag.models.fast_modules import fast_modules
 from kvrag.models.own_attention import layer_arguments, show_weights
@@ -75,6 +77,16 @@ class Attending:
     visible: torch.Tensor | None = None
     stops: bool = False
     changed: RowsChanged | None = None
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether a kernel can compute a layer of which rows attend so."""
+        return (
+            (self.observer is None or isinstance(self.observer, MassObserver))
+            and self.scaled is None
+            and self.visible is None
+            and self.changed is None
+        )
 
 
 ALL_BEFORE = Attending()
@@ -177,10 +189,13 @@ class RowRunner:
         deviation: Deviation | None,
         *,
         writes: bool,
+        compiled: CompiledLayers | None,
     ) -> None:
         """Run one layer over rows (`KVModel.forward_rows`)."""
         window = self._windows[layer_index]
         observer, visible = attending.observer, attending.visible
+        if not (writes and deviation is None and attending.in_kernel) or self.is_adapted:
+            compiled = None
         if attending.scaled is not None and self._family.attends_itself:
             raise UnsupportedModelError(
                 f"{self._name} computes attention in its own code, which knows no temperature or "
@@ -188,6 +203,21 @@ class RowRunner:
             )
         # Rows are ascending, so an earlier block never sees a later block's K/V.
         for block, positions, first_key, last in self._blocks(layer_index, rows):
+            if compiled is not None and compiled.can_run(len(positions)):
+                shown = slice(first_key, last + 1)
+                keys, values = fused.keys[layer_index][0], fused.values[layer_index][0]
+                mask = RowMask(positions, first_key, window, observer)
+                with mask.noting(values[:, shown]) as mass:
+                    compiled.run_rows(
+                        layer_index,
+                        hidden[block],
+                        positions,
+                        (keys[:, shown], values[:, shown]),
+                        table,
+                        first_key=first_key,
+                        mass=mass,
+                    )
+                continue
             seen = None
             if visible is not None:
                 seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
@@ -281,7 +311,8 @@ class RowRunner:
         for number, (first, last) in enumerate(self._ends_of(rows, size)):
             first_key = 0 if window is None else max(0, first - window + 1)
             block = slice(number * size, number * size + size)
-            yield block, rows[block], first_key, last
+            # The same tensor in each layer, if it can be.
+            yield block, rows[block] if len(rows) > size else rows, first_key, last
 
     def _block_size(self, window: int | None, device: torch.device) -> int:
         """Return how many rows a layer computes at once."""

@@ -1,6 +1,6 @@
-"""A decoder's layers over one row of each prompt of a batch, in one call.
+"""A decoder's layers over few rows: only kernels run between their operations.
 
-Only kernels run between the layers: for few rows, Python would take as long as they do.
+For few rows, Python would take as long as the kernels do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvrag.native.arrays import check_contiguous, check_shape, check_threads, vi
 from kvrag.native.attention import (
     ATTENTION_TYPES,
     NO_WINDOW,
+    Mass,
     check_places,
     check_scale,
     check_window,
@@ -49,7 +50,9 @@ class RowLayers:
         self._dtype = dtype
         self._widths = [width]
         self._kept: list[torch.Tensor] = []
-        self._num_layers = 0
+        # For each layer, its key heads and their length.
+        self._heads: list[tuple[int, int]] = []
+        self._heads_added = 0, 0
         # For each table, the smallest heads that it rotates.
         self._smallest_heads: list[int] = []
         self._layers = kernels.Layers(dtype == torch.bfloat16, width)
@@ -114,13 +117,15 @@ class RowLayers:
         value: int,
         to: int,
         *,
-        layer: int,
         head_dim: int,
         window: int | None,
         scale: float,
         softcap: float | None,
     ) -> None:
-        """Add attention of each row to its own prompt's keys; see `attend_each`."""
+        """Add attention to the keys of each row's own prompt, or of the prompt of all rows.
+
+        See `attend_each` and `attend`. A layer has at most one.
+        """
         check_window(window)
         check_scale(scale)
         self._check(query, to)
@@ -129,19 +134,24 @@ class RowLayers:
         asked, given = self._widths[query], self._widths[key]
         if head_dim < 1 or given < head_dim or given % head_dim or asked % given:
             raise ParameterError(f"slots of {asked} and {given}: expected heads of {head_dim}")
-        self._num_layers = max(self._num_layers, layer + 1)
+        self._heads_added = given // head_dim, head_dim
         self._layers.attend(
             query,
             key,
             value,
             to,
-            layer,
             given // head_dim,
             head_dim,
             NO_WINDOW if window is None else window,
             scale,
             softcap or 0.0,
         )
+
+    def end_layer(self) -> None:
+        """End a layer: what was added since the last one. What no layer ends is not computed."""
+        self._heads.append(self._heads_added)
+        self._heads_added = 0, 0
+        self._layers.end_layer()
 
     def run(
         self,
@@ -153,7 +163,7 @@ class RowLayers:
         *,
         threads: int,
     ) -> None:
-        """Replace rows by what the operations make of them.
+        """Replace a row of each prompt by what all layers make of it.
 
         Parameters
         ----------
@@ -168,24 +178,14 @@ class RowLayers:
         threads
             The most threads to use.
         """
-        check_shape(hidden.shape, (len(places), self._widths[0]), "hidden")
-        check_contiguous(hidden, "hidden", self._dtype)
-        num_rows = len(hidden)
+        num_rows = self._check_rows(hidden, len(places))
         if len(tables) != len(self._smallest_heads):
             raise ParameterError(
                 f"tables: expected {len(self._smallest_heads)}, found {len(tables)}"
             )
-        for pair, most in zip(tables, self._smallest_heads, strict=True):
-            num_rotated = pair[0].shape[-1]
-            if num_rotated > most or num_rotated % 2:
-                raise ParameterError(
-                    f"tables: expected an even number of channels, at most {most}, found "
-                    f"{num_rotated}"
-                )
-            for angles in pair:
-                check_shape(angles.shape, (num_rows, num_rotated), "tables")
-                check_contiguous(angles, "tables", torch.float32)
-        shape = (2, self._num_layers, num_rows)
+        for table, most in zip(tables, self._smallest_heads, strict=True):
+            _check_table(table, num_rows, most)
+        shape = (2, len(self._heads), num_rows)
         view(addresses, "addresses", np.int64, shape, contiguous=True)
         check_places(
             view(capacities, "capacities", np.int64, (num_rows,), contiguous=True),
@@ -202,6 +202,87 @@ class RowLayers:
             check_threads(threads),
         )
 
+    def run_layer(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        places: NDArray[np.int64],
+        *,
+        mass: Mass | None = None,
+        threads: int,
+    ) -> None:
+        """Replace rows of one prompt by what a layer makes of them.
+
+        Parameters
+        ----------
+        layer
+            Its number.
+        hidden
+            ``[n, width]``, contiguous.
+        table
+            The rows' cosines and sines ``[n, R]`` float32, contiguous, for any table of the layer.
+        keys, values
+            ``[H, K, D]``, of the rows' type, each head contiguous: the rows' own K/V are written
+            there.
+        places
+            ``[n]``, ascending: where. A row sees the keys up to there.
+        mass
+            Where to write what keys get; None: nowhere.
+        threads
+            The most threads to use.
+        """
+        if not 0 <= layer < len(self._heads):
+            raise ParameterError(f"layer {layer}: expected one of {len(self._heads)}")
+        num_rows = self._check_rows(hidden, len(places))
+        _check_table(table, num_rows, min(self._smallest_heads, default=0))
+        num_heads, head_dim = self._heads[layer]
+        check_shape(keys.shape, (num_heads, None, head_dim), "keys")
+        check_shape(values.shape, tuple(keys.shape), "values")
+        for name, tensor in (("keys", keys), ("values", values)):
+            if tensor.stride() != (keys.stride(0), head_dim, 1):
+                raise ParameterError(
+                    f"{name}: expected equal strides of contiguous heads, found {tensor.stride()}"
+                )
+            if tensor.dtype != self._dtype or tensor.device.type != "cpu":
+                raise ParameterError(
+                    f"{name}: expected {self._dtype} on the CPU, found {tensor.dtype} on "
+                    f"{tensor.device}"
+                )
+        num_keys = keys.shape[1]
+        view(places, "places", np.int64, (num_rows,), contiguous=True)
+        if num_rows and not (
+            places[0] >= 0 and places[-1] < num_keys and (np.diff(places) > 0).all()
+        ):
+            raise ParameterError(f"places: expected ascending rows of {num_keys}, found {places}")
+        taken, first_counted = None, 0
+        if mass is not None:
+            shape = (num_heads, num_keys)
+            taken = view(mass.out, "mass", np.float32, shape, contiguous=True, writable=True)
+            first_counted = mass.first_row
+        cos, sin = table
+        self._layers.run_layer(
+            layer,
+            hidden.data_ptr(),
+            cos.numpy(),
+            sin.numpy(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            num_keys,
+            places,
+            taken,
+            first_counted,
+            check_threads(threads),
+        )
+
+    def _check_rows(self, hidden: torch.Tensor, num_rows: int) -> int:
+        check_shape(hidden.shape, (num_rows, self._widths[0]), "hidden")
+        check_contiguous(hidden, "hidden", self._dtype)
+        return num_rows
+
     def _check(self, source: int, to: int) -> None:
         if source == to:
             raise ParameterError(f"slot {to}: expected another one than the operation reads")
@@ -216,3 +297,15 @@ class RowLayers:
         check_contiguous(tensor, name, self._dtype)
         self._kept.append(tensor.detach())
         return tensor.data_ptr()
+
+
+def _check_table(table: tuple[torch.Tensor, torch.Tensor], num_rows: int, most: int) -> None:
+    """Raise ParameterError unless angles of rows rotate at most `most` channels."""
+    num_rotated = table[0].shape[-1]
+    if num_rotated > most or num_rotated % 2:
+        raise ParameterError(
+            f"tables: expected an even number of channels, at most {most}, found {num_rotated}"
+        )
+    for angles in table:
+        check_shape(angles.shape, (num_rows, num_rotated), "tables")
+        check_contiguous(angles, "tables", torch.float32)

@@ -14,7 +14,7 @@ INT8_PANEL: int = kernels.INT8_PANEL
 """Outputs whose weights in 8 bits lie together."""
 
 MAX_ROWS = 32
-"""With more rows, libraries for large matrices are faster."""
+"""With more rows, libraries for large matrices are faster, unless a matrix unit multiplies."""
 
 
 MAX_INT8_INPUTS = 1 << 15
@@ -26,7 +26,9 @@ _PANELS_AT_ONCE = 32
 
 
 class FewRowsLinear:
-    """Computes a linear layer for at most `MAX_ROWS` rows. Sums are float32.
+    """Computes a linear layer over weights as they are. Sums are float32.
+
+    A row's bits do not depend on the other rows.
 
     Parameters
     ----------
@@ -60,15 +62,14 @@ class FewRowsLinear:
         Raises
         ------
         ParameterError
-            If there are more than `MAX_ROWS` rows, or they do not fit the weights.
+            If the rows do not fit the weights.
         """
         weight, bias = self._weight, self._bias
         *shape, num_inputs = rows.shape
         num_rows = rows.numel() // max(num_inputs, 1)
-        if num_inputs != self._num_inputs or num_rows > MAX_ROWS:
+        if num_inputs != self._num_inputs:
             raise ParameterError(
-                f"rows: expected at most {MAX_ROWS} with {self._num_inputs} channels, "
-                f"found {list(rows.shape)}"
+                f"rows: expected {self._num_inputs} channels, found {list(rows.shape)}"
             )
         rows = rows.detach().contiguous()
         check_contiguous(rows, "rows", weight.dtype)

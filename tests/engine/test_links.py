@@ -194,7 +194,8 @@ def test_an_adapter_around_it_changes_nothing_that_kvrag_computes(index: Index) 
     assert torch.equal(inside.keys, outside.keys)
     assert torch.equal(inside.values, outside.values)
     for (logits, text), (wanted_logits, wanted_text) in zip(found, wanted, strict=True):
-        assert torch.equal(logits, wanted_logits)
+        # Layers with hooks are computed by the model's modules, others by kernels.
+        torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
         assert text == wanted_text
     assert plain == engines[0].generate(PROMPT, reuse=False).text
     with torch.no_grad():

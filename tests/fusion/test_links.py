@@ -184,7 +184,9 @@ def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
     prompt = bench.prompt(*ORDER)
     policy = make_repair("boundary", boundary_tokens=4)
     expected = fuse_linked(bench, prompt, policy, plain)
-    assert torch.equal(fuse_linked(bench, prompt, policy, idle).logits, expected.logits)
+    # Rows with an adapter are computed by the model's modules, others by kernels.
+    idle_logits = fuse_linked(bench, prompt, policy, idle).logits
+    torch.testing.assert_close(idle_logits, expected.logits, rtol=0, atol=1e-5)
     fused = fuse_linked(bench, prompt, policy, adapted)
     assert relative_difference(fused.logits, expected.logits) > 1e-2
     # Of the first layer's K/V, which see no other row, only fresh rows' may differ.

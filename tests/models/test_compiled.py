@@ -14,9 +14,14 @@ import torch
 from torch import nn
 
 from kvrag.kvcache import FusedKV
-from kvrag.models import compiled
+from kvrag.models import compiled as compiled_module
+from kvrag.models.attention import MassObserver, RowMask
 from kvrag.models.batch import BatchRow
+from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
+from kvrag.models.packed import multiplies_squares
+from kvrag.models.rows import Attending
+from kvrag.models.scaling import KeyScaling, ScaledKeys
 from kvrag.native import (
     MAX_ROWS,
     REFERENCE,
@@ -286,7 +291,7 @@ def test_a_precision_of_its_own_stays_with_modules() -> None:
 
 
 def test_without_compiled_kernels_modules_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "HAS_ROW_LAYERS", False)
+    monkeypatch.setattr(compiled_module, "HAS_ROW_LAYERS", False)
     model = model_of()
     model.begin_answer()
     assert model._compiled is None
@@ -303,3 +308,102 @@ def test_changed_weights_count_from_the_next_answer_on(compute: str | None) -> N
     found, expected = by_kernels(model, rows_of(model)), by_modules(model, rows_of(model))
     assert not torch.allclose(found, before, atol=1e-2)
     assert ((found - expected).abs() <= 3e-2 * expected.std()).all()
+
+
+def layers_of_prompt(
+    model: KVModel,
+    compiled: CompiledLayers | None,
+    num_rows: int = 4,
+    **attending: Any,
+) -> tuple[torch.Tensor, FusedKV, list[torch.Tensor]]:
+    """Return some rows of a prompt after all layers, its KV, and what its keys get."""
+    fused = FusedKV(model.spec, 70, 74)
+    torch.manual_seed(0)
+    fused.storage.normal_()
+    rows = torch.randperm(70)[:num_rows].sort().values
+    # A gap after row 40.
+    tables = model.tables(70, [*range(40), *range(43, 73)])
+    noted: list[torch.Tensor] = []
+
+    def note(mask: RowMask, mass: torch.Tensor, value: torch.Tensor) -> None:
+        assert mass.shape == value.shape[:2]
+        noted.append(nn.functional.pad(mass, (mask.first_key, 70 - mask.first_key - mass.shape[1])))
+
+    observer = MassObserver(20, note)
+    with model.computing_rows():
+        hidden = model.embed(torch.arange(num_rows) + 9)
+        for layer_index, table in enumerate(tables):
+            model.forward_rows(
+                layer_index,
+                hidden,
+                rows,
+                fused,
+                table,
+                attending=Attending(**{"observer": observer, **attending}),
+                compiled=compiled,
+            )
+    return hidden, fused, noted
+
+
+@pytest.fixture
+def no_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[[KVModel], None]:
+    def forbid(model: KVModel) -> None:
+        monkeypatch.setattr(
+            model._rows, "_run", lambda *_: pytest.fail("a module ran"), raising=True
+        )
+
+    return forbid
+
+
+@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compute_rows_of_a_prompt_as_modules_do(
+    family: str, compute: str | None, no_modules: Callable[[KVModel], None]
+) -> None:
+    model = model_of(family, compute=compute)
+    # In 8 bits, any number of rows is computed so.
+    num_rows = 4 if compute is None else 30
+    expected, theirs, their_mass = layers_of_prompt(model, None, num_rows)
+    no_modules(model)
+    found, ours, our_mass = layers_of_prompt(model, model.compile(), num_rows)
+    tolerance = 1e-5 if compute is None else 2e-2
+    assert ((found - expected).abs() <= tolerance * expected.std()).all()
+    assert (ours.storage - theirs.storage).abs().max() <= tolerance * theirs.storage.std()
+    assert len(our_mass) == len(their_mass) == model.spec.num_layers
+    for one, other in zip(our_mass, their_mass, strict=True):
+        assert (one - other).abs().max() <= tolerance * num_rows
+
+
+@pytest.mark.skipif(not multiplies_squares(torch.bfloat16), reason="no matrix unit")
+@pytest.mark.parametrize("num_rows", [33, 70])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_many_rows_are_no_further_off(
+    family: str, num_rows: int, no_modules: Callable[[KVModel], None]
+) -> None:
+    model = model_of(family, torch.bfloat16)
+    exact = KVModel(copy.deepcopy(model.hf).float(), make_tokenizer())
+    truth, _, _ = layers_of_prompt(exact, None, num_rows)
+    expected, _, _ = layers_of_prompt(model, None, num_rows)
+    no_modules(model)
+    found, _, _ = layers_of_prompt(model, model.compile(), num_rows)
+    assert (found - truth).square().mean() <= 1.5 * (expected - truth).square().mean()
+
+
+def test_rows_that_attend_otherwise_stay_with_modules() -> None:
+    model = model_of()
+    compiled = model.compile()
+    others: list[dict[str, Any]] = [
+        {"visible": torch.ones(4, 70, dtype=torch.bool).tril(60)},
+        {"changed": lambda *_: None},
+        {"observer": lambda *_: None},
+        {"scaled": ScaledKeys(KeyScaling(0.9, 1.1), torch.arange(70) < 9), "observer": None},
+    ]
+    with patch.object(CompiledLayers, "run_rows", side_effect=AssertionError("kernels ran")):
+        for attending in others:
+            found, *_ = layers_of_prompt(model, compiled, **attending)
+            expected, *_ = layers_of_prompt(model, None, **attending)
+            assert torch.equal(found, expected)
+        # Too many for weights as they are.
+        layers_of_prompt(model, compiled, 17)
+        with pytest.raises(AssertionError, match="kernels ran"):
+            layers_of_prompt(model, compiled)

@@ -52,7 +52,7 @@ def test_few_rows_go_to_the_kernel(
     with fast_modules(layer, "float32"):
         found = layer(rows)
     assert torch.allclose(found, expected, atol=1e-5)
-    assert len(calls) == (2 if num_rows <= (4 if packs else 16) else 0)
+    assert len(calls) == (2 if num_rows <= 16 else 0)
     assert not any("forward" in one.__dict__ for one in layer.modules())
     assert torch.equal(layer(rows), expected)
 
@@ -187,7 +187,7 @@ def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.Monkey
             lambda *given, original=original: made.append(1) or original(*given),
         )
     model = nn.ModuleList([nn.Linear(64, 64).bfloat16()])
-    rows = torch.randn(MAX_ROWS + 1, 64).bfloat16()
+    rows = torch.randn(module._MOST_BY_SQUARES + 1, 64).bfloat16()
     with fast_modules(model, precision):
         model[0](rows)
     with fast_modules(model[0], precision):

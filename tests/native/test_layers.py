@@ -15,7 +15,10 @@ from kvrag.native import (
     Buffers,
     FewRowsLinear,
     Int8Linear,
+    Mass,
     RowLayers,
+    VisibleKeys,
+    attend,
     attend_each,
     gated,
     rms_norm,
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.skipif(not HAS_ROW_LAYERS, reason="nothing is compiled"
 WIDTH, HEAD_DIM, NUM_ROWS, CAPACITY = 48, 8, 3, 40
 PLACES = np.array([11, 39, 0])
 CAPACITIES = np.full(NUM_ROWS, CAPACITY)
-NO_BUFFERS = np.zeros((2, 0, NUM_ROWS), np.int64)
+NO_BUFFERS = np.zeros((2, 1, NUM_ROWS), np.int64)
 
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -38,6 +41,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 def result(layers: RowLayers, rows: torch.Tensor) -> torch.Tensor:
     found = rows.clone()
+    layers.end_layer()
     layers.run(found, [], NO_BUFFERS, CAPACITIES, PLACES, threads=2)
     return found
 
@@ -93,12 +97,12 @@ def test_attention(dtype: torch.dtype, isa: str) -> None:
             turned,
             values,
             0,
-            layer=layer,
             head_dim=HEAD_DIM,
             window=None if layer else 7,
             scale=0.3,
             softcap=5.0 if layer else None,
         )
+        layers.end_layer()
     addresses = np.array(
         [[[b[part, layer].data_ptr() for b in buffers] for layer in range(2)] for part in range(2)]
     )
@@ -126,6 +130,115 @@ def test_attention(dtype: torch.dtype, isa: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(buffers, copies, strict=True))
 
 
+@both_types
+@pytest.mark.parametrize("first_key", [0, 5])
+def test_rows_of_one_prompt(dtype: torch.dtype, first_key: int, isa: str) -> None:
+    """The second of two layers writes rows anywhere in a buffer, and attends there."""
+    num_rows = 40
+    rows = numbers(num_rows, WIDTH, dtype=dtype)
+    to_keys, to_values = (numbers(16, WIDTH, dtype=dtype, seed=seed) for seed in (1, 2))
+    table = tuple(numbers(num_rows, 6, dtype=torch.float32, seed=i) for i in (3, 4))
+    places = np.sort(np.random.default_rng(0).choice(60, num_rows, replace=False)) + first_key
+    buffer = numbers(2, 2, 90, HEAD_DIM, dtype=dtype, seed=5)
+    copied = buffer.clone()
+    shown = slice(first_key, int(places[-1]) + 1)
+    layers = RowLayers(dtype, WIDTH)
+    asked, keys, turned, values = (layers.add_slot(width) for width in (WIDTH, 16, 16, 16))
+    layers.add(0, 0, 0)
+    layers.end_layer()
+    layers.linear(0, keys, to_keys, None)
+    layers.linear(0, values, to_values, None)
+    layers.rotate(0, asked, 0, HEAD_DIM)
+    layers.rotate(keys, turned, 0, HEAD_DIM)
+    layers.attend(asked, turned, values, 0, head_dim=HEAD_DIM, window=30, scale=0.3, softcap=5.0)
+    layers.end_layer()
+    found = rows.clone()
+    mass = torch.full((2, shown.stop - first_key), torch.nan)
+    layers.run_layer(
+        1,
+        found,
+        table,
+        *buffer[:, :, shown],
+        places - first_key,
+        mass=Mass(mass, 7),
+        threads=2,
+    )
+
+    turns = []
+    for given in (rows, FewRowsLinear(to_keys)(rows)):
+        heads = given.view(num_rows, -1, HEAD_DIM).transpose(0, 1).contiguous()
+        turns.append(torch.empty_like(heads))
+        assert rotate(heads, *table, turns[-1])
+    copied[0][:, places] = turns[1]
+    copied[1][:, places] = FewRowsLinear(to_values)(rows).view(num_rows, 2, -1).transpose(0, 1)
+    expected_mass = torch.empty_like(mass)
+    expected = attend(
+        turns[0],
+        *copied[:, :, shown],
+        VisibleKeys(places - first_key, 30),
+        scale=0.3,
+        softcap=5.0,
+        mass=Mass(expected_mass, 7),
+    )
+    assert torch.equal(found, expected.view(num_rows, WIDTH))
+    assert torch.equal(buffer, copied)
+    assert torch.equal(mass, expected_mass)
+
+
+HEADS = torch.zeros(2, 2, CAPACITY, HEAD_DIM)
+ONE_PROMPT = np.array([3, 7, 9])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"layer": 1}, "layer 1: expected one of 1"),
+        ({"layer": -1}, "layer -1"),
+        ({"keys": HEADS[0, :1]}, "keys"),
+        ({"values": HEADS[1, :, 1:]}, "values"),
+        ({"keys": HEADS[0].bfloat16()}, "keys: expected torch.float32"),
+        ({"values": HEADS[1].transpose(0, 1).contiguous().transpose(0, 1)}, "strides"),
+        ({"table": (torch.ones(2, HEAD_DIM),) * 2}, "tables"),
+        ({"table": (torch.ones(NUM_ROWS, 10),) * 2}, "at most 8, found 10"),
+        ({"places": ONE_PROMPT[::-1].copy()}, "places: expected ascending"),
+        ({"places": np.array([3, 3, 9])}, "places: expected ascending"),
+        ({"places": ONE_PROMPT - 4}, "places: expected ascending"),
+        ({"places": ONE_PROMPT + CAPACITY}, "places: expected ascending"),
+        ({"places": ONE_PROMPT.astype(np.int32)}, "places"),
+        ({"mass": Mass(torch.zeros(2, 3))}, "mass"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_rows_of_one_prompt_that_do_not_fit(given: dict[str, Any], told: str) -> None:
+    layers, slot = made()
+    keys, values = layers.add_slot(16), layers.add_slot(16)
+    layers.rotate(0, slot, 0, HEAD_DIM)
+    layers.attend(slot, keys, values, 0, **ATTENDING)
+    layers.end_layer()
+    right: dict[str, Any] = {
+        "layer": 0,
+        "table": (torch.ones(NUM_ROWS, HEAD_DIM),) * 2,
+        "keys": HEADS[0],
+        "values": HEADS[1],
+        "places": ONE_PROMPT,
+        "threads": 1,
+    }
+    rows = torch.ones(NUM_ROWS, WIDTH)
+    layers.run_layer(hidden=rows, **right)
+    with pytest.raises(ValueError, match=told):
+        layers.run_layer(hidden=rows, **{**right, **given})
+
+
+def test_what_no_layer_ends_is_not_computed() -> None:
+    layers, _ = made()
+    layers.add(0, 0, 0)
+    layers.end_layer()
+    layers.add(0, 0, 0)
+    rows = torch.ones(NUM_ROWS, WIDTH)
+    layers.run(rows, [], NO_BUFFERS, CAPACITIES, PLACES, threads=1)
+    assert torch.equal(rows, torch.full((NUM_ROWS, WIDTH), 2.0))
+
+
 def made() -> tuple[RowLayers, int]:
     layers = RowLayers(torch.float32, WIDTH)
     return layers, layers.add_slot(WIDTH)
@@ -136,7 +249,7 @@ def narrow(layers: RowLayers) -> int:
 
 
 SQUARE = torch.ones(WIDTH, WIDTH)
-ATTENDING = {"layer": 0, "head_dim": 8, "window": None, "scale": 1.0, "softcap": None}
+ATTENDING = {"head_dim": 8, "window": None, "scale": 1.0, "softcap": None}
 
 
 @pytest.mark.parametrize(
@@ -182,13 +295,14 @@ TABLE = (torch.ones(NUM_ROWS, HEAD_DIM), torch.ones(NUM_ROWS, HEAD_DIM))
         ({"places": PLACES - 1}, "places: expected rows of buffers"),
         ({"places": PLACES.astype(np.int32)}, "places"),
         ({"capacities": CAPACITIES[:2]}, "capacities"),
-        ({"addresses": np.zeros((2, 1, 3), np.int64)}, "addresses"),
+        ({"addresses": np.zeros((2, 0, 3), np.int64)}, "addresses"),
         ({"threads": 0}, "threads"),
     ],
 )
 def test_rows_that_do_not_fit(given: dict[str, Any], told: str) -> None:
     layers, slot = made()
     layers.rotate(0, slot, 0, HEAD_DIM)
+    layers.end_layer()
     right: dict[str, Any] = {
         "tables": [TABLE],
         "addresses": NO_BUFFERS,
@@ -210,4 +324,5 @@ def test_nothing_is_computed_for_no_rows(dtype: torch.dtype, isa: str) -> None:
     layers.add(0, slot, 0)
     none = np.zeros(0, np.int64)
     rows = torch.ones(0, WIDTH, dtype=dtype)
-    layers.run(rows, [], np.zeros((2, 0, 0), np.int64), none, none, threads=2)
+    layers.end_layer()
+    layers.run(rows, [], np.zeros((2, 1, 0), np.int64), none, none, threads=2)

@@ -26,7 +26,7 @@ from tests.support.properties import examples
 def test_it_is_a_linear_layer(data: st.DataObject) -> None:
     draw = data.draw
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    num_rows = draw(st.integers(1, MAX_ROWS))
+    num_rows = draw(st.integers(1, 3 * MAX_ROWS))
     num_inputs = draw(st.sampled_from([1, 3, 15, 16, 31, 32, 33, 64, 100, 576]))
     num_outputs = draw(st.sampled_from([1, 3, 4, 5, 16, 17, 33, 40, 49, 192]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -75,7 +75,7 @@ def test_threads_change_nothing(isa: str) -> None:
 
 
 @pytest.mark.skipif(instruction_set() == REFERENCE, reason="torch's sums depend on threads")
-@pytest.mark.parametrize("num_rows", [1, 2, 17, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 17, MAX_ROWS, 50])
 @pytest.mark.parametrize("num_outputs", [16, 24, 40, 100])
 def test_threads_change_nothing_where_few_outputs_are_left(
     isa: str, num_outputs: int, num_rows: int
@@ -88,6 +88,19 @@ def test_threads_change_nothing_where_few_outputs_are_left(
     rows = torch.cat([given, given.roll(1, 1)], dim=1).bfloat16()
     layer = FewRowsLinear(weight)
     assert_threads_change_nothing(layer, rows)
+
+
+@pytest.mark.parametrize("num_inputs", [30, 64, 577])
+def test_other_rows_do_not_change_a_rows_bits(isa: str, num_inputs: int) -> None:
+    if isa == REFERENCE:
+        pytest.skip("torch's sums depend on the rows")
+    generator = torch.Generator().manual_seed(1)
+    layer = FewRowsLinear(torch.randn(40, num_inputs, generator=generator).bfloat16())
+    rows = torch.randn(100, num_inputs, generator=generator).bfloat16()
+    together = layer(rows)
+    for count in (1, 15, 16, 31, 32, 33, 47, 49, 64, 99):
+        assert torch.equal(layer(rows[:count]), together[:count])
+        assert torch.equal(layer(rows[-count:]), together[-count:])
 
 
 def test_weights_without_memory_are_refused() -> None:
@@ -119,7 +132,6 @@ def test_weights_of_another_kind(weight: torch.Tensor, bias: torch.Tensor | None
 @pytest.mark.parametrize(
     "rows",
     [
-        torch.ones(MAX_ROWS + 1, 2),
         torch.ones(1, 3),
         torch.ones(1, 2, dtype=torch.bfloat16),
     ],

@@ -114,7 +114,7 @@ void attend_once() {
 
 void layer_once() {
   // Wide ones are shared among threads.
-  const u64 rows = 1 + below(below(3) == 0 ? 40 : 17), outputs = 1 + below(80);
+  const u64 rows = 1 + below(below(3) == 0 ? 70 : 17), outputs = 1 + below(80);
   const u64 inputs = 1 + below(below(8) == 0 ? 4000 : 150);
   const auto input = filled<float>(rows * inputs, uniform);
   const auto weight = filled<float>(outputs * inputs, uniform);
@@ -256,8 +256,10 @@ void int8_once() {
   }
 }
 
-// All of a decoder's layers for a few rows: the same as by the first instruction set.
+// A decoder's layer for a row of each prompt or for rows of one: the same as by the first
+// instruction set, and what rows of one prompt write.
 void layers_once() {
+  const bool is_one = below(2) == 0;
   const u64 rows = 1 + below(17), kv_heads = 1 + below(2), group = 1 + below(4),
             dim = 2 * (1 + below(20));
   const u64 asked = kv_heads * group * dim, given = kv_heads * dim, wide = 1 + below(70);
@@ -286,7 +288,7 @@ void layers_once() {
   const auto scale = filled<float>(panels * kInt8Panel, [] { return 0.001f; });
   const auto none = filled<float>(panels * kInt8Panel, [] { return 0.0f; });
   const auto cos = filled<float>(rows * dim, uniform), sin = filled<float>(rows * dim, uniform);
-  const i64 capacity = static_cast<i64>(1 + below(50));
+  const i64 capacity = static_cast<i64>((is_one ? rows : 1) + below(50));
   std::vector<std::unique_ptr<char[]>> buffers;
   std::vector<i64> keys, values, places, capacities(rows, capacity);
   const u64 held = kv_heads * static_cast<u64>(capacity) * dim;
@@ -294,6 +296,16 @@ void layers_once() {
     buffers.push_back(random(held));
     (i < rows ? keys : values).push_back(reinterpret_cast<i64>(buffers.back().get()));
     if (i < rows) places.push_back(static_cast<i64>(below(static_cast<u64>(capacity))));
+  }
+  if (is_one) {
+    // Ascending, with some rows between them.
+    i64 spare = capacity - static_cast<i64>(rows), before = 0;
+    for (u64 i = 0; i < rows; ++i) {
+      const i64 left_out = static_cast<i64>(below(static_cast<u64>(spare) + 1));
+      spare -= left_out;
+      places[i] = before + left_out;
+      before = places[i] + 1;
+    }
   }
   Layers layers(type, asked);
   const u64 normed = layers.add_slot(asked), query = layers.add_slot(asked),
@@ -309,7 +321,7 @@ void layers_once() {
   layers.rotate(key, turned_key, 0, dim);
   layers.attend(
       turned, turned_key, value, query,
-      {0, kv_heads, dim, static_cast<i64>(1 + below(60)), 0.1f, below(2) == 0 ? 0.0f : 3.0f});
+      {kv_heads, dim, static_cast<i64>(1 + below(60)), 0.1f, below(2) == 0 ? 0.0f : 3.0f});
   layers.add(0, query, 0);
   layers.linear(0, gate, up.get(), bias.get());
   layers.gate(gate, gate, gated, below(2) == 0);
@@ -319,20 +331,29 @@ void layers_once() {
     layers.linear(gated, normed, down.get(), nullptr);
   }
   layers.add(0, normed, 0);
+  layers.end_layer();
+  const u64 num_keys = static_cast<u64>(places.back()) + 1;
+  const bool takes_mass = below(2) == 0;
   const auto input = random(rows * asked);
   std::vector<float> first;
   for (const Kernels* found : available_kernels()) {
     use_kernels(found->name);
     const auto hidden = exactly<char>(rows * asked * size);
     std::memcpy(hidden.get(), input.get(), rows * asked * size);
-    layers.run({hidden.get(),
-                rows,
-                {{cos.get(), sin.get(), dim}},
-                keys.data(),
-                values.data(),
-                capacities.data(),
-                places.data(),
-                1 + static_cast<u32>(below(3))});
+    const Layers::Rows given_rows{
+        hidden.get(), rows, {{cos.get(), sin.get(), dim}}, 1 + static_cast<u32>(below(3))};
+    if (is_one) {
+      const auto mass = exactly<float>(kv_heads * num_keys);
+      layers.run_layer(0, given_rows,
+                       {buffers[0].get(), buffers[rows].get(), capacity * static_cast<i64>(dim),
+                        num_keys, places.data(), takes_mass ? mass.get() : nullptr, rows / 2});
+      float sum = 0;
+      for (u64 i = 0; takes_mass && i < kv_heads * num_keys; ++i) sum += mass[i];
+      const float counted = static_cast<float>(kv_heads * group * (rows - rows / 2));
+      check(!takes_mass || std::fabs(sum - counted) <= 1e-3f * counted, "weights that sum to 1");
+    } else {
+      layers.run(given_rows, {keys.data(), values.data(), capacities.data(), places.data()});
+    }
     for (u64 i = 0; i < rows * asked; ++i) {
       float number = 0;
       u16 half = 0;

@@ -1,0 +1,92 @@
+"""Few rows of a prompt are computed by kernels alone, others by the model's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.repair import make_repair
+from kvrag.models.compiled import CompiledLayers
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowRunner
+from kvrag.native import REFERENCE, instruction_set
+from kvrag.testing.bench_top import Bench
+from tests.support.models import make_model, make_tokenizer
+
+pytestmark = pytest.mark.skipif(instruction_set() == REFERENCE, reason="nothing is compiled")
+
+ORDER = (2, 0)
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Count calls of layers, by what computes them."""
+    counts = {"kernels": 0, "modules": 0}
+    run_rows, run = CompiledLayers.run_rows, RowRunner._run
+
+    def by_kernels(*given: Any, **named: Any) -> None:
+        counts["kernels"] += 1
+        run_rows(*given, **named)
+
+    def by_modules(*given: Any, **named: Any) -> Any:
+        counts["modules"] += 1
+        return run(*given, **named)
+
+    with (
+        patch.object(CompiledLayers, "run_rows", by_kernels),
+        patch.object(RowRunner, "_run", by_modules),
+    ):
+        yield counts
+
+
+def fused_by_modules(bench: Bench, policy: str) -> FusedPrompt:
+    with patch.object(KVModel, "compile", return_value=None):
+        return bench.fuse(bench.prompt(*ORDER), make_repair(policy, ratio=None))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    # In 8 bits, any number of rows is computed by kernels.
+    return Bench(KVModel(make_model("qwen3"), make_tokenizer(), compute="int8"))
+
+
+@pytest.mark.parametrize("policy", ["none", "boundary", "query", "two_stage"])
+def test_what_is_fused_is_what_modules_compute(bench: Bench, policy: str) -> None:
+    with counting() as counts:
+        found = bench.fuse(bench.prompt(*ORDER), make_repair(policy))
+    # Modules project the rows of a last layer, and those among which is chosen.
+    assert counts["kernels"] >= bench.model.spec.num_layers
+    assert counts["modules"] <= 3
+    expected = fused_by_modules(bench, policy)
+    assert (found.logits - expected.logits).abs().max() <= 2e-2 * expected.logits.std()
+    assert all(
+        torch.equal(one, other) for one, other in zip(found.picks, expected.picks, strict=True)
+    )
+
+
+def test_a_model_that_changes_between_prompts() -> None:
+    bench = Bench(KVModel(make_model(), make_tokenizer(), compute="int8"))
+    prompt, policy = bench.prompt(*ORDER), make_repair("none")
+    before = bench.fuse(prompt, policy).logits
+    layer: Any = bench.model.hf.model.layers[1]
+    layer.mlp.down_proj.weight = nn.Parameter(-layer.mlp.down_proj.weight.detach())
+    with counting() as counts:
+        found = bench.fuse(prompt, policy).logits
+    assert counts["kernels"]
+    assert not torch.allclose(found, before, atol=1e-2)
+    expected = fused_by_modules(bench, "none").logits
+    assert (found - expected).abs().max() <= 3e-2 * expected.std()
+    seen = []
+    handle = layer.mlp.register_forward_hook(lambda *_: seen.append(1))
+    with counting() as counts:
+        bench.fuse(prompt, policy)
+    handle.remove()
+    assert seen
+    assert not counts["kernels"]
