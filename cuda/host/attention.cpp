@@ -76,6 +76,11 @@ Attention attention_of(const NewRows& rows, u64 first, u64 count, const void* ke
 }  // namespace
 
 void run_attention(const Attention& attention, u32 threads) {
+  if (attention.num_rows == 0) {
+    if (attention.mass != nullptr)
+      std::fill_n(attention.mass, attention.num_kv_heads * attention.num_keys, 0.0f);
+    return;
+  }
   const Kernels& chosen = kernels();
   const u64 lanes = chosen.attention_lanes;
   const u64 heads = attention.num_kv_heads;

@@ -7,13 +7,27 @@
 #include "elements.h"
 #include "kvrag/reconstruct.h"
 #include "linear.h"
+#include "team.h"
 
 namespace kvrag::host {
 namespace {
 
 constexpr u64 kAlignment = 64;
+// With fewer numbers, a second thread costs more than it saves.
+constexpr u64 kNumbersPerThread = 1 << 16;
 
 u64 size_of(ElementType type) { return type == ElementType::f32 ? sizeof(float) : sizeof(u16); }
+
+// Call `body` for parts of the rows, [begin, end), on several threads if there are many numbers.
+template <class Body>
+void share_rows(const Layers::Rows& rows, u64 width, const Body& body) {
+  const u64 parts = std::clamp<u64>(rows.num_rows * width / kNumbersPerThread, 1, rows.threads);
+  const u64 share = (rows.num_rows + parts - 1) / parts;
+  team_for(parts, parts == 1 ? 1 : rows.threads, [&](u64 part) {
+    const u64 begin = std::min(part * share, rows.num_rows);
+    body(begin, std::min(begin + share, rows.num_rows));
+  });
+}
 
 }  // namespace
 
@@ -62,19 +76,23 @@ void Layers::gate(u64 gate, u64 up, u64 to, bool is_gelu) {
 void Layers::add(u64 one, u64 other, u64 to) {
   const u64 count = width(one);
   operations_.push_back([=, type = type_](const Run& run) {
-    const u64 all = run.rows.num_rows * count;
-    if (type == ElementType::f32) {
-      const float* const a = static_cast<const float*>(run.slots[one]);
-      const float* const b = static_cast<const float*>(run.slots[other]);
-      float* const out = static_cast<float*>(run.slots[to]);
-      for (u64 i = 0; i < all; ++i) out[i] = a[i] + b[i];
-    } else {
-      const u16* const a = static_cast<const u16*>(run.slots[one]);
-      const u16* const b = static_cast<const u16*>(run.slots[other]);
-      u16* const out = static_cast<u16*>(run.slots[to]);
-      for (u64 i = 0; i < all; ++i)
-        out[i] = reconstruct::to_bf16(reconstruct::from_bf16(a[i]) + reconstruct::from_bf16(b[i]));
-    }
+    share_rows(run.rows, count, [&](u64 begin, u64 end) {
+      begin *= count, end *= count;
+      if (type == ElementType::f32) {
+        const float* const a = static_cast<const float*>(run.slots[one]);
+        const float* const b = static_cast<const float*>(run.slots[other]);
+        float* const out = static_cast<float*>(run.slots[to]);
+        for (u64 i = begin; i < end; ++i) out[i] = a[i] + b[i];
+      } else {
+        const u16* const a = static_cast<const u16*>(run.slots[one]);
+        const u16* const b = static_cast<const u16*>(run.slots[other]);
+        u16* const out = static_cast<u16*>(run.slots[to]);
+        for (u64 i = begin; i < end; ++i) {
+          out[i] =
+              reconstruct::to_bf16(reconstruct::from_bf16(a[i]) + reconstruct::from_bf16(b[i]));
+        }
+      }
+    });
   });
 }
 
@@ -86,16 +104,20 @@ void Layers::rotate(u64 from, u64 to, u64 table, u64 head_dim) {
     const Angles& angles = run.rows.tables[table];
     Rotation rotation{};
     rotation.type = type;
-    rotation.input = run.slots[from];
-    rotation.out = run.slots[to];
     rotation.input_head_stride = rotation.out_head_stride = stride;
     rotation.input_token_stride = rotation.out_token_stride = all;
     rotation.head_dim = head_dim;
     rotation.num_rotated = angles.num_rotated;
-    rotation.cos = angles.cos;
-    rotation.sin = angles.sin;
     rotation.angle_stride = static_cast<i64>(angles.num_rotated);
-    run_rotation(rotation, static_cast<u64>(all / stride), run.rows.num_rows);
+    share_rows(run.rows, static_cast<u64>(all), [&](u64 begin, u64 end) {
+      Rotation part = rotation;
+      const u64 bytes = begin * static_cast<u64>(all) * size_of(type);
+      part.input = static_cast<const char*>(run.slots[from]) + bytes;
+      part.out = static_cast<char*>(run.slots[to]) + bytes;
+      part.cos = angles.cos + begin * angles.num_rotated;
+      part.sin = angles.sin + begin * angles.num_rotated;
+      run_rotation(part, static_cast<u64>(all / stride), end - begin);
+    });
   });
 }
 

@@ -30,7 +30,7 @@ constexpr u64 columns_of(u64 num_rows, u64 group_rows) {
   return num_rows > kRows ? kSide : group_rows;
 }
 
-// 16 inputs in pairs of 16 rows, [pairs, rows].
+// 32 inputs of 16 rows in pairs, [pairs, rows].
 static inline void lay_square(const u16* rows, u64 stride, u32* to) {
   SquareLine lines[kSide];
   for (u64 i = 0; i < kSide; ++i) lines[i] = load<SquareLine>(rows + i * stride);

@@ -7,7 +7,7 @@ together with the tokens that the policy recomputes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -289,8 +289,10 @@ def execute(
     rows_by_layer = []
     computing = partial(model.computing_rows, linked.adapter, fresh)
     prompt, asked = plan.prompt, plan.question_layers
-    with model.lock:
-        compiled = model.compile()
+    compiled = None
+    if linked.adapter is None and scaling is None and not repair.shift:
+        with model.lock:
+            compiled = model.compile()
     if asked:
         positions = prompt.reused().to(model.device)
         attention = QuestionAttention(positions, plan.question_start, asked)
@@ -338,17 +340,15 @@ def execute(
             attending = Attending(scaled=scaled[-1] if scaled else None, changed=changed)
             forward = partial(
                 _forward_slice,
-                partial(
-                    model.forward_rows,
-                    fused=fused,
-                    table=table,
-                    attending=attending,
-                    compiled=compiled,
-                ),
+                model,
                 layer_index,
                 hidden,
                 rows,
                 noted,
+                fused=fused,
+                table=table,
+                attending=attending,
+                compiled=compiled,
             )
             # To begin and to end computing takes a tenth of a short layer's time.
             forward(slice(0, size))
@@ -371,20 +371,22 @@ def execute(
 
 
 def _forward_slice(
-    forward_rows: Callable[..., None],
+    model: KVModel,
     layer_index: int,
     hidden: torch.Tensor,
     rows: torch.Tensor,
     noted: Deviation | None,
     block: slice,
+    **more: Any,
 ) -> None:
     """Run one layer over the rows of one slice."""
-    forward_rows(
+    model.forward_rows(
         layer_index,
         hidden[block],
         # The same tensor in each layer, if it can be: its ends are then known.
         rows[block] if block.start or block.stop < len(rows) else rows,
         deviation=None if noted is None else noted[block],
+        **more,
     )
 
 

@@ -160,7 +160,10 @@ class CompiledLayers:
         attention, mlp = first.self_attn, first.mlp
         self._width = width = attention.q_proj.in_features
         dtype = attention.q_proj.weight.dtype
-        self._most_rows = None if in_int8 else most_rows(dtype)
+        most_inputs = max(
+            linear.in_features for linear in (attention.q_proj, attention.o_proj, mlp.down_proj)
+        )
+        self._most_rows = None if in_int8 else most_rows(dtype, most_inputs)
         self._rows = rows = RowLayers(dtype, width)
         num_asked = attention.q_proj.out_features
         num_given = attention.k_proj.out_features

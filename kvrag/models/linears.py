@@ -20,8 +20,9 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 # With at most this many rows, weights as they are are as fast as packed ones, which are copies.
 _MOST_ROWS = 16
-# The same where a matrix unit multiplies.
+# A matrix unit is as fast with `MAX_ROWS`, and with more whose inputs fit a core's cache.
 _MOST_BY_SQUARES = 256
+_MOST_INPUTS = 256 * 1536
 
 _Kind = tuple[str, bool, bool]
 _ways: WeakKeyDictionary[nn.Linear, dict[_Kind, tuple[_Way, Forward]]] = WeakKeyDictionary()
@@ -39,9 +40,11 @@ def linear_forwards(
             yield layer, forward
 
 
-def most_rows(dtype: torch.dtype) -> int:
+def most_rows(dtype: torch.dtype, num_inputs: int) -> int:
     """Return how many rows of a prompt are computed over weights as they are, in their type."""
-    return _MOST_BY_SQUARES if multiplies_squares(dtype) else _MOST_ROWS
+    if not multiplies_squares(dtype):
+        return _MOST_ROWS
+    return max(MAX_ROWS, min(_MOST_BY_SQUARES, _MOST_INPUTS // max(num_inputs, 1)))
 
 
 def int8_layer(layer: nn.Linear) -> Int8Linear | None:
@@ -170,7 +173,7 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
         return None
     most = MAX_ROWS
     if packs:
-        most, packs = most_rows(weight.dtype), can_pack(weight.dtype)
+        most, packs = most_rows(weight.dtype, weight.shape[1]), can_pack(weight.dtype)
     most *= weight.shape[1]
     packed: PackedWeight | None = None
 

@@ -80,12 +80,13 @@ class Attending:
 
     @property
     def in_kernel(self) -> bool:
-        """Whether a kernel can compute a layer of which rows attend so."""
+        """Whether a kernel computes a whole layer of which rows attend so."""
         return (
             (self.observer is None or isinstance(self.observer, MassObserver))
             and self.scaled is None
             and self.visible is None
             and self.changed is None
+            and not self.stops
         )
 
 

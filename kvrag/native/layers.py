@@ -134,6 +134,8 @@ class RowLayers:
         asked, given = self._widths[query], self._widths[key]
         if head_dim < 1 or given < head_dim or given % head_dim or asked % given:
             raise ParameterError(f"slots of {asked} and {given}: expected heads of {head_dim}")
+        if self._heads_added != (0, 0):
+            raise ParameterError("attend: expected a layer to attend once, found twice")
         self._heads_added = given // head_dim, head_dim
         self._layers.attend(
             query,

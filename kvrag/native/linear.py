@@ -28,7 +28,7 @@ _PANELS_AT_ONCE = 32
 class FewRowsLinear:
     """Computes a linear layer over weights as they are. Sums are float32.
 
-    A row's bits do not depend on the other rows.
+    Where kernels are compiled, a row's bits do not depend on the other rows.
 
     Parameters
     ----------

@@ -57,13 +57,15 @@ def bench() -> Bench:
     return Bench(KVModel(make_model("qwen3"), make_tokenizer(), compute="int8"))
 
 
-@pytest.mark.parametrize("policy", ["none", "boundary", "query", "two_stage"])
+@pytest.mark.parametrize("policy", ["none", "boundary", "query", "two_stage", "gradual"])
 def test_what_is_fused_is_what_modules_compute(bench: Bench, policy: str) -> None:
     with counting() as counts:
         found = bench.fuse(bench.prompt(*ORDER), make_repair(policy))
-    # Modules project the rows of a last layer, and those among which is chosen.
-    assert counts["kernels"] >= bench.model.spec.num_layers
-    assert counts["modules"] <= 3
+    assert counts["kernels"] > 0
+    if policy != "gradual":  # which compares rows in each layer
+        # Modules project the rows of a last layer and those among which is chosen, and end a look.
+        assert counts["kernels"] >= bench.model.spec.num_layers
+        assert counts["modules"] <= 4
     expected = fused_by_modules(bench, policy)
     assert (found.logits - expected.logits).abs().max() <= 2e-2 * expected.logits.std()
     assert all(

@@ -314,13 +314,19 @@ def layers_of_prompt(
     model: KVModel,
     compiled: CompiledLayers | None,
     num_rows: int = 4,
+    *,
+    first: int = 0,
+    writes: bool = True,
     **attending: Any,
 ) -> tuple[torch.Tensor, FusedKV, list[torch.Tensor]]:
-    """Return some rows of a prompt after all layers, its KV, and what its keys get."""
+    """Return some rows of a prompt after all layers, its KV, and what its keys get.
+
+    No row is before `first`.
+    """
     fused = FusedKV(model.spec, 70, 74)
     torch.manual_seed(0)
     fused.storage.normal_()
-    rows = torch.randperm(70)[:num_rows].sort().values
+    rows = first + torch.randperm(70 - first)[:num_rows].sort().values
     # A gap after row 40.
     tables = model.tables(70, [*range(40), *range(43, 73)])
     noted: list[torch.Tensor] = []
@@ -340,6 +346,7 @@ def layers_of_prompt(
                 fused,
                 table,
                 attending=Attending(**{"observer": observer, **attending}),
+                writes=writes,
                 compiled=compiled,
             )
     return hidden, fused, noted
@@ -355,17 +362,18 @@ def no_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[[KVModel], None]:
     return forbid
 
 
+@pytest.mark.parametrize("first", [0, 35])  # windows are shorter
 @pytest.mark.parametrize("compute", [None, "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_compute_rows_of_a_prompt_as_modules_do(
-    family: str, compute: str | None, no_modules: Callable[[KVModel], None]
+    family: str, compute: str | None, first: int, no_modules: Callable[[KVModel], None]
 ) -> None:
     model = model_of(family, compute=compute)
     # In 8 bits, any number of rows is computed so.
-    num_rows = 4 if compute is None else 30
-    expected, theirs, their_mass = layers_of_prompt(model, None, num_rows)
+    num_rows = 16 if compute is None else 30
+    expected, theirs, their_mass = layers_of_prompt(model, None, num_rows, first=first)
     no_modules(model)
-    found, ours, our_mass = layers_of_prompt(model, model.compile(), num_rows)
+    found, ours, our_mass = layers_of_prompt(model, model.compile(), num_rows, first=first)
     tolerance = 1e-5 if compute is None else 2e-2
     assert ((found - expected).abs() <= tolerance * expected.std()).all()
     assert (ours.storage - theirs.storage).abs().max() <= tolerance * theirs.storage.std()
@@ -397,6 +405,8 @@ def test_rows_that_attend_otherwise_stay_with_modules() -> None:
         {"changed": lambda *_: None},
         {"observer": lambda *_: None},
         {"scaled": ScaledKeys(KeyScaling(0.9, 1.1), torch.arange(70) < 9), "observer": None},
+        {"stops": True},
+        {"writes": False},
     ]
     with patch.object(CompiledLayers, "run_rows", side_effect=AssertionError("kernels ran")):
         for attending in others:
@@ -407,3 +417,12 @@ def test_rows_that_attend_otherwise_stay_with_modules() -> None:
         layers_of_prompt(model, compiled, 17)
         with pytest.raises(AssertionError, match="kernels ran"):
             layers_of_prompt(model, compiled)
+
+
+def test_rows_are_told_apart_by_more_than_their_number() -> None:
+    model = model_of()
+    compiled = model.compile()
+    for first in (0, 35):
+        found, *_ = layers_of_prompt(model, compiled, first=first)
+        expected, *_ = layers_of_prompt(model, None, first=first)
+        assert ((found - expected).abs() <= 1e-5 * expected.std()).all()

@@ -12,6 +12,7 @@ from torch import nn
 
 from kvrag.models import linears as module
 from kvrag.models.fast_modules import fast_modules
+from kvrag.models.linears import most_rows
 from kvrag.models.packed import can_pack
 from kvrag.native import MAX_ROWS, REFERENCE, FewRowsLinear, instruction_set
 
@@ -38,7 +39,7 @@ def layer() -> nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 16, 17])
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
 def test_few_rows_go_to_the_kernel(
     layer: nn.Module,
     calls: list[int],
@@ -55,6 +56,13 @@ def test_few_rows_go_to_the_kernel(
     assert len(calls) == (2 if num_rows <= 16 else 0)
     assert not any("forward" in one.__dict__ for one in layer.modules())
     assert torch.equal(layer(rows), expected)
+
+
+def test_how_many_rows_a_matrix_unit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "multiplies_squares", lambda dtype: dtype == torch.bfloat16)
+    most = [most_rows(torch.bfloat16, width) for width in (1, 1536, 4864, 14336)]
+    assert most == [256, 256, 80, MAX_ROWS]
+    assert most_rows(torch.float32, 1536) == 16
 
 
 def test_gradients_stay(layer: nn.Module, calls: list[int]) -> None:

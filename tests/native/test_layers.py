@@ -229,6 +229,29 @@ def test_rows_of_one_prompt_that_do_not_fit(given: dict[str, Any], told: str) ->
         layers.run_layer(hidden=rows, **{**right, **given})
 
 
+def test_a_layer_attends_once() -> None:
+    layers, slot = made()
+    keys, values = layers.add_slot(16), layers.add_slot(16)
+    layers.attend(0, keys, values, slot, **ATTENDING)
+    with pytest.raises(ParameterError, match="once"):
+        layers.attend(0, keys, values, slot, **ATTENDING)
+    layers.end_layer()
+    layers.attend(0, keys, values, slot, **ATTENDING)
+
+
+def test_without_rows_keys_get_nothing() -> None:
+    layers, slot = made()
+    keys, values = layers.add_slot(16), layers.add_slot(16)
+    layers.attend(0, keys, values, slot, **ATTENDING)
+    layers.rotate(slot, 0, 0, HEAD_DIM)
+    layers.end_layer()
+    mass = torch.ones(2, CAPACITY)
+    none, places = torch.ones(0, HEAD_DIM), np.zeros(0, np.int64)
+    rows = torch.ones(0, WIDTH)
+    layers.run_layer(0, rows, (none, none), *HEADS, places, mass=Mass(mass), threads=2)
+    assert not mass.any()
+
+
 def test_what_no_layer_ends_is_not_computed() -> None:
     layers, _ = made()
     layers.add(0, 0, 0)
