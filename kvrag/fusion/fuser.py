@@ -290,7 +290,7 @@ def execute(
     computing = partial(model.computing_rows, linked.adapter, fresh)
     prompt, asked = plan.prompt, plan.question_layers
     compiled = None
-    if linked.adapter is None and scaling is None and not repair.shift:
+    if linked.adapter is None and scaling is None:
         with model.lock:
             compiled = model.compile()
     if asked:
