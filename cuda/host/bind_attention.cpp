@@ -59,12 +59,8 @@ void attend(const AnyCube& query, const AnyCube& key, const AnyCube& value,
   require(last_keys.shape(0) == attention.num_rows &&
               (last_keys.shape(0) <= 1 || last_keys.stride(0) == 1),
           "one last key a row");
+  require_ascending(last_keys, num_keys);
   attention.last_keys = last_keys.data();
-  for (u64 i = 0; i < attention.num_rows; ++i) {
-    require(attention.last_keys[i] >= (i == 0 ? 0 : attention.last_keys[i - 1]) &&
-                attention.last_keys[i] < static_cast<i64>(num_keys),
-            "last keys ascend, and are keys");
-  }
   require(window >= 1, "a row sees a key at least");
   attention.window = window;
   attention.scale = scale;

@@ -56,11 +56,7 @@ void run_layer(const Layers& layers, u64 layer, u64 hidden, const Table& cos, co
   const u64 num_rows = places.shape(0);
   require(layer < layers.num_layers(), "one of the layers");
   require(num_keys < 1u << 30, "fewer keys");
-  for (u64 i = 0; i < num_rows; ++i) {
-    require(places.data()[i] >= (i == 0 ? 0 : places.data()[i - 1]) &&
-                places.data()[i] < static_cast<i64>(num_keys),
-            "places ascend, and are keys");
-  }
+  require_ascending(places, num_keys);
   Layers::Rows rows{reinterpret_cast<void*>(hidden), num_rows, {}, threads};
   for (const u64 head_dim : layers.smallest_heads())
     rows.tables.push_back(angles(cos, sin, num_rows, head_dim));

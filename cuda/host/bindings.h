@@ -27,6 +27,15 @@ inline void require_places(const Array<const i64, 1>& capacities,
   }
 }
 
+// Throw unless rows are those of `num_keys` keys, in order.
+inline void require_ascending(const Array<const i64, 1>& rows, u64 num_keys) {
+  i64 before = 0;
+  for (u64 row = 0; row < rows.shape(0); before = rows.data()[row], ++row) {
+    const i64 found = rows.data()[row];
+    require(found >= before && found < static_cast<i64>(num_keys), "rows ascend, and are keys");
+  }
+}
+
 void bind_attention(nb::module_& m);
 void bind_elements(nb::module_& m);
 void bind_layers(nb::module_& m);

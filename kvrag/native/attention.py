@@ -114,7 +114,7 @@ def attend(
         asked,
         keys,
         values,
-        _last_keys(visible.last_keys, num_rows, num_keys),
+        check_ascending(visible.last_keys, "last_keys", num_rows, num_keys),
         _floats(out, "out", query.dtype, (None, None, None)),
         NO_WINDOW if visible.window is None else visible.window,
         scale,
@@ -229,20 +229,24 @@ def check_places(capacities: NDArray[np.int64], places: NDArray[np.int64]) -> No
         )
 
 
+def check_ascending(
+    indices: ArrayLike, name: str, num_rows: int, num_keys: int, *, distinct: bool = False
+) -> NDArray[np.int64]:
+    """Return an index for each row; raise ParameterError unless they ascend and are keys."""
+    found = view(indices, name, np.int64, (num_rows,), contiguous=True)
+    in_order = (np.greater if distinct else np.greater_equal)(found[1:], found[:-1]).all()
+    if num_rows and not (in_order and found[0] >= 0 and found[-1] < num_keys):
+        raise ParameterError(
+            f"{name}: expected ascending indices of {num_keys} keys, found {found}"
+        )
+    return found
+
+
 def check_scale(scale: float) -> None:
     """Raise ParameterError unless a scale is above 0 and finite."""
     # Kernels look for the greatest score before they multiply.
     if not 0 < scale < math.inf:
         raise ParameterError(f"scale: expected a number above 0, found {scale}")
-
-
-def _last_keys(last_keys: ArrayLike, num_rows: int, num_keys: int) -> NDArray[np.int64]:
-    found = view(last_keys, "last_keys", np.int64, (num_rows,), contiguous=True)
-    if num_rows and (found[0] < 0 or found[-1] >= num_keys or (found[1:] < found[:-1]).any()):
-        raise ParameterError(
-            f"last_keys: expected ascending indices of {num_keys} keys, found others"
-        )
-    return found
 
 
 def _floats(

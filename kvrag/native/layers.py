@@ -17,6 +17,7 @@ from kvrag.native.attention import (
     ATTENTION_TYPES,
     NO_WINDOW,
     Mass,
+    check_ascending,
     check_places,
     check_scale,
     check_window,
@@ -254,11 +255,7 @@ class RowLayers:
                     f"{tensor.device}"
                 )
         num_keys = keys.shape[1]
-        view(places, "places", np.int64, (num_rows,), contiguous=True)
-        if num_rows and not (
-            places[0] >= 0 and places[-1] < num_keys and (np.diff(places) > 0).all()
-        ):
-            raise ParameterError(f"places: expected ascending rows of {num_keys}, found {places}")
+        check_ascending(places, "places", num_rows, num_keys, distinct=True)
         taken, first_counted = None, 0
         if mass is not None:
             shape = (num_heads, num_keys)
