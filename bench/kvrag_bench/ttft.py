@@ -19,7 +19,6 @@ from kvrag.fusion.controller import make_choice, takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.contexts import parse_context
-from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.memory import peak_bytes
@@ -49,7 +48,8 @@ class TTFTOptions:
     ratio
         Share that policies with a ratio recompute.
     repeats
-        Timed runs, of which the median is reported; one more runs first and does not count.
+        Timed runs of everything in turn, of which the median is reported; one more runs first and
+        does not count.
     contexts
         What chunks are encoded after (`kvrag.ingest.contexts`), a row for each; None takes the
         default of new indexes.
@@ -92,11 +92,11 @@ class TTFTRow:
 
     Attributes
     ----------
-    plain_ttft_seconds, ttft_seconds, speedup
-        Medians of plain Transformers and of kvrag, and their ratio.
-    prefill_speedup
-        Plain Transformers' seconds over those of kvrag without reuse, each run beside the other;
-        the median.
+    plain_ttft_seconds, ttft_seconds
+        Medians of plain Transformers and of kvrag.
+    speedup, prefill_speedup
+        Plain Transformers' seconds over those of kvrag, with and without reuse, in the same round;
+        the medians. So they are not the ratios of the medians above.
     prefill_rate
         The floor (`FloorMeter`) of that prefill without reuse over its time: 1 if all of it ran at
         the rate of the model's own matrices.
@@ -139,7 +139,7 @@ class TTFTRow:
 def run_ttft_bench(
     options: TTFTOptions, on_progress: Callable[[str], None] | None = None
 ) -> Iterator[TTFTRow]:
-    """Yield one row per chunk length and policy, as each is measured.
+    """Yield one row per chunk length, policy and context: all of a length after its last run.
 
     Raises
     ------
@@ -176,57 +176,92 @@ def _rows(
         ]
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
-        say(f"prefill of {chunk_tokens * len(texts)} tokens, {2 * options.repeats + 2} times")
-        engine = KVEngine(indexes[0], session_bytes=0)
-        plain = _prefills(engine, prompt, options.repeats, meter)
-        for policy in options.policies:
-            say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
-            for index in indexes:
-                yield _row(index, prompt, policy, options, chunk_tokens, plain, meter)
+        engines = [KVEngine(index, session_bytes=0) for index in indexes]
+        asked = [_Asked(e, prompt, p, options) for p in options.policies for e in engines]
+        rounds = []
+        for i in range(options.repeats + 1):
+            say(f"{chunk_tokens * len(texts)} tokens, run {i + 1} of {options.repeats + 1}")
+            rounds.append(_Round.of(engines[0], prompt, asked))
+        own = meter.measure(rounds[-1].own.report)
+        for place, one in enumerate(asked):
+            say(f"memory and operations of {one.policy}")
+            yield _row(one, rounds[1:], place, own.seconds, chunk_tokens, meter)
+
+
+class _Asked(NamedTuple):
+    """A prompt under one policy, over chunks encoded after one context."""
+
+    engine: KVEngine
+    prompt: str
+    policy: str
+    options: TTFTOptions
+
+    @property
+    def ratio(self) -> float | None:
+        return self.options.ratio if takes_ratio(self.policy) else None
+
+    def answer(self) -> Answer:
+        return self.engine.generate(self.prompt, policy=self.policy, ratio=self.ratio, max_tokens=1)
+
+    def fuse(self) -> FusedPrompt:
+        return self.engine.fuse(self.prompt, policy=self.policy, ratio=self.ratio)
+
+
+class _Round(NamedTuple):
+    """Everything once, in turn: a busy minute of the machine slows all of it.
+
+    Plain Transformers' seconds, kvrag's answer without reuse, and one for each policy and context.
+    """
+
+    plain: float
+    own: Answer
+    answers: Sequence[Answer]
+
+    @classmethod
+    def of(cls, engine: KVEngine, prompt: str, asked: Sequence[_Asked]) -> _Round:
+        return cls(
+            engine.plain_ttft_seconds(prompt),
+            engine.generate(prompt, reuse=False, max_tokens=1),
+            [one.answer() for one in asked],
+        )
 
 
 def _row(
-    index: Index,
-    prompt: str,
-    policy: str,
-    options: TTFTOptions,
+    asked: _Asked,
+    rounds: Sequence[_Round],
+    place: int,
+    own_floor: float,
     chunk_tokens: int,
-    plain: _Prefills,
     meter: FloorMeter,
 ) -> TTFTRow:
-    ratio = options.ratio if takes_ratio(policy) else None
-
-    def answer(engine: KVEngine) -> Answer:
-        return engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)
-
+    index, options = asked.engine.index, asked.options
+    answers = [one.answers[place] for one in rounds]
     # Another engine for memory than for time: an engine keeps the buffer of its last prompt.
-    peak = peak_bytes(lambda: answer(KVEngine(index, session_bytes=0)))
-    engine = KVEngine(index, session_bytes=0)
-    answers = [answer(engine) for _ in range(options.repeats + 1)][1:]
-    ttft = median(given.ttft_seconds for given in answers)
-    report = answers[-1].report
+    peak = peak_bytes(asked._replace(engine=KVEngine(index, session_bytes=0)).answer)
     fused: list[FusedPrompt] = []
-    spent = operations_spent(lambda: fused.append(engine.fuse(prompt, policy=policy, ratio=ratio)))
-    floor = meter.measure(report)
+    spent = operations_spent(lambda: fused.append(asked.fuse()))
+    report = answers[-1].report
+    ttft = median(given.ttft_seconds for given in answers)
+    floor = meter.measure(report).seconds
     return TTFTRow(
         model=index.model.name,
         context=str(index.config.chunk_context),
-        policy=policy,
-        ratio=ratio,
+        policy=asked.policy,
+        ratio=asked.ratio,
         num_chunks=options.num_chunks,
         chunk_tokens=chunk_tokens,
         context_tokens=report.num_tokens - options.question_tokens,
-        plain_ttft_seconds=plain.seconds,
+        plain_ttft_seconds=median(one.plain for one in rounds),
         ttft_seconds=ttft,
-        speedup=plain.seconds / ttft,
-        floor_seconds=floor.seconds,
-        floor_ratio=ttft / floor.seconds,
+        speedup=median(one.plain / one.answers[place].ttft_seconds for one in rounds),
+        floor_seconds=floor,
+        floor_ratio=ttft / floor,
         peak_bytes=peak,
         kv_bytes=report.num_tokens * index.model.spec.bytes_per_token,
         select_share=median(_select_seconds(given) / given.ttft_seconds for given in answers),
         work_ratio=spent / operations_needed(index.model, fused[0]),
-        prefill_speedup=plain.speedup,
-        prefill_rate=plain.rate,
+        prefill_speedup=median(one.plain / one.own.ttft_seconds for one in rounds),
+        prefill_rate=own_floor / median(one.own.ttft_seconds for one in rounds),
         compute=report.compute,
     )
 
@@ -234,25 +269,3 @@ def _row(
 def _select_seconds(given: Answer) -> float:
     seconds = given.report.seconds
     return seconds.get("ask", 0.0) + seconds["select"]
-
-
-class _Prefills(NamedTuple):
-    """Plain Transformers' seconds, and how many times as long they are as kvrag's own prefill.
-
-    Then the floor of the latter over its time.
-    """
-
-    seconds: float
-    speedup: float
-    rate: float
-
-
-def _prefills(engine: KVEngine, prompt: str, repeats: int, meter: FloorMeter) -> _Prefills:
-    plain, own = [], []
-    for _ in range(repeats + 1):  # the first does not count
-        plain.append(engine.plain_ttft_seconds(prompt))
-        answer = engine.generate(prompt, reuse=False, max_tokens=1)
-        own.append(answer.ttft_seconds)
-    speedup = median(p / o for p, o in zip(plain[1:], own[1:], strict=True))
-    rate = meter.measure(answer.report).seconds / median(own[1:])
-    return _Prefills(median(plain[1:]), speedup, rate)

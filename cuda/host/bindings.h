@@ -27,12 +27,14 @@ inline void require_places(const Array<const i64, 1>& capacities,
   }
 }
 
-// Throw unless rows are those of `num_keys` keys, in order.
+// Throw unless rows are contiguous numbers below `num_keys`, none below the one before it.
 inline void require_ascending(const Array<const i64, 1>& rows, u64 num_keys) {
+  require(rows.shape(0) <= 1 || rows.stride(0) == 1, "rows are not contiguous");
   i64 before = 0;
-  for (u64 row = 0; row < rows.shape(0); before = rows.data()[row], ++row) {
+  for (u64 row = 0; row < rows.shape(0); ++row) {
     const i64 found = rows.data()[row];
     require(found >= before && found < static_cast<i64>(num_keys), "rows ascend, and are keys");
+    before = found;
   }
 }
 

@@ -232,13 +232,15 @@ def check_places(capacities: NDArray[np.int64], places: NDArray[np.int64]) -> No
 def check_ascending(
     indices: ArrayLike, name: str, num_rows: int, num_keys: int, *, distinct: bool = False
 ) -> NDArray[np.int64]:
-    """Return an index for each row; raise ParameterError unless they ascend and are keys."""
+    """Return indices of keys as numpy sees them; raise ParameterError unless they ascend.
+
+    They may repeat unless they are `distinct`.
+    """
     found = view(indices, name, np.int64, (num_rows,), contiguous=True)
     in_order = (np.greater if distinct else np.greater_equal)(found[1:], found[:-1]).all()
     if num_rows and not (in_order and found[0] >= 0 and found[-1] < num_keys):
-        raise ParameterError(
-            f"{name}: expected ascending indices of {num_keys} keys, found {found}"
-        )
+        kind = "ascending, different" if distinct else "ascending"
+        raise ParameterError(f"{name}: expected {kind} indices of {num_keys} keys, found {found}")
     return found
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.report import FusionReport
+from kvrag_bench import ttft
 from kvrag_bench.batch import BatchOptions, run_batch_bench
 from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.floor import FloorMeter
@@ -41,6 +45,25 @@ def test_ttft_rows_have_the_promised_columns() -> None:
         assert row.context_tokens == 3 * row.chunk_tokens + 1
         assert row.speedup == pytest.approx(row.plain_ttft_seconds / row.ttft_seconds)
         assert row.floor_seconds > 0
+
+
+def test_ttft_is_paired_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, slowness = ttft._Round.of, iter([50, 1, 4, 9])
+
+    def timed(engine: KVEngine, prompt: str, asked: Sequence[Any]) -> Any:
+        # The whole machine is slower in some rounds.
+        factor = next(slowness)
+        one = real(engine, prompt, asked)
+        answers = [replace(given, ttft_seconds=factor) for given in one.answers]
+        return one._replace(
+            plain=2.0 * factor, own=replace(one.own, ttft_seconds=factor / 2), answers=answers
+        )
+
+    monkeypatch.setattr(ttft._Round, "of", timed)
+    options = TTFTOptions(shape="test", num_chunks=2, chunk_tokens=(40,), policies=("none",))
+    (row,) = run_ttft_bench(options)
+    assert (row.plain_ttft_seconds, row.ttft_seconds) == (8, 4)
+    assert (row.speedup, row.prefill_speedup) == (2, 4)
 
 
 def test_ttft_over_several_contexts() -> None:

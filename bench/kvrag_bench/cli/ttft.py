@@ -197,9 +197,10 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     if rows:
         out.print(
             f"{rows[0].model}, {rows[0].num_chunks} chunks, computing in {rows[0].compute}; time "
-            "to first token, median; prefill: plain over kvrag's own without reuse, and the rate "
-            "of the latter over that of its matrices alone; choice: share of it spent on choosing; "
-            "work: multiplications over those that chosen and fresh tokens need",
+            "to first token, median; speedup: median of rounds in which all ran in turn; prefill: "
+            "plain over kvrag's own without reuse, and the rate of the latter over that of its "
+            "matrices alone; choice: share of it spent on choosing; work: multiplications over "
+            "those that chosen and fresh tokens need",
             style="dim",
             markup=False,
         )
