@@ -130,7 +130,8 @@ class PromptReader:
         layout = lay_out(tokens, matches, chunks, index.prefix_ids, hints=hints)
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
-        layout = replace(layout, misses={**layout.misses, **damage})
+        misses = {**layout.misses, **damage}
+        layout = replace(layout, misses=misses, num_folded=written.num_folded)
         fresh: tuple[Stretch, ...] = ()
         if request.reuse and index.compression is None:
             # A compressed chunk's rows are not tokens: a part of them is no part of the text.

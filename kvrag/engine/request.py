@@ -18,6 +18,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
+from kvrag.models.messages import normalised
 
 Message = Mapping[str, Any]
 
@@ -311,7 +312,7 @@ def checked_batch(prompts: Any) -> list[Any]:
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages in the form that the chat template takes. Raises ParameterError."""
+    """Return messages in the form of `normalised`. Raises ParameterError."""
     if (
         isinstance(messages, str | bytes | Mapping)
         or not isinstance(messages, Sequence)
@@ -324,14 +325,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
         )
     if not messages:
         raise ParameterError("the prompt has no messages: there is nothing to answer")
-    for number, one in enumerate(messages, start=1):
-        if not isinstance(one.get("role"), str) or not one["role"]:
-            raise ParameterError(
-                f"message {number} of {len(messages)} in the prompt: expected a role such as "
-                "'user', found "
-                f"{arguments.shown(one)}; add 'role': 'user'"
-            )
-    return [dict(one) for one in messages]
+    return normalised(messages)
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:

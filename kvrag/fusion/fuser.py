@@ -458,6 +458,7 @@ def _report(
         num_compressed_rows=sum(span.length for span in plan.compressed),
         num_neutralised=layout.num_neutralised,
         num_control=layout.num_control,
+        num_folded=layout.num_folded,
         fresh_reasons=reasons,
     )
 

@@ -126,6 +126,8 @@ class Layout:
         Number of control strings in documents and messages that are tokenised as text.
     num_control
         Number of control strings, in a prompt given as one string, that are in no known document.
+    num_folded
+        Number of messages that were moved or joined for the chat template.
     fresh_reasons
         Why tokens are in no span: reason -> number of tokens (`kvrag.fusion.reasons`); empty if
         nobody looked.
@@ -146,6 +148,7 @@ class Layout:
     positions: tuple[int, ...] | None = None
     num_neutralised: int = 0
     num_control: int = 0
+    num_folded: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
     num_kept: int = 0
 

@@ -91,6 +91,9 @@ class FusionReport:
     num_control
         Control strings, in a prompt given as one string, that are in no known document: they were
         treated as the caller's own. They are not counted if the index keeps control strings.
+    num_folded
+        Messages that were moved, or joined with others, because the chat template refuses or leaves
+        out messages where they stood: a system message in mid-conversation, for example.
     fresh_reasons
         Why tokens are fresh: reason to number of tokens, `num_fresh` in all. Empty if reuse was
         off, and for markup and compressed chunks.
@@ -127,6 +130,7 @@ class FusionReport:
     decisions: tuple[ChunkDecision, ...] = ()
     num_neutralised: int = 0
     num_control: int = 0
+    num_folded: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
     compute: str = ""
 
@@ -208,6 +212,8 @@ class FusionReport:
             parts.append(f"computed in {INT8}")
         if self.num_neutralised:
             parts.append(f"{self.num_neutralised} control strings read as text")
+        if self.num_folded:
+            parts.append(f"{self.num_folded} messages moved or joined for the chat template")
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

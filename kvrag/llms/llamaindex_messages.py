@@ -7,9 +7,8 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ToolCallBlock
 
-from kvrag.errors import ParameterError
 from kvrag.llms.tool_calls import Piece, ToolCall
-from kvrag.llms.turns import merge_turns
+from kvrag.models.messages import merged
 
 
 def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -20,7 +19,7 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     ParameterError
         When a message holds something other than text and calls of tools.
     """
-    return merge_turns(map(_turn, messages))
+    return merged(map(_turn, messages))
 
 
 def to_message(piece: Piece) -> ChatMessage:
@@ -34,21 +33,15 @@ def to_message(piece: Piece) -> ChatMessage:
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
-    texts, calls = [], []
-    for block in message.blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ToolCallBlock):
-            calls.append(_call(block))
-        else:
-            raise ParameterError(
-                f"a {type(block).__name__} cannot be rendered: this model reads text only"
-            )
-    role = message.role.value
+    calls = [_call(block) for block in message.blocks if isinstance(block, ToolCallBlock)]
+    said = [block for block in message.blocks if not isinstance(block, ToolCallBlock)]
     given = message.additional_kwargs
     turn: dict[str, Any] = {
-        "role": "tool" if role == "function" else role,
-        "content": "\n".join(texts),
+        "role": message.role.value,
+        "content": [
+            block.text if isinstance(block, TextBlock) else {"type": block.block_type}
+            for block in said
+        ],
     }
     # Models that know no blocks of calls put them into the other arguments.
     calls = calls or [dict(one) for one in given.get("tool_calls") or () if isinstance(one, dict)]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import ParameterError
 from kvrag.models.control import ControlTokens
 from kvrag.models.hidden import HiddenStrings
+from kvrag.models.messages import arrangements, normalised
 from kvrag.models.tokens import Span
 from kvrag.models.tools import as_text, for_template, tool_format, uses_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_PROBE = "kvrag probe"
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,15 @@ class PromptText:
     data
         Where messages hold control strings, in order; None for a prompt that the caller wrote as
         one string, whose control strings may be either.
+    num_folded
+        How many messages were moved or joined with others, because the template refuses or leaves
+        out messages where they stood.
     """
 
     text: str
     add_special_tokens: bool
     data: tuple[Span, ...] | None = None
+    num_folded: int = 0
 
 
 def render_messages(
@@ -43,6 +50,9 @@ def render_messages(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptText:
     """Render messages by the chat template.
+
+    If the template refuses them or leaves out a text, all system messages become the first message,
+    or the beginning of the user's first one (`kvrag.models.messages.arrangements`).
 
     Parameters
     ----------
@@ -67,7 +77,35 @@ def render_messages(
             "the model's tokenizer has no chat template: pass the prompt as one string, or "
             "set tokenizer.chat_template"
         )
-    given = [dict(message) for message in messages]
+    given = normalised(messages)
+    lost: PromptText | None = None
+    refused: ParameterError | None = None
+    as_parts = _wants_parts(tokenizer)
+    for turns, num_folded in arrangements(given):
+        try:
+            written, is_whole = _render(tokenizer, turns, control, tools, as_parts=as_parts)
+        except ParameterError as error:
+            refused = refused or error
+            continue
+        written = replace(written, num_folded=num_folded)
+        if is_whole:
+            return written
+        lost = lost or written
+    if lost is None:
+        assert refused is not None
+        raise refused
+    return lost
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    given: list[dict[str, Any]],
+    control: ControlTokens | None,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    as_parts: bool,
+) -> tuple[PromptText, bool]:
+    """Return rendered messages, and whether all that system and user say is in them."""
     offered: list[Any] = [dict(tool) for tool in tools]
     if offered or uses_tools(given):
         if tool_format(tokenizer).is_known:
@@ -78,18 +116,42 @@ def render_messages(
     if hidden is not None:
         given = [hide_message(hidden, message) for message in given]
         offered = hidden.hide(offered)
+    turns = [_in_parts(message) for message in given] if as_parts else given
     try:
         rendered = str(
             tokenizer.apply_chat_template(
-                given, tools=offered or None, tokenize=False, add_generation_prompt=True
+                turns, tools=offered or None, tokenize=False, add_generation_prompt=True
             )
         )
     except Exception as error:  # Jinja's own and whatever a template raises
         raise ParameterError(f"the chat template refuses these messages: {error}") from error
+    said = (str(one["content"]).strip() for one in given if one["role"] in ("system", "user"))
+    is_whole = all(one in rendered for one in said)
     if hidden is None:
-        return PromptText(rendered, False)
+        return PromptText(rendered, False), is_whole
     text, data = hidden.restore(rendered)
-    return PromptText(text, False, data)
+    return PromptText(text, False, data), is_whole
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its content as a list of parts."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _wants_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the template reads lists of parts alone, as some that know pictures do."""
+    probe = {"role": "user", "content": _PROBE}
+    if _PROBE in _attempt(tokenizer, probe):
+        return False
+    said = _attempt(tokenizer, _in_parts(probe))
+    return _PROBE in said and f"'{_PROBE}'" not in said  # the list as Python writes it
+
+
+def _attempt(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template([message], tokenize=False))
+    except Exception:  # a template may raise anything
+        return ""
 
 
 def hide_message(hidden: HiddenStrings, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import (
 from kvrag import arguments
 from kvrag.engine.sampling import MAX_LOGPROBS
 from kvrag.llms.shape import Shape, shape
+from kvrag.models.messages import role_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,7 +135,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "model", "chatbot", "tool"]
     content: (
         str
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -152,7 +153,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _has_what_its_role_has(self) -> Self:
         for name in ("tool_calls", "annotations"):
-            if self.role != "assistant" and getattr(self, name):
+            if role_of(self.role) != "assistant" and getattr(self, name):
                 raise ValueError(f"{name} are an assistant's; leave them out")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id is for messages of role tool, and each of them has one")
@@ -161,18 +162,13 @@ class Message(Strict):
         return self
 
     @property
-    def text(self) -> str:
-        """The content as one text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content or ())
-
-    @property
     def turn(self) -> dict[str, Any]:
         """The message as the engine takes it."""
         turn: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
+            "role": self.role,
+            "content": [one.text for one in self.content]
+            if isinstance(self.content, list)
+            else self.content,
         }
         if self.tool_calls:
             turn["tool_calls"] = [one.model_dump() for one in self.tool_calls]

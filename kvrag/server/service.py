@@ -26,7 +26,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import CosineRanker, Reranker
 from kvrag.llms.shape import Shape as Form
 from kvrag.llms.shape import Tools
-from kvrag.llms.turns import merge_turns
+from kvrag.models.messages import merged
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.answering import Generation, Question, engine_requests
@@ -151,7 +151,7 @@ class Service:
     async def chat(self, asked: ChatRequest, http: HttpRequest) -> Response:
         """Answer a conversation."""
         self._require(asked.model, self.names.model, self.names.rag)
-        turns = merge_turns(one.turn for one in asked.messages)
+        turns = merged(one.turn for one in asked.messages)
         form = await self.in_thread(lambda: asked.shaped(self._engine.index.tokenizer))
         search_seconds = None
         if asked.model == self.names.rag:

@@ -12,6 +12,8 @@ from kvrag.errors import ParameterError
 from kvrag.models import tools
 from kvrag.models.chat import render_messages
 from kvrag.models.control import ControlTokens
+from kvrag.models.messages import merged
+from kvrag.server.requests import ChatRequest
 from tests.support import tool_templates as templates
 from tests.support.models import make_tokenizer
 
@@ -146,3 +148,116 @@ def test_wrong_calls_are_refused(call: Any, said: str) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(ParameterError, match=said):
         render_messages(make_tokenizer(), talk, None)
+
+
+# --- messages in other forms --------------------------------------------------------------------
+
+SAID = "<|{{ message.role }}|>{{ message.content | trim }}"
+ONE_SYSTEM = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}" + SAID + "{% endfor %}"
+)
+NO_SYSTEM = ONE_SYSTEM.replace(" and not loop.first", "")
+SILENT = (
+    "{% for message in messages %}{% if message.role in ('user', 'assistant') %}"
+    + SAID
+    + "{% endif %}{% endfor %}"
+)
+ALTERNATING = (
+    "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% for message in turns %}{% if message.role != ('user', 'assistant')[loop.index0 % 2] %}"
+    "{{ raise_exception('alternate') }}{% endif %}{% endfor %}"
+    "{% for message in messages %}" + SAID + "{% endfor %}"
+)
+MIXED: list[dict[str, Any]] = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b"},
+    {
+        "role": "developer",
+        "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}],
+    },
+    {"role": "user", "content": "e"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected", "num_folded"),
+    [
+        ("{% for message in messages %}" + SAID + "{% endfor %}", "Sa Ub Scd Ue", 0),
+        (ONE_SYSTEM, "Sa--cd Ub--e", 2),
+        (ALTERNATING, "Sa--cd Ub--e", 2),
+        (NO_SYSTEM, "Ua--cd--b--e", 3),
+        (SILENT, "Ua--cd--b--e", 3),
+    ],
+)
+def test_system_messages_go_where_the_template_takes_them(
+    template: str, expected: str, num_folded: int
+) -> None:
+    for role, letter in (("system", "S"), ("user", "U")):
+        expected = expected.replace(letter, f"<|{role}|>")
+    prompt = render_messages(tokenizer_with(template), MIXED, None)
+    assert prompt.text == expected.replace(" ", "").replace("--", "\n\n")
+    assert prompt.num_folded == num_folded
+
+
+def test_what_no_order_mends_is_refused_as_it_was() -> None:
+    tokenizer = tokenizer_with(ONE_SYSTEM.replace("== 'system' and not loop.first", "!= 'user'"))
+    with pytest.raises(ParameterError, match="refuses these messages: system first"):
+        render_messages(tokenizer, [{"role": "oracle", "content": "x"}, *MIXED], None)
+
+
+@pytest.mark.parametrize("role", ["model", "chatbot", "ai"])
+def test_an_answer_by_another_name_is_the_assistants(role: str) -> None:
+    text = render_messages(make_tokenizer(), [{"role": role, "content": "x"}], None).text
+    assert (
+        text
+        == render_messages(make_tokenizer(), [{"role": "assistant", "content": "x"}], None).text
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user"}, "message 2 in the prompt has no content"),
+        ({"role": "user", "content": 5}, "content is 5: expected text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "part of type 'image_url'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'"),
+        ({"role": "assistant", "content": [{"type": "tool_use"}]}, "part of type 'tool_use'"),
+    ],
+)
+def test_contents_that_are_no_text(message: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParameterError, match=said):
+        render_messages(make_tokenizer(), [{"role": "user", "content": "x"}, message], None)
+
+
+def test_the_same_conversation_through_every_door() -> None:
+    langchain = pytest.importorskip("langchain_core.messages")
+    llama = pytest.importorskip("llama_index.core.base.llms.types")
+    from kvrag.llms import langchain_messages, llamaindex_messages
+
+    parts = ["d", "e"]
+    blocks = [{"type": "text", "text": one} for one in parts]
+    roles = ["system", "developer", "user", "model", "user", "chatbot", "user"]
+    texts = ["a", "b", "c", "x", blocks, "y", "z"]
+    dicts = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    expected = [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": "de"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
+    assert merged(dicts) == expected
+    asked = ChatRequest(model="m", messages=dicts)
+    assert merged(one.turn for one in asked.messages) == expected
+    chat = [langchain.ChatMessage(content=t, role=r) for r, t in zip(roles, texts, strict=True)]
+    assert langchain_messages.to_turns(chat) == expected
+    given = [
+        llama.ChatMessage(
+            role=r,
+            blocks=[llama.TextBlock(text=one) for one in ([t] if isinstance(t, str) else parts)],
+        )
+        for r, t in zip(roles, texts, strict=True)
+    ]
+    assert llamaindex_messages.to_turns(given) == expected

@@ -126,6 +126,38 @@ def test_the_report_comes_when_asked(client: OpenAI) -> None:
     assert (last.model_extra or {})["kvrag"]["reports"][0]["num_reused"] > 0
 
 
+def test_a_system_message_goes_where_the_template_takes_it(
+    client: OpenAI, rag: Rag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = rag.index.tokenizer.chat_template
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('system first') }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(rag.index.tokenizer, "chat_template", refusing + template)
+    late: Any = [
+        {"role": "user", "content": "Who?"},
+        {"role": "model", "content": "Ines."},
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": PROMPT},
+    ]
+    first: Any = [
+        {"role": "system", "content": "Be brief."},
+        late[0],
+        {"role": "assistant", "content": "Ines."},
+        late[3],
+    ]
+    told = []
+    for messages in (late, first):
+        answer = client.chat.completions.create(
+            model="model", messages=messages, max_tokens=8, extra_body={"kvrag": {"report": True}}
+        )
+        (report,) = (answer.model_extra or {})["kvrag"]["reports"]
+        assert report["num_folded"] == (messages is late)
+        told.append((answer.choices[0].message.content, report["num_tokens"]))
+    assert told[0] == told[1]
+
+
 def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
     asked: list[Any] = [{"role": "user", "content": QUESTION}]
     options: Any = {"model": served.rag, "messages": asked, "max_tokens": 8}

@@ -177,6 +177,7 @@ class VLLMEngine:
                 # The server gets only token ids, so it cannot count these.
                 num_neutralised=layout.num_neutralised,
                 num_control=layout.num_control,
+                num_folded=layout.num_folded,
             )
             answer = Answer(
                 text=text,
