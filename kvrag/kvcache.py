@@ -32,7 +32,7 @@ class KVSpec:
     num_layers, num_kv_heads, head_dim
         L, H and D. They are the same for all layers, and for keys and values.
     dtype
-        Element type of the model's KV: float32, bfloat16 or float16.
+        Element type of the KV: float32, bfloat16 or float16.
     """
 
     num_layers: int
@@ -58,7 +58,7 @@ class ChunkKV:
     Attributes
     ----------
     keys, values
-        ``[L, H, T, D]`` in the model's dtype, on the CPU, contiguous.
+        ``[L, H, T, D]`` on the CPU, contiguous, in the type that is stored.
     """
 
     keys: torch.Tensor

@@ -216,7 +216,7 @@ class _Comparison:
         def open_kv(chunk_id: str, _: tuple[int, ...]) -> EncodedChunk | None:
             key = _key(int(chunk_id))
             record = store.open(key)
-            return None if record is None else codec.open(key, record, model.spec)
+            return None if record is None else codec.open(key, record, model.chunk_spec)
 
         return Layout(token_ids, tuple(spans), num_prefix, has_prefix=True), open_kv
 

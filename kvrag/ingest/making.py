@@ -86,7 +86,7 @@ def _make_config(
     dtype, codec, profile = settings.dtype, settings.codec, settings.profile
     chunk_tokens, compression = settings.chunk_tokens, settings.compression
     prefix_ids = model.default_prefix_ids()
-    dtype_name = str(model.spec.dtype).removeprefix("torch.")
+    dtype_name = str(model.chunk_spec.dtype).removeprefix("torch.")
     if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
         raise ParameterError(
             f"dtype {dtype} was asked for, but the model given is loaded in {dtype_name}"
@@ -105,7 +105,7 @@ def _make_config(
     if profile is not None:
         from kvrag.ingest.coding import check_profile
 
-        check_profile(profile, codec, model.spec, model.fingerprint)
+        check_profile(profile, codec, model.chunk_spec, model.fingerprint)
     chosen = parse_compression(compression)
     anchors = ""
     room = model.max_positions - len(prefix_ids)
@@ -132,9 +132,9 @@ def _make_config(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
-        num_layers=model.spec.num_layers,
-        num_kv_heads=model.spec.num_kv_heads,
-        head_dim=model.spec.head_dim,
+        num_layers=model.chunk_spec.num_layers,
+        num_kv_heads=model.chunk_spec.num_kv_heads,
+        head_dim=model.chunk_spec.head_dim,
         dtype=dtype_name,
         max_positions=model.max_positions,
         prefix_ids=prefix_ids,

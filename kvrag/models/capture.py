@@ -53,7 +53,7 @@ def capture_rows(
             "chunks uncompressed"
         )
     base: Any = model.hf.base_model
-    spec = model.spec
+    spec = model.chunk_spec
     cache = CaptureCache(spec.num_layers)
     mask = None
     if allowed is not None:

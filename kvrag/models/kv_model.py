@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from kvrag.models.families import (
 from kvrag.models.fast_modules import fast_modules
 from kvrag.models.loading import (
     check_tokenizer,
+    has_bfloat16,
     load_tokenizer,
     load_weights,
     model_fingerprint,
@@ -80,11 +81,15 @@ class KVModel(RowMethods):
         Name of the model in reports.
     compute
         What linear layers of answers compute in (see `load`).
+    chunk_dtype
+        The type of chunks' KV; None means that of the weights.
 
     Attributes
     ----------
     spec
-        Shape and type of the KV.
+        Shape and type of the KV of prompts, which the model computes with.
+    chunk_spec
+        Shape and type of the KV of chunks, which is stored.
     compute
         The precision that linear layers of answers compute in: ``"float32"``, ``"bfloat16"``,
         ``"float16"`` or ``"int8"``.
@@ -112,6 +117,7 @@ class KVModel(RowMethods):
         *,
         name: str = "",
         compute: str | None = None,
+        chunk_dtype: torch.dtype | None = None,
     ) -> None:
         config = hf.config
         self.family = find_family(hf)
@@ -134,6 +140,7 @@ class KVModel(RowMethods):
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
             dtype=hf.dtype,
         )
+        self.chunk_spec = replace(self.spec, dtype=chunk_dtype or hf.dtype)
         self.max_positions = context_window(config)
         self.lock = lock_of(hf)
         self.ranks: Ranks = ALONE
@@ -170,8 +177,9 @@ class KVModel(RowMethods):
             Required with a loaded object whose folder is unknown; otherwise it replaces the model's
             own, and the object returned is not shared.
         dtype
-            ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch type; None keeps the
-            checkpoint's.
+            Type of the weights and of stored KV: ``"float32"``, ``"bfloat16"``, ``"float16"`` or
+            the torch type; None keeps the checkpoint's. A processor that does not multiply bfloat16
+            computes with such weights in float32, unless `compute` says otherwise.
         device
             Device such as ``"cuda"``; None means the CPU for weights loaded here.
         compute
@@ -202,24 +210,51 @@ class KVModel(RowMethods):
             dtype = DTYPES[dtype]
         path = resolve_model(model)
         if tokenizer is not None:
-            hf = load_weights(path, dtype, device)
-            return cls(hf, tokenizer, name=str(model), compute=compute)
+            return cls._loaded(path, tokenizer, str(model), dtype, device, compute)
         with _loading:
             loaded = _loaded.get((path, str(dtype), str(device), compute))
             if loaded is None:
-                hf = load_weights(path, dtype, device)
-                loaded = cls(hf, path, name=str(model), compute=compute)
+                loaded = cls._loaded(path, path, str(model), dtype, device, compute)
                 # Cached both under the request and under the result: an index is created with "the
                 # checkpoint's type" and opened with the type it recorded.
-                for found_as in (dtype, loaded.spec.dtype):
+                for found_as in (dtype, loaded.chunk_spec.dtype):
                     _loaded[path, str(found_as), str(device), compute] = loaded
         return loaded
+
+    @classmethod
+    def _loaded(
+        cls,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase | str,
+        name: str,
+        dtype: torch.dtype | None,
+        device: str | None,
+        compute: str | None,
+    ) -> KVModel:
+        """Load weights, and widen those that this processor does not multiply."""
+        hf = load_weights(path, dtype, device)
+        own, fingerprint = hf.dtype, None
+        slow = own == torch.bfloat16 and hf.device.type == "cpu" and not has_bfloat16()
+        if slow and compute != "bfloat16":
+            # That of the checkpoint, so that an index is the same on all processors.
+            fingerprint = model_fingerprint(hf)
+            hf.float()  # type: ignore[no-untyped-call]
+        model = cls(hf, tokenizer, name=name, compute=compute, chunk_dtype=own)
+        if fingerprint is not None:
+            model.__dict__["fingerprint"] = fingerprint
+        return model
 
     def _computing_in(self, compute: str | None) -> KVModel:
         """Return this model, or one over the same weights that computes in another precision."""
         if compute is None or (wanted := resolved_compute(self.hf, compute)) == self.compute:
             return self
-        other = KVModel(self.hf, self.tokenizer, name=self.name, compute=wanted)
+        other = KVModel(
+            self.hf,
+            self.tokenizer,
+            name=self.name,
+            compute=wanted,
+            chunk_dtype=self.chunk_spec.dtype,
+        )
         known = ("fingerprint", "tokenizer_fingerprint")
         other.__dict__ |= {name: self.__dict__[name] for name in known if name in self.__dict__}
         return other
@@ -299,7 +334,9 @@ class KVModel(RowMethods):
         width = num_prefix + max(map(len, chunks))
         tables = self._positions.tables(torch.arange(width, device=self.device))
         return [
-            take_chunk(cache, tables, self.spec, index, slice(num_prefix, num_prefix + len(chunk)))
+            take_chunk(
+                cache, tables, self.chunk_spec, index, slice(num_prefix, num_prefix + len(chunk))
+            )
             for index, chunk in enumerate(chunks)
         ]
 

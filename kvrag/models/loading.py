@@ -21,12 +21,15 @@ from transformers import (
 from kvrag import arguments, similar
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.models.tokens import num_equal
+from kvrag.native import instruction_set
 from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import convert
 from kvrag.weights.named import NAMED_MODELS
 from kvrag.weights.sources import find_gguf
 
 EMBEDDED_MODEL = "kvrag-tiny"
+# These multiply float32 alone.
+_WITHOUT_BFLOAT16 = ("scalar", "avx2", "avx512", "avx512vbmi2")
 _EMBEDDED_FOLDER = str(Path(__file__).parent / "tiny")
 
 _log = logging.getLogger(__name__)
@@ -170,8 +173,7 @@ def load_weights(
     Parameters
     ----------
     dtype
-        Element type; None takes the checkpoint's, or float32 if that has 16 bits and the processor
-        does not multiply it natively; the embedded model runs in float32.
+        Element type; None takes the checkpoint's; the embedded model runs in float32.
     device
         Device for the weights; None means the CPU.
 
@@ -192,8 +194,6 @@ def load_weights(
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
     )
-    if dtype is None and place is None and model.dtype == torch.bfloat16 and not has_bfloat16():
-        model.float()  # type: ignore[no-untyped-call]
     if place is not None:
         model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
     model.eval()  # type: ignore[no-untyped-call]
@@ -202,6 +202,8 @@ def load_weights(
 
 def has_bfloat16() -> bool:
     """Return whether this processor multiplies bfloat16; others convert each number first."""
+    if instruction_set() in _WITHOUT_BFLOAT16:  # perhaps by choice (``KVRAG_ISA``)
+        return False
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

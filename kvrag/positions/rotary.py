@@ -69,6 +69,8 @@ class RotaryTable:
     def _rotate(
         keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
     ) -> None:
+        if out.dtype == torch.float32:
+            keys = keys.float()
         if rotate(keys, cos, sin, out):
             return
         num_rotated = cos.shape[-1]

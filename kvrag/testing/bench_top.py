@@ -83,7 +83,7 @@ class Bench:
         record = self.store.open(self.key(chunk_id))
         if record is None:
             return None
-        return self.codec.open(self.key(chunk_id), record, self.model.spec)
+        return self.codec.open(self.key(chunk_id), record, self.model.chunk_spec)
 
     def lay_out(self, prompt: str) -> Layout:
         (tokens,) = encode(self.model.tokenizer, [prompt], True)

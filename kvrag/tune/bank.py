@@ -132,7 +132,7 @@ class ChunkBank:
         def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
             key = self._key(replace(self._chunks[chunk_id], contexts=(context_ids,)))
             source = shelf.store.open(key)
-            return None if source is None else shelf.codec.open(key, source, self.model.spec)
+            return None if source is None else shelf.codec.open(key, source, self.model.chunk_spec)
 
         return open_kv
 

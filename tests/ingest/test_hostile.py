@@ -27,7 +27,7 @@ def quick_index(make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch) -> Index
     """An index whose KV costs nothing, so that time goes to the documents."""
 
     def prefill(encoders: Encoders, chunk: Chunk) -> ChunkKV:
-        spec = encoders.model.spec
+        spec = encoders.model.chunk_spec
         shape = (spec.num_layers, spec.num_kv_heads, len(chunk.token_ids), spec.head_dim)
         return ChunkKV(torch.zeros(shape), torch.zeros(shape))
 

@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from kvrag.chunk import Document, normalise_text
+from kvrag.codec.container import RecordReader
+from kvrag.engine.engine import KVEngine
 from kvrag.errors import DocumentError
+from kvrag.ingest.index import Index
 from kvrag.ingest.loaders import load_bytes
 from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import has_bfloat16
+from kvrag.native import instruction_set, use_instruction_set
 from tests.ingest.conftest import MakeIndex
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import trials
@@ -169,3 +174,56 @@ def test_half_precision_is_stored_as_it_is(make_index: MakeIndex, docs: Path) ->
     assert keys.dtype == torch.bfloat16
     (expected,) = model.prefill(index.prefix_ids, [chunk.token_ids])
     assert torch.equal(keys, expected.keys[1])
+
+
+def test_an_index_holds_the_checkpoints_16_bits_on_every_processor(
+    make_index: MakeIndex, docs: Path, tmp_path: Path
+) -> None:
+    keys, used = [], instruction_set()
+    hf = make_model("llama", num_hidden_layers=2, dtype=torch.bfloat16)
+    try:
+        for name in ("scalar", used):  # "scalar" does not multiply bfloat16
+            use_instruction_set(name)
+            folder = tmp_path / f"model-{name}"
+            hf.save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+            index = make_index(f"index-{name}", model=folder, tenant_salt=b"the same")
+            index.add(docs)
+            assert has_bfloat16() or index.model.spec.dtype == torch.float32
+            assert name != "scalar" or not has_bfloat16()
+            assert index.config.dtype == "bfloat16"
+            keys.append(sorted(index.store.keys()))
+            for key in keys[-1]:
+                record = index.store.open(key)
+                assert record is not None
+                assert RecordReader(record, key).header.spec.dtype == torch.bfloat16
+            (hit,) = index.search("clock", 1)
+            prompt = f"{hit.chunk.text} Who repairs it?"
+            reports = [
+                KVEngine(index, policy="none").generate(prompt, max_tokens=2).report
+                for index in (index, Index.open(tmp_path / "index-scalar", model=folder))
+            ]
+            assert reports[0].num_cached == reports[1].num_cached > 0
+    finally:
+        use_instruction_set(used)
+    assert keys[0] == keys[1]
+
+
+def test_a_type_that_is_asked_for_is_the_one_stored(
+    make_index: MakeIndex, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.models.kv_model.has_bfloat16", lambda: False)
+    make_model("llama", num_hidden_layers=2, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    # As every index was that such a processor made before.
+    index = make_index(model=tmp_path / "m", dtype="float32")
+    index.add(docs)
+    with Index.open(index.path) as again:
+        chunk = again.search("clock", 1)[0].chunk
+        record = again.open_kv(chunk.chunk_id)
+        assert record is not None
+        assert record.read_layer(1)[0].dtype == torch.float32
+        (expected,) = again.model.prefill(again.prefix_ids, [chunk.token_ids])
+        assert torch.equal(record.read_layer(1)[0], expected.keys[1])
+    wide = KVModel.load(tmp_path / "m", compute="bfloat16")
+    assert wide.spec == wide.chunk_spec

@@ -124,7 +124,7 @@ def _codecs(
             yield choice.label, None, get_codec(choice.label)
         elif not isinstance(choice.config.transform, PCA):
             on_progress(f"fitting {choice.label}")
-            profile = fit_profile(choice.config, model.spec, NO_MODEL, fit)
+            profile = fit_profile(choice.config, model.chunk_spec, NO_MODEL, fit)
             yield choice.label, None, get_codec(choice.label, profile)
     for wanted in options.group_layers if bits else ():
         config = next(c.config for c in choices if c.config and isinstance(c.config.transform, PCA))
@@ -134,13 +134,13 @@ def _codecs(
             transform=replace(config.transform, group_layers=wanted),
             allocation=RateDistortion(bits),
         )
-        size = len(config.transform.plans(model.spec)[0].layers)
+        size = len(config.transform.plans(model.chunk_spec)[0].layers)
         words = f"groups of {size} layers"
 
         def say(line: str, words: str = words) -> None:
             on_progress(f"{words}: {line}")
 
-        profile = fit_profile(config, model.spec, NO_MODEL, fit, say)
+        profile = fit_profile(config, model.chunk_spec, NO_MODEL, fit, say)
         for level in profile.levels:
             name = f"transform:{level.name}"
             yield name, size, PipelineCodec(profile, name, level.name)
@@ -161,7 +161,7 @@ def _row(context: Context, label: str, codec: Codec, repeats: int) -> CodecRow:
         level=level or None,
         num_tokens=num_tokens,
         bits_per_element=bits,
-        bytes_per_token=bytes_per_token(context.model.spec, bits),
+        bytes_per_token=bytes_per_token(context.model.chunk_spec, bits),
         threads=torch.get_num_threads(),
         baseline="prefill",
         ratio=median(whole) / context.prefill_seconds,
@@ -176,7 +176,7 @@ def decode_context(context: Context, codec: Codec, records: Sequence[bytes]) -> 
 
     Codecs without whole numbers take all their time in the second part.
     """
-    spec, fused = context.model.spec, context.fused
+    spec, fused = context.model.chunk_spec, context.fused
     started = time.perf_counter()
     chunks = [codec.open(KEY, MemoryRecord(KEY, record), spec) for record in records]
     for chunk in chunks:

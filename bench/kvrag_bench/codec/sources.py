@@ -103,7 +103,8 @@ def make_source(
     for length in lengths:
         ids = _chunks(model.tokenizer, other_texts, (length,), options.test_tokens)
         measured[length] = computed(ids, f"of {length} tokens to measure")
-    return Source(name, model.spec, fit, measured)
+    spec = model.spec if isinstance(model, EncoderKV) else model.chunk_spec
+    return Source(name, spec, fit, measured)
 
 
 def _texts(name: str, options: CodecBenchOptions) -> tuple[list[str], list[str]]:

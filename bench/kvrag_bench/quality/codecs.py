@@ -48,7 +48,7 @@ def fit_codecs(
                 sample = sample or prefill_sample(model, texts, on_progress, compression)
                 on_progress(f"fitting codec {choice.label}")
                 profiles[written] = fit_profile(
-                    choice.config, model.spec, model.fingerprint, sample
+                    choice.config, model.chunk_spec, model.fingerprint, sample
                 )
             profile = profiles[written]
         codecs.append(get_codec(choice.label, profile))

@@ -119,7 +119,9 @@ def _codec_entries(model: KVModel, options: SpeedOptions, say: Say) -> Iterator[
     ]
     choice = choose_codec(CODEC)
     assert choice.config is not None
-    codec = get_codec(choice.label, fit_profile(choice.config, model.spec, NO_MODEL, fit, say))
+    codec = get_codec(
+        choice.label, fit_profile(choice.config, model.chunk_spec, NO_MODEL, fit, say)
+    )
     records = [codec.encode(KEY, kv) for kv in context.chunks]
     yield from _in_turn(
         lambda: plain_prefill(model, context.fused.num_tokens),

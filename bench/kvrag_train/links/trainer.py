@@ -93,7 +93,6 @@ class LinkTrainer:
         if self.model.tokenizer.eos_token_id is None:
             raise ParameterError(f"{self.model.name}: its tokenizer names no end token")
         scale = 1.0 if options.way == "adapter" else 0.0
-        # Not the model's own property, which would outlive what training changes.
         base_fingerprint = self._base_fingerprint()
         self.header = LinksHeader(
             mode=options.mode,
@@ -314,7 +313,13 @@ class LinkTrainer:
         return self.processes.is_main or not self.processes.is_sharded
 
     def _base_fingerprint(self) -> str:
-        own = model_fingerprint(self.model.hf) if self._has_weights else ""
+        if not self._has_weights:
+            own = ""
+        elif self.options.mode == "tuned":
+            # Not the model's own property, which would outlive what training changes.
+            own = model_fingerprint(self.model.hf)
+        else:
+            own = self.model.fingerprint
         return self.processes.of_main(own) if self.processes.is_sharded else own
 
     def _log(self, record: dict[str, float]) -> None:
@@ -339,8 +344,12 @@ def _load(options: LinkTrainingOptions, processes: Processes) -> KVModel:
     dtype = torch.float32 if options.mode == "tuned" else None
     device = options.device if processes.device is None else str(processes.device)
     # One that is shared may have no room on one device; its parts go there.
-    weights = load_weights(options.model, dtype, None if processes.is_sharded else device)
-    return KVModel(weights, load_tokenizer(options.model), name=options.model)
+    return KVModel.load(
+        options.model,
+        tokenizer=load_tokenizer(options.model),  # so that it is not shared
+        dtype=dtype,
+        device=None if processes.is_sharded else device,
+    )
 
 
 def _line(record: dict[str, float], steps: int) -> str:

@@ -122,11 +122,12 @@ def score_by_repeating(
             span = range(num_before + part.start, num_before + part.end)
             taken = [_Taken(layer, range(num_before, first), span) for layer in scores]
             _compute(model, part.asked_ids, first, fused, tables, taken)
-    keys = torch.empty((*shape, spec.head_dim), dtype=spec.dtype, device=model.device)
+    dtype = model.chunk_spec.dtype
+    keys = torch.empty((*shape, spec.head_dim), dtype=dtype, device=model.device)
     rows = slice(num_before, first)
     for layer_index, table in enumerate(tables):
         table.strip(fused.keys[layer_index][0, :, rows], rows, keys[layer_index])
-    values = torch.stack([layer[0, :, rows] for layer in fused.values])
+    values = torch.stack([layer[0, :, rows].to(dtype) for layer in fused.values])
     return ChunkKV(keys.cpu(), values.cpu()), scores.cpu()
 
 

@@ -139,10 +139,12 @@ class ArtefactStore:
             )
         label = _label(fused)
         key = self._key(layout.token_ids[:num_tokens], label)
-        rows = slice(0, num_tokens)
+        rows, spec = slice(0, num_tokens), self._index.config.spec
         kv = ChunkKV(
-            torch.stack([layer[0, :, rows] for layer in fused.kv.keys]).cpu(),
-            torch.stack([layer[0, :, rows] for layer in fused.kv.values]).cpu(),
+            *(
+                torch.stack([layer[0, :, rows] for layer in part]).to("cpu", spec.dtype)
+                for part in (fused.kv.keys, fused.kv.values)
+            )
         )
         # Rows under one name are equal up to rounding, so the newest may replace older ones.
         self._store.replace(key, self._codec.encode(key, kv))
