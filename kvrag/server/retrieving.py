@@ -24,19 +24,22 @@ _FEW_SHOT_STOP = "\n"
 
 def question_over(
     index: Index,
-    turns: Sequence[dict[str, str]],
+    turns: Sequence[dict[str, Any]],
     k: int,
     wanted: Mapping[str, Any] | None = None,
     reranker: Reranker | None = None,
 ) -> Question:
     """Return the prompt for a conversation's last question, over the chunks found for it.
 
+    What follows the question, such as calls of tools and their results, stays after it. So each
+    round of calls finds the same chunks, and begins as the round before.
+
     Parameters
     ----------
     index
         The index to search.
     turns
-        The conversation; the last turn is the user's question.
+        The conversation; the user's last turn is the question.
     k
         Number of chunks.
     wanted
@@ -47,24 +50,26 @@ def question_over(
     Raises
     ------
     ParameterError
-        When the last turn is not a question, the filter is wrong, or earlier turns have no place in
-        the prompt.
+        When there is no question or it is answered, the filter is wrong, or other turns have no
+        place in the prompt.
     """
-    if turns[-1]["role"] != "user":
+    asked = [number for number, one in enumerate(turns) if one["role"] == "user"]
+    if not asked or turns[-1]["role"] == "assistant":
         raise ParameterError(
             f"the last message is {turns[-1]['role']!r}: the server searches for what the user "
-            "asks last; end with a message of the user"
+            "asks last; end with a message of the user, or with a tool's result"
         )
-    question = turns[-1]["content"]
+    at = asked[-1]
+    question = turns[at]["content"]
     hits = index.search(question, k, filter=wanted, reranker=reranker)
     chunks = reading_order([hit.chunk for hit in hits])
     texts = [chunk.text for chunk in chunks]
     hints = tuple(chunk.chunk_id for chunk in chunks)
     if getattr(index.tokenizer, "chat_template", None):
-        return Question([*turns[:-1], *chat_messages(question, texts)], hints)
+        return Question([*turns[:at], *chat_messages(question, texts), *turns[at + 1 :]], hints)
     if len(turns) > 1:
         raise ParameterError(
-            "this model has no chat template, so a prompt cannot hold earlier messages; send the "
+            "this model has no chat template, so a prompt cannot hold other messages; send the "
             "question alone"
         )
     return Question(few_shot_prompt(question, texts), hints, (_FEW_SHOT_STOP,))

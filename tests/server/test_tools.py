@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
 
+from kvrag.engine.engine import KVEngine
 from tests.models.test_tools import TOOL
+from tests.support.api_server import serving
 from tests.support.rag import PASSAGES, Rag
 from tests.support.scripted import follow
 
@@ -58,6 +61,47 @@ def test_a_call_and_its_result(
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details.cached_tokens > 40
+
+
+def test_rounds_of_calls_over_retrieved_chunks(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round searches for the question, and its prompt begins as the round before."""
+
+    def call(prompt: str) -> str:
+        num_rounds = prompt.count("<tool_response>\n")
+        return "It is Ines." if num_rounds == 2 else CALL.replace("Varn", f"Varn {num_rounds}")
+
+    prompts = follow(monkeypatch, rag, call)
+    question = "Who keeps the harbour ledger?"
+    talk: list[Any] = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": question},
+    ]
+    asked: Any = {"model": "rag:index", "tools": [TOOL], "max_tokens": 60}
+    options: Any = {"extra_body": {"kvrag": {"k": 2, "report": True}}}
+    engine = KVEngine(rag.index, max_tokens=16)
+    with serving(rag.index, engine=engine) as running:
+        client = OpenAI(base_url=running.url, api_key="none needed", max_retries=0)
+        for number in range(3):
+            answer = client.chat.completions.create(messages=talk, **asked, **options)
+            (choice,) = answer.choices
+            (sources,) = (answer.model_extra or {})["kvrag"]["sources"]
+            assert len(sources) == 2
+            assert "ledger" in {one["source"] for one in sources}
+            (report,) = (answer.model_extra or {})["kvrag"]["reports"]
+            if number:
+                # Up to the call, all is the earlier round's.
+                assert report["num_kept"] > 100
+            if number == 2:
+                break
+            assert choice.finish_reason == "tool_calls"
+            (found,) = choice.message.tool_calls or []
+            talk.append(choice.message)
+            talk.append({"role": "tool", "tool_call_id": found.id, "content": f"Entry {number}."})
+    assert choice.message.content == "It is Ines."
+    assert choice.message.annotations
+    for before, after in pairwise(prompts):
+        assert after.startswith(before.removesuffix("<|assistant|>\n"))
+        assert after.count(question) == 1
 
 
 @pytest.mark.parametrize(
