@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self, TypedDict
 
@@ -111,6 +111,9 @@ class RequestOptions(TypedDict, total=False):
     top_p: float
     top_k: int
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    min_p: float
     seed: int | None
     stop: Sequence[str]
     timeout_seconds: float | None
@@ -139,7 +142,7 @@ class Request:
     max_tokens
         Maximum number of tokens in the answer; the context window may end it earlier. None uses
         the engine's default.
-    temperature, top_p, top_k, repetition_penalty, seed
+    temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
         How to sample tokens (`Sampling`); the default always takes the most likely one.
     stop
         Strings that end the answer. The answer does not include them, even if one spans several
@@ -185,6 +188,9 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
     timeout_seconds: float | None = None
@@ -289,9 +295,7 @@ class Request:
     @cached_property
     def sampling(self) -> Sampling:
         """How to sample tokens."""
-        return Sampling(
-            self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed
-        )
+        return Sampling(**{one.name: getattr(self, one.name) for one in fields(Sampling)})
 
     @cached_property
     def eviction_policy(self) -> EvictionPolicy | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from transformers.generation.logits_process import (
+    LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -25,6 +28,8 @@ _COLDEST = 1e-4
 # Logits are divided by the penalty, or multiplied by it; far from 1 they overflow float32 as well.
 _LEAST_PENALTY = 0.01
 _MOST_PENALTY = 100.0
+# As in OpenAI's API, of either sign.
+_MOST_COUNTED_PENALTY = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,14 @@ class Sampling:
     repetition_penalty
         A value above 1 makes tokens already in the prompt or answer less likely; 1 changes nothing.
         From 0.01 to 100.
+    frequency_penalty
+        Subtracted from a token's logit for each time that the answer has it, as in OpenAI's API.
+        From -2 to 2.
+    presence_penalty
+        Subtracted once from the logit of each token that the answer has. From -2 to 2.
+    min_p
+        Sample from tokens that have at least this share of the most likely token's probability;
+        0 samples from all.
     seed
         Makes sampling repeatable; None uses a new seed each time.
     """
@@ -50,6 +63,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +82,35 @@ class Sampling:
             "repetition_penalty": arguments.number(
                 self.repetition_penalty, "repetition_penalty", _LEAST_PENALTY, _MOST_PENALTY
             ),
+            "min_p": arguments.number(self.min_p, "min_p", 0.0, 1.0),
         }
+        for name in ("frequency_penalty", "presence_penalty"):
+            most = _MOST_COUNTED_PENALTY
+            checked[name] = arguments.number(getattr(self, name), name, -most, most)
         if self.seed is not None:
             checked["seed"] = arguments.whole(self.seed, "seed", 0, 2**63 - 1)
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # plain numbers, also if NumPy's were given
+
+
+class _CountedPenalty(LogitsProcessor):
+    """Frequency and presence penalties of one answer, by its own tokens alone."""
+
+    def __init__(self, frequency: float, presence: float) -> None:
+        self._frequency, self._presence = frequency, presence
+        self._counts: Counter[int] = Counter()
+
+    def note(self, token: int) -> None:
+        self._counts[token] += 1
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG002
+        if not self._counts:
+            return scores
+        tokens = torch.tensor(list(self._counts), device=scores.device)
+        counts = torch.tensor(list(self._counts.values()), device=scores.device)
+        penalised = scores.clone()
+        penalised[..., tokens] -= counts * self._frequency + self._presence
+        return penalised
 
 
 class Sampler:
@@ -94,13 +134,19 @@ class Sampler:
         self._processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        self._counted: _CountedPenalty | None = None
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            self._counted = _CountedPenalty(sampling.frequency_penalty, sampling.presence_penalty)
+            self._processors.append(self._counted)
         if not self._greedy:
-            # The same order as in Transformers: temperature, then top-k, then top-p.
+            # The same order as in Transformers: temperature, then top-k, top-p, min-p.
             self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
                 self._processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
                 self._processors.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                self._processors.append(MinPLogitsWarper(sampling.min_p))
         # A separate generator, independent of other requests and of torch's global state.
         self._generator = torch.Generator(device)
         if sampling.seed is None:
@@ -134,6 +180,8 @@ class Sampler:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
         if self._allowed is not None:
             self._allowed.follow(token)
+        if self._counted is not None:
+            self._counted.note(token)
         return token
 
 

@@ -24,7 +24,10 @@ from kvrag.fusion.slices import Slices
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
 
-_REQUEST = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+_REQUEST = (
+    *("max_tokens", "temperature", "top_p", "top_k", "seed"),
+    *("frequency_penalty", "presence_penalty"),
+)
 
 
 def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[], None]:

@@ -48,7 +48,8 @@ INDEX_VARIABLE = "KVRAG_INDEX"
 
 PER_CALL = (
     *("model", "policy", "ratio", "boundary_tokens", "temperature", "max_tokens", "top_p", "top_k"),
-    *("repetition_penalty", "seed", "stop", "timeout", "response_format"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"),
+    *("seed", "stop", "timeout", "response_format"),
 )
 """Constructor parameters that a single call may replace."""
 
@@ -58,10 +59,13 @@ TOOLS = ("tools", "tool_choice")
 _RECOMPUTE = ("policy", "ratio", "boundary_tokens")
 _OF_REQUESTS = (
     *(*_RECOMPUTE, "eviction", "ttft", "max_tokens", "temperature", "top_p", "top_k"),
-    *("repetition_penalty", "seed"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p", "seed"),
 )
 _WHOLE = ("boundary_tokens", "max_tokens", "top_k", "seed", "max_retries")
-_REAL = ("ratio", "ttft", "temperature", "top_p", "repetition_penalty", "timeout")
+_REAL = (
+    *("ratio", "ttft", "temperature", "top_p", "min_p", "timeout"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 T = TypeVar("T")
@@ -109,8 +113,8 @@ class EngineSettings(BaseModel):
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
-    temperature, top_p, top_k, repetition_penalty, seed
-        Sampling; temperature 0 is greedy.
+    temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
+        Sampling (`Request`); temperature 0 is greedy.
     max_tokens
         Maximum number of tokens to generate.
     stop
@@ -150,6 +154,9 @@ class EngineSettings(BaseModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int | None = None
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0.0)

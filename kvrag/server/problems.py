@@ -24,8 +24,7 @@ INVALID = "invalid_request_error"
 # Parameters of OpenAI's API that ask for nothing with a neutral value; no other is supported.
 _NEUTRAL = frozenset(
     {
-        *("best_of", "echo", "frequency_penalty", "logit_bias", "modalities"),
-        *("presence_penalty", "store", "suffix"),
+        *("best_of", "echo", "logit_bias", "modalities", "suffix"),
     }
 )
 # Where a request takes a text or an object: what pydantic calls the two.

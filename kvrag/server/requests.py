@@ -66,7 +66,6 @@ def _number(value: Any) -> Any:
 
 # To Python, 0 is False and True is 1; in JSON they differ.
 _False = Annotated[Literal[False] | None, BeforeValidator(_bool)]
-_Zero = Annotated[Literal[0] | None, BeforeValidator(_number)]
 _One = Annotated[Literal[1] | None, BeforeValidator(_number)]
 
 
@@ -179,7 +178,19 @@ class Message(Strict):
         return turn
 
 
-class Generating(Strict, ABC):
+class Labelled(Strict):
+    """Fields that say whose a request is and how it is billed; no answer depends on them."""
+
+    user: str | None = Field(default=None, max_length=200)
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    store: bool | None = None
+    service_tier: str | None = Field(default=None, max_length=_MAX_NAME)
+    safety_identifier: str | None = Field(default=None, max_length=200)
+    prompt_cache_key: str | None = Field(default=None, max_length=200)
+    prompt_cache_retention: str | None = Field(default=None, max_length=_MAX_NAME)
+
+
+class Generating(Labelled, ABC):
     """The fields that chat completions and completions share."""
 
     model: str = Field(max_length=500)
@@ -187,17 +198,17 @@ class Generating(Strict, ABC):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(default=None, max_length=200)
     kvrag: KVRagOptions = KVRagOptions()
-    # Many clients send these with their neutral values, which ask for nothing.
-    frequency_penalty: _Zero = None
-    presence_penalty: _Zero = None
+    # Many clients send this empty, which asks for nothing.
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
 
     @field_validator("stop", mode="after")
@@ -301,7 +312,6 @@ class ChatRequest(Generating):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    store: _False = None
     modalities: list[Literal["text"]] | None = Field(default=None, fail_fast=True)
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
 from kvrag.models.tools import ToolFormat
 from kvrag.server import logprobs
 from kvrag.server import responses as r
-from kvrag.server.requests import Generating
+from kvrag.server.requests import ChatRequest, Generating
 from kvrag.server.retrieving import citations
 
 
@@ -124,7 +124,7 @@ class ChatShape(Shape):
 
     def __init__(
         self,
-        asked: Generating,
+        asked: ChatRequest,
         tokenizer: PreTrainedTokenizerBase,
         fingerprint: str,
         *,
@@ -134,6 +134,7 @@ class ChatShape(Shape):
         super().__init__(asked, tokenizer, fingerprint)
         self._cites = cites
         self._calls = calls
+        self._most_calls = 1 if asked.parallel_tool_calls is False else None
         self._parsers: dict[int, ToolCallParser] = {}
         self._num_calls: Counter[int] = Counter()
 
@@ -147,7 +148,7 @@ class ChatShape(Shape):
         message = r.ChatMessage(
             role="assistant",
             content=said.text if said.text or not said.calls else None,
-            tool_calls=[_call(one) for one in said.calls] or None,
+            tool_calls=[_call(one) for one in said.calls[: self._most_calls]] or None,
             annotations=self._citations(answer),
         )
         finish: r.FinishReason = "tool_calls" if said.calls else _finish(answer)
@@ -168,6 +169,8 @@ class ChatShape(Shape):
             message = r.ChatMessage(content=said.text)
             yield self._piece(number, message, likely=self._likely(delta.logprobs))
         for one in said.calls:
+            if self._num_calls[number] == self._most_calls:
+                break
             call = _call(one, self._num_calls[number])
             self._num_calls[number] += 1
             yield self._piece(number, r.ChatMessage(tool_calls=[call]))

@@ -39,6 +39,9 @@ SAMPLING = table(
     top_p=[*NO_NUMBER, None, 0, -0.1, 1.1],
     top_k=[*NO_WHOLE, None, -1, 2**40],
     repetition_penalty=[*NO_NUMBER, None, 0, -1, 1e-300, 101],
+    frequency_penalty=[*NO_NUMBER, None, -2.1, 3],
+    presence_penalty=[*NO_NUMBER, None, -2.1, 3],
+    min_p=[*NO_NUMBER, None, -0.1, 1.1],
     seed=[2.5, True, "a", NAN, [1], -1, 2**63],
 )
 FUSING = table(

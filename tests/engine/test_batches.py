@@ -46,6 +46,8 @@ KINDS: list[dict[str, Any]] = [
     {"policy": "none:temperature=0.7:scale=0.8"},
     {"reuse": False},
     {"temperature": 1.2, "seed": 4, "top_k": 5, "policy": "boundary"},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 1.1, "seed": 5, "min_p": 0.2, "presence_penalty": 2.0},
 ]
 
 

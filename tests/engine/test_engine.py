@@ -7,7 +7,9 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import kvrag
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Message
+from kvrag.engine.sampling import Sampler, Sampling
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
@@ -135,6 +138,41 @@ def test_sampling_parameters_change_the_draw(engine: KVEngine) -> None:
     assert engine.generate(PROMPT, temperature=1.5, top_k=1, seed=1).text == greedy
     assert engine.generate(PROMPT, temperature=1.5, top_p=1e-6, seed=1).text == greedy
     assert engine.generate(PROMPT, repetition_penalty=5.0).text != greedy
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (0.3, 0.4), (-2.0, 0.0)])
+def test_counted_penalties_are_openais(engine: KVEngine, frequency: float, presence: float) -> None:
+    """Each time that the answer has a token costs it `frequency`, and the first one `presence`."""
+    model, ids = engine.index.model, list(engine.prompt_ids(PROMPT))
+    num_prompt = len(ids)
+    for _ in range(24):
+        with torch.no_grad():
+            logits = model.hf(torch.tensor([ids])).logits[0, -1].float()
+        own = Counter(ids[num_prompt:])
+        for token, count in own.items():
+            logits[token] -= frequency * count + presence
+        ids.append(int(logits.argmax()))
+    expected = model.tokenizer.decode(ids[num_prompt:], skip_special_tokens=True)
+    options: dict[str, Any] = {"ratio": 1.0, "max_tokens": 24}
+    answer = engine.generate(
+        PROMPT, frequency_penalty=frequency, presence_penalty=presence, **options
+    )
+    assert answer.text == expected
+    assert engine.generate(PROMPT, **options).text != expected
+
+
+def test_min_p_leaves_out_what_is_far_less_likely_than_the_best(engine: KVEngine) -> None:
+    probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
+    for min_p, left in ((0.0, 4), (0.25, 3), (0.5, 2), (1.0, 1)):
+        drawn = {
+            Sampler(
+                Sampling(temperature=1.0, min_p=min_p, seed=seed), torch.device("cpu")
+            ).next_token(probabilities.log(), torch.tensor([0]))
+            for seed in range(200)
+        }
+        assert drawn == set(range(left))
+    greedy = engine.generate(PROMPT).text
+    assert engine.generate(PROMPT, temperature=1.5, min_p=1.0, seed=1).text == greedy
 
 
 def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:

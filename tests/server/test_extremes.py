@@ -56,7 +56,11 @@ def test_half_a_surrogate_pair(served: Served, path: str, body: dict[str, Any]) 
 
 @pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-30, 1e-3, 11, 1e300, -1.0])
 @pytest.mark.parametrize(
-    "name", ["temperature", "top_p", "repetition_penalty", "top_k", "kvrag.ratio"]
+    "name",
+    [
+        *("temperature", "top_p", "repetition_penalty", "top_k", "kvrag.ratio"),
+        *("frequency_penalty", "presence_penalty", "min_p"),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_extreme_numbers(served: Served, name: str, value: float, stream: bool) -> None:

@@ -92,6 +92,35 @@ def test_a_seed_makes_choices_repeatable(client: OpenAI, served: Served) -> None
     assert first[2] == expected == choices(8)[1]
 
 
+def test_penalties_and_min_p_are_the_engines(client: OpenAI, served: Served) -> None:
+    options: Any = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "temperature": 1.1}
+    more: Any = {"min_p": 0.3}
+    expected = served.engine.generate(MESSAGES, max_tokens=16, seed=5, **options, **more).text
+    ask = client.chat.completions.create
+    given: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 16, "seed": 5}
+    assert ask(**given, **options, extra_body=more).choices[0].message.content == expected
+    assert ask(**given, temperature=1.1).choices[0].message.content != expected
+
+
+def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
+    options: Any = {"model": "model", "max_tokens": 6}
+    nothing: Any = {
+        "metadata": {"run": "7"},
+        "user": "ada",
+        "store": True,
+        "service_tier": "auto",
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "modalities": ["text"],
+        "safety_identifier": "ada",
+        "prompt_cache_key": "x",
+    }
+    plain = client.chat.completions.create(messages=MESSAGES, **options)
+    same = client.chat.completions.create(messages=MESSAGES, **options, **nothing)
+    assert same.choices[0].message.content == plain.choices[0].message.content
+
+
 def test_stop_strings_end_the_answer(client: OpenAI, served: Served) -> None:
     whole = served.engine.generate(MESSAGES, max_tokens=12).text
     stop = whole[len(whole) // 2 :][:2]
@@ -247,7 +276,7 @@ def test_the_models_are_listed(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("changed", "param", "why"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "does not support"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "does not support"),
         ({"web_search_options": {}}, "web_search_options", "unknown parameter"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),

@@ -63,6 +63,23 @@ def test_a_call_and_its_result(
     assert answer.usage.prompt_tokens_details.cached_tokens > 40
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_no_parallel_calls(
+    rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    follow(monkeypatch, rag, lambda prompt: f"{CALL}\n{CALL.replace('Varn', 'fox')}")
+
+    def num_calls(**options: Any) -> int:
+        if is_streamed:
+            events = client.chat.completions.create(**FREE, tools=[TOOL], stream=True, **options)
+            return sum(len(one.choices[0].delta.tool_calls or ()) for one in events)
+        answer = client.chat.completions.create(**FREE, tools=[TOOL], **options)
+        return len(answer.choices[0].message.tool_calls or ())
+
+    assert num_calls() == num_calls(parallel_tool_calls=True) == 2
+    assert num_calls(parallel_tool_calls=False) == 1
+
+
 def test_rounds_of_calls_over_retrieved_chunks(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round searches for the question, and its prompt begins as the round before."""
 
