@@ -103,7 +103,7 @@ class _CountedPenalty(LogitsProcessor):
     def note(self, token: int) -> None:
         self._counts[token] += 1
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG002
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         if not self._counts:
             return scores
         tokens = torch.tensor(list(self._counts), device=scores.device)

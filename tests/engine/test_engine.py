@@ -140,7 +140,9 @@ def test_sampling_parameters_change_the_draw(engine: KVEngine) -> None:
     assert engine.generate(PROMPT, repetition_penalty=5.0).text != greedy
 
 
-@pytest.mark.parametrize(("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (0.3, 0.4), (-2.0, 0.0)])
+@pytest.mark.parametrize(
+    ("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (0.3, 0.4), (-2.0, 0.0)]
+)
 def test_counted_penalties_are_openais(engine: KVEngine, frequency: float, presence: float) -> None:
     """Each time that the answer has a token costs it `frequency`, and the first one `presence`."""
     model, ids = engine.index.model, list(engine.prompt_ids(PROMPT))

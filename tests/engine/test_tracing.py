@@ -114,7 +114,9 @@ def test_an_error(rag: Rag, traced: Traced) -> None:
     with pytest.raises(PromptTooLongError):
         engine.generate("long " * 3000)
     with pytest.raises(ParameterError, match="empty"):
-        KVEngine(rag.index).generate([{"role": "user", "content": "x"}], policy="none", hints=["x"], stop=[""])
+        KVEngine(rag.index).generate(
+            [{"role": "user", "content": "x"}], policy="none", hints=["x"], stop=[""]
+        )
     (span,) = traced.spans
     assert not span.status.is_ok
     assert attributes(span)["error.type"] == "PromptTooLongError"
