@@ -111,8 +111,8 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     history = History.of(engine.index) if options.keeps_history else None
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        yield {"end_answers": service.end_answers}
         service.close()
         if history is not None:
             history.close()

@@ -72,9 +72,7 @@ class Record:
     user
         The request's field ``user``.
     status
-        The response's status; 0 before there is one.
-    is_failed
-        Whether a stream ended with an error.
+        The response's status, or that of the error that ended a stream; 0 before there is one.
     """
 
     request_id: str
@@ -83,14 +81,11 @@ class Record:
     num_answers: int = 1
     user: str | None = None
     status: int = 0
-    is_failed: bool = False
     started: float = field(default_factory=time.perf_counter)
 
     @property
     def outcome(self) -> int:
-        """The status, or 499 if the client left, or 500 if a stream failed."""
-        if self.is_failed:
-            return 500
+        """The status, or 499 if the client left."""
         left = self.generation is not None and not self.generation.is_done
         return CLIENT_GONE if left and self.status == 200 else self.status
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import socket
 import threading
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+from kvrag.server.connections import Connection, Connections, most_connections
 from kvrag.store.server_requests import is_loopback
 
 DEFAULT_PORT = 8000
@@ -18,7 +21,10 @@ GRACE_SECONDS = 30.0
 
 # A client that reads nothing for this time is dropped, in milliseconds.
 _UNREAD_MS = 60_000
-_BACKLOG = 512
+# Connections that are accepted at once, before any of them can be closed for another.
+_BACKLOG = 32
+# From the last event of a stream until its connection is cut.
+_LAST_SECONDS = 5
 
 
 class Server:
@@ -31,7 +37,8 @@ class Server:
     host, port
         Where to listen; port 0 takes a free one.
     grace_seconds
-        How long `stop` waits for answers that have begun.
+        How long `stop` waits for answers that have begun. Then it calls what the application's
+        lifespan has put into its state as ``end_answers``, if anything.
 
     Raises
     ------
@@ -56,15 +63,19 @@ class Server:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Connections inherit it.
             self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+        self._grace_seconds = grace_seconds
+        connections = Connections(most_connections())
         config = uvicorn.Config(
             app,
-            http="h11",  # bounds a request's headers, and httptools does not
+            # Over h11, which bounds a request's headers, and httptools does not.
+            http=cast(Any, functools.partial(Connection, connections)),
+            backlog=_BACKLOG,
             log_config=None,
             access_log=False,
             server_header=False,
             ws="none",
             proxy_headers=False,
-            timeout_graceful_shutdown=int(grace_seconds),
+            timeout_graceful_shutdown=int(grace_seconds) + _LAST_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self._has_ended = threading.Event()
@@ -94,7 +105,9 @@ class Server:
         Must not be called by the thread that runs `serve_forever`.
         """
         self._server.should_exit = True
-        self._has_ended.wait()
+        if not self._has_ended.wait(self._grace_seconds):
+            self._server.lifespan.state.get("end_answers", lambda: None)()
+            self._has_ended.wait()
 
 
 def check_address(host: str, *, has_keys: bool, anyone: bool) -> None:

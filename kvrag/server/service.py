@@ -112,9 +112,13 @@ class Service:
         """Whether a request would be accepted now."""
         return self._worker.is_ready
 
+    def end_answers(self) -> None:
+        """End the answers that are not finished, each with an error; there will be no others."""
+        self._worker.stop()
+
     def close(self) -> None:
         """Stop the worker and the threads; the caller closes the engine's index."""
-        self._worker.stop()
+        self.end_answers()
         self._threads.shutdown(cancel_futures=True)
 
     @property
@@ -320,8 +324,9 @@ async def _lines(
         if (last := shape.end(generation.in_order)) is not None:
             yield _event(to_json(last))
     except Exception as error:
-        record.is_failed = True
-        yield _event(as_problem(error).to_dict())
+        problem = as_problem(error)
+        record.status = problem.status
+        yield _event(problem.to_dict())
         return
     yield "data: [DONE]\n\n"
 

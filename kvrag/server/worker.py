@@ -19,6 +19,7 @@ MAX_STREAMS = 8
 MAX_WAITING = 128
 # A client that is refused may try again after this time.
 _RETRY_SECONDS = 2
+_STOPPING = "the server is stopping"
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class Worker:
             )
         with self._changed:
             if self._stopping:
-                raise BusyError("the server is stopping", _RETRY_SECONDS)
+                raise BusyError(_STOPPING, _RETRY_SECONDS)
             tenant = jobs[0].tenant
             present = self._waiting.keys() | self._num_open.keys() | {tenant}
             share = math.ceil(self._room / len(present))
@@ -136,7 +137,7 @@ class Worker:
                     del self._waiting[job.tenant]
 
     def stop(self) -> None:
-        """End the thread; answers that are still open or waiting are dropped."""
+        """End the thread; answers that are still open or waiting end with a BusyError."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -158,7 +159,11 @@ class Worker:
             else:
                 self._close(job)
         for job in self._open:
+            self._tell(job, BusyError(_STOPPING, _RETRY_SECONDS))
             self._close(job)
+        for queue in self._waiting.values():
+            for job in queue:
+                self._tell(job, BusyError(_STOPPING, _RETRY_SECONDS))
 
     def _next(self) -> Job | None:
         """Return the job whose turn it is, when there is one; None when the worker stops."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(index: Path, *options: str, **environment: str) -> Iterator[Any]:
+def running(
+    index: Path, *options: str, before: Sequence[str] = (), **environment: str
+) -> Iterator[Any]:
     """Yield a started server's process; its address is the attribute `url`."""
     command = [sys.executable, "-m", "kvrag", "serve", "-i", str(index), "--port", "0", *options]
     process: Any = subprocess.Popen(
-        command,
+        [*before, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -127,6 +130,19 @@ def test_a_collector_that_is_not_there(index_path: Path) -> None:
         _, rest = process.communicate(timeout=60)
     log = [json.loads(line) for line in [*lines, *rest.splitlines()]]
     assert any("export" in one["event"] for one in log if one["level"] != "info")
+
+
+def test_silent_connections_beyond_the_limit_of_descriptors(index_path: Path) -> None:
+    few = ("sh", "-c", 'ulimit -n 256; exec "$0" "$@"')
+    with running(index_path, before=few) as process, ExitStack() as stack:
+        address = httpx.URL(process.url)
+        for _ in range(400):
+            where = (address.host, address.port)
+            stack.enter_context(socket.create_connection(where, timeout=20))
+        body = {"model": "model", "prompt": "Ines", "max_tokens": 2}
+        for _ in range(3):
+            answer = httpx.post(f"{process.url}/completions", json=body, timeout=20)
+            assert answer.status_code == 200
 
 
 @pytest.mark.slow
