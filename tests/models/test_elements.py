@@ -20,6 +20,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from kvrag.models.elements import element_forwards
 from kvrag.models.fast_modules import fast_modules
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4}
 NORMS = {
     "Llama": "",

@@ -16,6 +16,8 @@ from kvrag.models.linears import most_rows
 from kvrag.models.packed import can_pack
 from kvrag.native import MAX_ROWS, REFERENCE, FewRowsLinear, instruction_set
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -18,10 +18,10 @@ from kvrag.native import (
     VisibleKeys,
     attend,
     attend_each,
-    instruction_set,
     instruction_sets,
     use_instruction_set,
 )
+from tests.support.instructions import kept_instruction_set
 from tests.support.properties import examples
 
 
@@ -82,26 +82,25 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
     # Where pairs of bfloat16 are multiplied, each weight is rounded too, by at most 2^-8 of itself.
     gathered, _ = attended(query, key, value.abs(), last_keys, 0.3, window, softcap)
     rounding = gathered * (2**-8 if dtype == torch.bfloat16 else 0)
-    before = instruction_set()
-    for name in instruction_sets():
-        use_instruction_set(name)
-        taken = torch.full((num_kv_heads, num_keys), 5.0)
-        found = attend(
-            query,
-            key,
-            value,
-            VisibleKeys(last_keys, window),
-            scale=0.3,
-            softcap=softcap,
-            mass=Mass(taken, first_row) if counts else None,
-            threads=2,
-        )
-        if counts:
-            assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
-        assert found.dtype == dtype
-        slack = rounding if name in ("avx512bf16", "amxbf16") else 0
-        assert (found.double() - expected).abs().le(allowed + slack).all(), name
-    use_instruction_set(before)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            taken = torch.full((num_kv_heads, num_keys), 5.0)
+            found = attend(
+                query,
+                key,
+                value,
+                VisibleKeys(last_keys, window),
+                scale=0.3,
+                softcap=softcap,
+                mass=Mass(taken, first_row) if counts else None,
+                threads=2,
+            )
+            if counts:
+                assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
+            assert found.dtype == dtype
+            slack = rounding if name in ("avx512bf16", "amxbf16") else 0
+            assert (found.double() - expected).abs().le(allowed + slack).all(), name
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])

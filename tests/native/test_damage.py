@@ -16,12 +16,12 @@ from kvrag.native import (
     decode_many,
     decode_rows,
     encode_rows,
-    instruction_set,
     instruction_sets,
     use_instruction_set,
 )
 from tests.native.cases import make_case
 from tests.native.reference_rans import join, split
+from tests.support.instructions import kept_instruction_set
 from tests.support.properties import examples
 
 CASE = make_case(11, 12, 75)
@@ -103,15 +103,14 @@ def test_flipped_bits(position: int, bit: int) -> None:
     """A flip is noticed, or leaves symbols that every instruction set agrees on."""
     damaged = bytearray(PAYLOAD)
     damaged[position] ^= 1 << bit
-    before = instruction_set()
     outcomes = set()
-    for name in instruction_sets():
-        use_instruction_set(name)
-        try:
-            outcomes.add(decode(bytes(damaged)).tobytes())
-        except RecordError as error:
-            outcomes.add(str(error).encode())
-    use_instruction_set(before)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            try:
+                outcomes.add(decode(bytes(damaged)).tobytes())
+            except RecordError as error:
+                outcomes.add(str(error).encode())
     assert len(outcomes) == 1
     assert outcomes != {CASE.symbols.tobytes()}
 
@@ -123,9 +122,8 @@ def test_arbitrary_bytes(data: bytes, streams: int) -> None:
     if sizes:
         sizes[-1] = len(data) - sum(sizes[:-1])
     payload = struct.pack(f"<{streams + 1}I", streams, *sizes) + data
-    before = instruction_set()
-    for name in instruction_sets():
-        use_instruction_set(name)
-        with pytest.raises(RecordError):
-            decode(payload)
-    use_instruction_set(before)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            with pytest.raises(RecordError):
+                decode(payload)

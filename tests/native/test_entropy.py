@@ -23,12 +23,12 @@ from kvrag.native import (
     decode_rows,
     encode_rows,
     ideal_bits,
-    instruction_set,
     instruction_sets,
     use_instruction_set,
 )
 from tests.native import reference_rans
 from tests.native.cases import Case, make_case
+from tests.support.instructions import kept_instruction_set
 from tests.support.properties import examples
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("rans-*.npz"))
@@ -95,12 +95,11 @@ def test_round_trips(
     with_context: bool,
 ) -> None:
     case = make_case(seed, num_rows, num_tokens, num_symbols=num_symbols, with_context=with_context)
-    before = instruction_set()
     payloads = set()
-    for name in instruction_sets():
-        use_instruction_set(name)
-        payloads.add(round_trip(case, min(num_streams, max(num_rows, 1))))
-    use_instruction_set(before)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            payloads.add(round_trip(case, min(num_streams, max(num_rows, 1))))
     assert len(payloads) == 1
 
 

@@ -18,6 +18,7 @@ from kvrag.native import (
     instruction_sets,
     use_instruction_set,
 )
+from tests.support.instructions import kept_instruction_set
 from tests.support.properties import examples
 
 
@@ -37,8 +38,7 @@ def test_it_is_a_linear_layer(data: st.DataObject) -> None:
     expected = rows.double() @ weight.double().T
     if given_bias is not None:
         expected += bias.double()
-    before = instruction_sets()[-1]
-    try:
+    with kept_instruction_set():
         for name in instruction_sets():
             use_instruction_set(name)
             found = FewRowsLinear(weight, given_bias)(rows[None])
@@ -49,8 +49,6 @@ def test_it_is_a_linear_layer(data: st.DataObject) -> None:
             size = rows.abs().double() @ weight.abs().double().T + 1
             close = (found[0].double() - expected).abs() <= 1e-6 * size + tolerance * expected.abs()
             assert close.all()
-    finally:
-        use_instruction_set(before)
 
 
 def assert_threads_change_nothing(layer: FewRowsLinear, rows: torch.Tensor) -> None:
@@ -163,16 +161,13 @@ def test_eight_bits_are_off_by_their_rounding_only(data: st.DataObject) -> None:
     if given_bias is not None:
         expected += bias.double()
     bound += expected.abs() * (1e-5 if dtype == torch.float32 else 2**-8)
-    before = instruction_sets()[-1]
-    try:
+    with kept_instruction_set():
         for name in instruction_sets():
             use_instruction_set(name)
             found = Int8Linear(weight, given_bias)(rows[None])
             assert found.shape == (1, num_rows, num_outputs)
             assert found.dtype == dtype
             assert ((found[0].double() - expected).abs() <= bound).all()
-    finally:
-        use_instruction_set(before)
 
 
 def test_eight_bits_are_exact_for_whole_numbers(isa: str) -> None:

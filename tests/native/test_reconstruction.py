@@ -16,7 +16,6 @@ from kvrag.native import (
     Points,
     Rotation,
     contexts,
-    instruction_set,
     instruction_sets,
     place_channels,
     reconstruct,
@@ -24,6 +23,7 @@ from kvrag.native import (
     use_instruction_set,
 )
 from tests.native.reference_reconstruction import placed, transformed
+from tests.support.instructions import kept_instruction_set
 from tests.support.properties import examples
 
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -94,16 +94,15 @@ def test_transform_matches_torch(data: st.DataObject) -> None:
         basis /= 100  # its range ends at 65504
     expected = transformed(points, basis, mean, **options)
     scale = 40.0 * float(numbers.double().abs().max() if numbers.numel() else 1) + 300
-    before = instruction_set()
-    for name in instruction_sets():
-        use_instruction_set(name)
-        buffer = torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)
-        out = buffer[1 : count + 1, :num_heads].transpose(0, 1)
-        reconstruct(points, basis, mean, out, **options)
-        assert_close(out, expected, scale)
-        out.fill_(5.0)
-        assert (buffer == 5.0).all()
-    use_instruction_set(before)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            buffer = torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)
+            out = buffer[1 : count + 1, :num_heads].transpose(0, 1)
+            reconstruct(points, basis, mean, out, **options)
+            assert_close(out, expected, scale)
+            out.fill_(5.0)
+            assert (buffer == 5.0).all()
 
 
 @settings(max_examples=examples(60))
@@ -136,13 +135,12 @@ def test_channels_match_torch(data: st.DataObject) -> None:
     expected = placed(points, num_heads, **options)
     # Rotation can cancel: what it rounds is as large as what it rotates.
     scale = 0.05 * (float(numbers.double().abs().max()) + 1000)
-    before = instruction_set()
-    for name in instruction_sets():
-        use_instruction_set(name)
-        out = torch.empty(num_heads, count, head_dim, dtype=dtype)
-        place_channels(points, out, **options)
-        assert_close(out, expected, scale)
-    use_instruction_set(before)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            out = torch.empty(num_heads, count, head_dim, dtype=dtype)
+            place_channels(points, out, **options)
+            assert_close(out, expected, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
