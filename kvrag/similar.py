@@ -19,6 +19,12 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=_MOST)
 
 
+def nearest(name: str, found: Sequence[str]) -> list[str]:
+    """Return those of similar names that are about as similar as the most similar one."""
+    ratios = [difflib.SequenceMatcher(None, one, name).ratio() for one in found]
+    return [one for one, ratio in zip(found, ratios, strict=True) if ratio > max(ratios) - 0.1]
+
+
 def suggestion(found: Sequence[str]) -> str:
     """Return " (is it ...?)" with the first of these names, or "" if there are none."""
     return f" (is it {' or '.join(map(repr, found[:_MOST]))}?)" if found else ""

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from kvrag import similar
 from kvrag.arguments import cut
 from kvrag.cli import console
 from kvrag.cli import settings as s
@@ -49,7 +50,12 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; settings replace the options' defaults."""
         self._tell_settings(ctx, args)
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        try:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except Exception as error:  # Typer's own class, in a module that differs between versions
+            if found := getattr(error, "possibilities", None):
+                error.possibilities = similar.nearest(error.option_name, found)  # type: ignore[attr-defined]
+            raise
         if not given.get("help") and not ctx.resilient_parsing:
             with guard():
                 self._settle(ctx, given)

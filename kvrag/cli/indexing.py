@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from kvrag.ingest.report import IngestReport
 
 
-_DEFAULT_MODEL = "kvrag-tiny"
-
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         "-m",
-        help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. Default for a new "
-        f"index: {_DEFAULT_MODEL}.",
+        help="A name of 'kvrag models', ollama:NAME, a GGUF file, or the folder or hub name of a "
+        "Hugging Face decoder. Default for a new index: the only model that is installed.",
         show_default=False,
     ),
 ]
@@ -94,6 +92,7 @@ def index_into(
     from kvrag.cli.progress import IngestBar
     from kvrag.ingest.checks import check_lasting
     from kvrag.store.registry import check_kind, without_password
+    from kvrag.weights.known import check_model
 
     if store is not None:
         if store.split("|")[-1].startswith("memory:"):
@@ -106,6 +105,8 @@ def index_into(
     settings = replace(settings, embedding=name)
     given = _Given(profile, custom)
     quiet_libraries()
+    if model is not None:
+        check_model(model)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
         opened = _open_or_create(path, model, device, store, settings, given, folder)
@@ -187,6 +188,24 @@ def _tell_default_embedding() -> None:
         )
 
 
+def _only_model() -> str:
+    """Return the model that is installed, if it is one. Raises ParameterError."""
+    from kvrag.weights.known import ready_models
+    from kvrag.weights.named import NAMED_MODELS
+
+    found = ready_models()
+    if len(found) == 1:
+        return found[0]
+    choice = " or ".join(f"--model {name}" for name in found)
+    if not found:
+        first = NAMED_MODELS[0].name
+        choice = f"'kvrag models pull {first}', then --model {first}; or another --model"
+    raise ParameterError(
+        f"a new index needs a model, and {len(found) or 'none'} of 'kvrag models' are installed: "
+        f"{choice} (a GGUF file, ollama:NAME, a folder, a hub name)"
+    )
+
+
 def _open_or_create(
     path: Path | str,
     model: str | None,
@@ -210,7 +229,8 @@ def _open_or_create(
         )
     except IndexNotFoundError:
         if model is None:
-            console.note(f"no --model given: the new index uses the included {_DEFAULT_MODEL}")
+            model = _only_model()
+            console.note(f"no --model given: the new index uses {model}, which is installed here")
         if settings.embedding is None and objects.embedding is None:
             _tell_default_embedding()
         named = {name: value for name, value in asdict(settings).items() if value is not None}
@@ -219,7 +239,7 @@ def _open_or_create(
         options = {"profile": objects.profile, "device": device, "store": store, **named}
         return Index.create(
             scratch / "index" if scratch is not None else path,
-            model=model or _DEFAULT_MODEL,
+            model=model,
             **cast("IndexOptions", options),
         )
     try:

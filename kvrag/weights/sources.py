@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrag import arguments
+from kvrag import arguments, similar
 from kvrag.errors import ModelLoadError
 from kvrag.regularfile import open_regular, read_regular
 from kvrag.weights.named import named_model
@@ -19,6 +19,8 @@ OLLAMA = "ollama:"
 LLAMA_CPP = "llama.cpp:"
 _MAGIC = b"GGUF"
 _PIECE = re.compile(r"-\d{5}-of-\d{5}$")
+# What a name without them means.
+_OLLAMA_PARTS = ["registry.ollama.ai", "library"]
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 
 
@@ -132,20 +134,32 @@ def _from_ollama(reference: str) -> GgufSource:
             "`ollama list` "
             "shows them"
         )
-    if len(parts) == 1:
-        parts = ["library", *parts]
-    if len(parts) == 2:
-        parts = ["registry.ollama.ai", *parts]
+    parts = [*_OLLAMA_PARTS[: max(0, 3 - len(parts))], *parts]
     searched = _ollama_folders()
     for folder in searched:
         manifest = folder.joinpath("manifests", *parts, tag or "latest")
         if manifest.is_file():
             return _checked(GgufSource(reference, (_ollama_blob(folder, manifest),)))
+    name = reference.removeprefix(OLLAMA)
+    near = similar.like(reference, ollama_names())
     raise ModelLoadError(
-        f"Ollama has no model {arguments.shown(reference.removeprefix(OLLAMA))} in "
-        f"{', '.join(map(str, searched))}: see `ollama list`, or fetch it with "
-        f"`ollama pull {reference.removeprefix(OLLAMA)}`. OLLAMA_MODELS names another folder"
+        f"Ollama has no model {arguments.shown(name)} in {', '.join(map(str, searched))}{near}: "
+        f"see `ollama list`, or fetch it with `ollama pull {name}`. OLLAMA_MODELS names another "
+        "folder"
     )
+
+
+def ollama_names() -> list[str]:
+    """Return what `--model` takes for each of Ollama's models here."""
+    found = []
+    for folder in _ollama_folders():
+        for manifest in sorted(folder.glob("manifests/*/*/*/*")):
+            host, user, name, tag = manifest.parts[-4:]
+            parts = [host, user, name]
+            if parts[0] == _OLLAMA_PARTS[0]:
+                parts = parts[2:] if parts[:2] == _OLLAMA_PARTS else parts[1:]
+            found.append(OLLAMA + "/".join(parts) + ("" if tag == "latest" else f":{tag}"))
+    return list(dict.fromkeys(found))
 
 
 def _ollama_folders() -> list[Path]:
@@ -194,6 +208,11 @@ def _from_llama_cpp(reference: str) -> GgufSource:
             f"model {arguments.shown(reference)} is ambiguous. {_files_told(matches)}"
         )
     return _checked(GgufSource(reference, (matches[0],)))
+
+
+def llama_cpp_names() -> list[str]:
+    """Return what `--model` takes for each GGUF file in llama.cpp's cache."""
+    return [LLAMA_CPP + path.stem for path in sorted(set(_llama_cpp_files()))]
 
 
 def _llama_cpp_files() -> Iterator[Path]:

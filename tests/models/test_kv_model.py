@@ -272,7 +272,7 @@ def test_places_without_a_model_are_told_apart(tmp_path: Path, folder: Path) -> 
         KVModel.load(tmp_path / "nowhere")
     with pytest.raises(ModelLoadError, match="could not load"):
         KVModel.load(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"'smolm2-135m' \(is it 'smollm2-135m'"):
+    with pytest.raises(ModelLoadError, match=r"'smolm2-135m' here \(is it 'smollm2-135m'"):
         KVModel.load("smolm2-135m")
     with pytest.raises(ParameterError, match="dtype 'int8': expected one of float32"):
         KVModel.load(folder, dtype="int8")
