@@ -13,7 +13,9 @@ fixed shape.
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -97,7 +99,7 @@ def check_space(plan: Plan, folder: Path, bytes_per_token: int, embedding_dim: i
             f"the KV of {plan.num_tokens_to_compute:,} tokens needs about {needed / 1e6:,.0f} MB "
             f"in {folder}, and {free / 1e6:,.0f} MB are free; free some space, or make the "
             "index on another disk"
-        )
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def run_plan(

@@ -39,9 +39,14 @@ class ApiKey(BaseModel):
     requests_per_minute, tokens_per_minute
         Tokens are those of prompts and answers.
     concurrency
-        Most answers at the same time; a request for vectors counts as one.
+        Most requests and answers at the same time: a request counts as one, and each further answer
+        to it as another.
     max_prompt_tokens
         Most tokens in a prompt.
+    kept_bytes
+        Most bytes of the tenant's conversations, and of its uploads with their KV.
+    operator
+        Whether the key may read the metrics, which show what all tenants do.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, frozen=True)
@@ -53,6 +58,8 @@ class ApiKey(BaseModel):
     tokens_per_minute: _Limit
     concurrency: _Limit
     max_prompt_tokens: _Limit
+    kept_bytes: _Limit
+    operator: bool = False
 
 
 class _File(BaseModel):
@@ -142,6 +149,7 @@ class Account:
     def __init__(self, key: ApiKey | None) -> None:
         self.name = "" if key is None else key.name
         self.tenant = "" if key is None else key.tenant or key.name
+        self.is_operator = key is not None and key.operator
         self._key = key
         self._num_active = 0
         self._requests = _bucket(None if key is None else key.requests_per_minute)
@@ -154,12 +162,16 @@ class Account:
             self._key is not None and self._key.max_prompt_tokens is not None
         )
 
-    def enter(self) -> None:
-        """Begin a request; `leave` ends it. Raises LimitError."""
+    def enter(self, *, computes: bool = True) -> None:
+        """Begin a request; `leave` ends it. Raises LimitError.
+
+        `computes` says whether it may cost tokens.
+        """
         most = None if self._key is None else self._key.concurrency
         if most is not None and self._num_active >= most:
-            raise LimitError(f"this key may have {most} answers at the same time", 1)
-        for bucket, amount, what in ((self._requests, 1, "requests"), (self._tokens, 0, "tokens")):
+            raise LimitError(f"this key may have {most} requests at the same time", 1)
+        tokens = self._tokens if computes else None
+        for bucket, amount, what in ((self._requests, 1, "requests"), (tokens, 0, "tokens")):
             if bucket is not None and (seconds := bucket.seconds_until(amount)) > 0:
                 raise LimitError(f"this key has used up its {what} a minute", math.ceil(seconds))
         if self._requests is not None:
@@ -202,6 +214,23 @@ class Account:
                 code="context_length_exceeded",
             )
 
+    @property
+    def limits_bytes(self) -> bool:
+        """Whether what the tenant keeps must be counted before anything is added."""
+        return self._key is not None and self._key.kept_bytes is not None
+
+    def check_kept(self, num_bytes: int) -> None:
+        """Raise RequestError if the tenant would keep more than the key allows."""
+        most = None if self._key is None else self._key.kept_bytes
+        if most is not None and num_bytes > most:
+            raise RequestError(
+                507,
+                f"conversations and uploads would take {num_bytes:,} bytes, and this key may keep "
+                f"{most:,}; delete some",
+                "rate_limit_error",
+                code="storage_full",
+            )
+
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were used."""
         if self._tokens is not None:
@@ -225,6 +254,7 @@ class Accounts:
         # By digest, so that the time of a look-up says nothing about a key.
         self._by_digest = {_digest(one.key): Account(one) for one in keys}
         self._anyone = Account(None)
+        self._has_tenants = len({one.tenant for one in self._by_digest.values()}) > 1
 
     @property
     def need_a_key(self) -> bool:
@@ -245,6 +275,17 @@ class Accounts:
                 code="invalid_api_key",
             )
         return account
+
+    def check_operator(self, account: Account) -> None:
+        """Raise RequestError unless an account may see what all tenants do."""
+        if self._has_tenants and not account.is_operator:
+            raise RequestError(
+                403,
+                "this shows what all tenants do: send a key that has 'operator = true' in the "
+                "server's file of keys",
+                "authentication_error",
+                code="operator_only",
+            )
 
 
 def _digest(key: str) -> bytes:

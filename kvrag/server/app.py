@@ -47,13 +47,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, what in {
         400: "The request is wrong, or asks for what this server does not support.",
         401: "There is no key, or a wrong one.",
-        403: "A server without keys answers to localhost alone.",
+        403: "A server without keys answers to localhost alone, or the key has not this right.",
         404: "There is no such model, chunk or document.",
         409: "There is a document of this name.",
         408: "The body took too long.",
         413: "The body is too large.",
         429: "A limit of the key is reached; Retry-After says for how long.",
         500: "The server failed.",
+        507: "The disk is full, or the key may keep no more.",
         503: "The queue is full, or the index cannot be read; Retry-After says for how long.",
     }.items()
 }
@@ -125,7 +126,8 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         redoc_url=None,
         lifespan=lifespan,
     )
-    _add_routes(app, service, metrics)
+    accounts = Accounts(options.keys)
+    _add_routes(app, service, metrics, accounts)
     add_page(
         app,
         service,
@@ -139,7 +141,6 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         add_history(app, service, history, _answers)
     _add_errors(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    accounts = Accounts(options.keys)
     checks_host = options.is_local and not accounts.need_a_key
     gate = Gate(app, accounts, metrics, checks_host, options.origins)
     if not options.origins:
@@ -166,7 +167,7 @@ def _answers(
     return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
 
 
-def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
+def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts: Accounts) -> None:
     @app.post("/v1/chat/completions", responses=_answers(r.ChatCompletion, streams=True))
     async def chat_completions(asked: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
@@ -215,7 +216,8 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
         return JSONResponse({"status": "busy"}, 503)
 
     @app.get("/metrics", include_in_schema=False)
-    def prometheus() -> Response:
+    def prometheus(http: Request) -> Response:
+        accounts.check_operator(http.state.record.account)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

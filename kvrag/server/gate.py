@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Collection
@@ -46,6 +47,8 @@ DOCUMENTS = "/v1/kvrag/documents"
 _OPEN = ("/", "/healthz", "/readyz")
 _OF_TEXTS = ("/v1/embeddings", "/v1/rerank")
 _READING = ("GET", "HEAD", "OPTIONS")
+# A name, or an address of IPv6 in brackets, and perhaps a port.
+_HOST = re.compile(r"(?:\[([\w:.%]+)\]|([^\s/?#@:\[\]\\]+))(?::[0-9]{0,5})?")
 _ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/models", *_OF_TEXTS),
@@ -141,14 +144,18 @@ class Gate:
         try:
             try:
                 record.account = self._admit(scope)
-                if scope["method"] == "POST":
-                    record.account.enter()
-                    has_entered = True
+                record.account.enter(computes=scope["method"] in ("POST", "PUT"))
+                has_entered = True
             except RequestError as problem:
                 await problem.response()(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
             await self._app(scope, _bounded(receive, *_limits(scope)), send_noted)
+        except asyncio.CancelledError:
+            if record.status:
+                raise
+            stopping = BusyError("the server is stopping", 2)
+            await stopping.response()(scope, receive, send_noted)
         finally:
             self._num_requests -= 1
             if record.generation is not None:
@@ -161,9 +168,10 @@ class Gate:
     def _admit(self, scope: Scope) -> Account:
         """Return whose request it is. Raises RequestError."""
         headers = Headers(scope=scope)
+        host = _host(headers.get("host", ""))
         if self._num_requests > MAX_REQUESTS:
             raise BusyError("the server has too many requests at the moment", 2)
-        if self._checks_host and not is_loopback(_host(headers.get("host", ""))):
+        if self._checks_host and not is_loopback(host):
             raise RequestError(
                 403,
                 f"Host is {headers.get('host', '')[:200]!r}: a server without keys answers to "
@@ -260,7 +268,12 @@ def _bounded(receive: Receive, max_bytes: int, max_seconds: float) -> Receive:
 
 
 def _host(header: str) -> str:
-    """Return the name in a ``Host`` header, without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    """Return the name in a ``Host`` header, without its port. Raises RequestError."""
+    found = _HOST.fullmatch(header)
+    if header and found is None:
+        raise RequestError(
+            400,
+            f"Host is {header[:200]!r}: expected a name, perhaps with ':' and a port",
+            code="wrong_host",
+        )
+    return "" if found is None else found[1] or found[2]

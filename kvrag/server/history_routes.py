@@ -12,7 +12,7 @@ from kvrag import arguments
 from kvrag.server import responses as r
 from kvrag.server.history import History
 from kvrag.server.problems import RequestError
-from kvrag.server.requests import Strict
+from kvrag.server.requests import Object, Strict
 from kvrag.server.service import Service, private
 
 _MOST_TURNS = 200
@@ -28,8 +28,8 @@ class Turn(Strict):
     answer: str = Field(max_length=1_000_000)
     finish: Literal["stop", "length", "stopped", "failed"]
     settings: str = Field(max_length=200)
-    citations: list[dict[str, Any]] = Field(max_length=_MOST_CITATIONS)
-    details: dict[str, Any] | None = None
+    citations: list[Object] = Field(max_length=_MOST_CITATIONS)
+    details: Object | None = None
 
 
 class Title(Strict):

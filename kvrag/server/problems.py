@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,8 @@ _NEUTRAL = frozenset(
 )
 # Where a request takes a text or an object: what pydantic calls the two.
 _BRANCHES = frozenset({"str", "NamedTool", "RankedText"})
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 CLIENT_GONE = 499  # nginx's; nobody receives it, but logs and metrics show it
 
 
@@ -123,7 +126,12 @@ def as_problem(error: Exception) -> RequestError:
         return RequestError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ParameterError):
         return RequestError(400, str(error))
-    if isinstance(error, StoreError | IndexLockedError | IndexClosedError):
+    if isinstance(error, IndexLockedError):
+        return BusyError("the index is being written to at the moment; try again later", 5)
+    if (refused := _refused_by(error)) is not None:
+        logger.error("%s: %s", type(error).__name__, error)
+        return refused
+    if isinstance(error, StoreError | IndexClosedError):
         logger.error("%s: %s", type(error).__name__, error)
         message = "the index cannot be read at the moment; the server's log says why"
         return RequestError(503, message, "server_error", retry_after=5)
@@ -133,6 +141,20 @@ def as_problem(error: Exception) -> RequestError:
     return RequestError(
         500, f"the server failed{known}; its log says why", "server_error", code="internal_error"
     )
+
+
+def _refused_by(error: BaseException | None) -> RequestError | None:
+    """Return the problem if the system lacked room or descriptors, however deep below."""
+    while error is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        # The second: SQLite's own words.
+        if number in _FULL or "database or disk is full" in str(error):
+            message = "the server's disk is full: nothing was saved; its log says where"
+            return RequestError(507, message, "server_error", code="disk_full")
+        if number in _NO_DESCRIPTOR:
+            return BusyError("the server has too many files open at the moment", 5)
+        error = error.__cause__
+    return None
 
 
 def validation_problem(errors: list[Any]) -> RequestError:

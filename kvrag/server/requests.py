@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +30,7 @@ MAX_STOP_LENGTH = 200
 MAX_MESSAGES = 2048
 MAX_HITS = 100
 MAX_TOOLS = 128
+MAX_DEPTH = 100
 # More than any object of OpenAI's API has.
 MAX_FIELDS = 64
 
@@ -69,6 +71,25 @@ _False = Annotated[Literal[False] | None, BeforeValidator(_bool)]
 _One = Annotated[Literal[1] | None, BeforeValidator(_number)]
 
 
+def _shallow(value: Any) -> Any:
+    """Refuse objects whose depth would exhaust the stack of what reads them later."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"objects and lists in it are nested over {MAX_DEPTH} deep")
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""An object that is not looked into here."""
+
+
 class StreamOptions(Strict):
     """``stream_options``."""
 
@@ -100,7 +121,7 @@ class KVRagOptions(Strict):
     report: bool = False
     explain: bool = False
     k: int | None = Field(default=None, ge=1, le=MAX_HITS)
-    filter: dict[str, Any] | None = None
+    filter: Object | None = None
 
     @model_validator(mode="after")
     def _parts_are_in_the_report(self) -> Self:
@@ -144,7 +165,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=_MAX_NAME)
     # Clients send answers back as they came, with these fields; no model reads them.
-    annotations: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_HITS)
+    annotations: list[Object] | None = Field(default=None, max_length=MAX_HITS)
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -252,7 +273,7 @@ class JSONSchema(Strict):
 
     name: str = Field(max_length=_MAX_NAME)
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Object = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -277,7 +298,7 @@ class Function(Strict):
 
     name: str = Field(min_length=1, max_length=_MAX_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 

@@ -119,10 +119,8 @@ class Worker:
             share = math.ceil(self._room / len(present))
             num_own = len(self._waiting.get(tenant, ()))
             if num_own + len(jobs) > share:
-                raise BusyError(
-                    f"{num_own} answers are waiting, and at most {share} may; try again later",
-                    _RETRY_SECONDS,
-                )
+                # No numbers: they would tell how many tenants are there.
+                raise BusyError("too many answers are waiting; try again later", _RETRY_SECONDS)
             for job in jobs:
                 self._waiting.setdefault(job.tenant, deque()).append(job)
             self._changed.notify()

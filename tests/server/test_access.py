@@ -74,6 +74,45 @@ def test_requests_a_minute(post: Any) -> None:
     assert post("free").status_code == 200
 
 
+def test_each_method_counts(rag: Rag) -> None:
+    limits = {"requests_per_minute": 8, "tokens_per_minute": 1}
+    key = ApiKey(name="a", key=KEYS["rpm"], **limits)
+    headers = {"Authorization": f"Bearer {key.key}"}
+    with serving(rag.index, ServerOptions(keys=[key])) as served:
+        assert httpx.post(f"{served.url}/completions", json=BODY, headers=headers).is_success
+        # The tokens are used up, and reading takes none.
+        assert httpx.get(f"{served.url}/models", headers=headers).status_code == 200
+        refused = httpx.put(f"{served.url}/kvrag/documents/a.md", content=b"a", headers=headers)
+        assert "tokens" in refused.json()["error"]["message"]
+        for method in ("GET", "HEAD", "DELETE", "PATCH", "OPTIONS", "BREW"):
+            answer = httpx.request(method, f"{served.url}/models", headers=headers)
+            assert answer.status_code in (200, 405)
+        refused = httpx.get(f"{served.url}/models", headers=headers)
+        assert refused.status_code == 429
+        assert "requests" in refused.json()["error"]["message"]
+        assert httpx.get(f"{served.server.url}/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("tenants", "is_operator", "status"),
+    [(("a", "b"), False, 403), (("a", "b"), True, 200), (("a", "a"), False, 200)],
+)
+def test_who_sees_the_metrics_of_all(
+    rag: Rag, tenants: tuple[str, str], is_operator: bool, status: int
+) -> None:
+    keys = [
+        ApiKey(name=name, key=KEYS[name], tenant=tenant, operator=is_operator)
+        for name, tenant in zip(("rpm", "tpm"), tenants, strict=True)
+    ]
+    with serving(rag.index, ServerOptions(keys=keys)) as served:
+        headers = {"Authorization": f"Bearer {KEYS['rpm']}"}
+        answer = httpx.get(f"{served.server.url}/metrics", headers=headers)
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["code"] == "operator_only"
+            assert "kvrag_" not in answer.text
+
+
 def test_tokens_a_minute(post: Any) -> None:
     body = BODY | {"prompt": PASSAGES["ledger"], "max_tokens": 40}
     assert post("tpm", body).status_code == 200

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
+import sqlite3
 import time
 from typing import Any
 
@@ -12,11 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import StoreUnreachableError
+from kvrag.errors import IndexLockedError, StoreError, StoreUnreachableError
 from kvrag.server import gate
 from kvrag.server.app import ServerOptions
 from kvrag.server.gate import MAX_BODY_BYTES, MAX_PROMPT_BYTES
-from kvrag.server.problems import validation_problem
+from kvrag.server.problems import as_problem, validation_problem
 from kvrag.server.requests import MAX_FIELDS, ChatRequest
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
@@ -220,9 +222,127 @@ def test_endless_headers_are_refused(served: Served) -> None:
 
 
 def test_another_host_is_refused_without_keys(served: Served) -> None:
-    for host, status in (("evil.example", 403), ("localhost:1", 200), ("[::1]:80", 200)):
+    for host, status in (
+        ("evil.example", 403),
+        ("localhost:1", 200),
+        ("[::1]:80", 200),
+        ("localhost:80@evil.example", 400),
+        ("localhost:", 200),
+        ("localhost:80:80", 400),
+        ("localhost/evil.example", 400),
+        ("user@localhost", 400),
+        ("[::1", 400),
+        ("[::1]x", 400),
+        ("", 403),
+    ):
         answer = httpx.get(f"{served.url}/models", headers={"Host": host})
-        assert answer.status_code == status
+        assert answer.status_code == status, host
+        if status != 200:
+            assert answer.json()["error"]["code"] == "wrong_host"
+
+
+def nested(depth: int) -> Any:
+    found: Any = {}
+    for _ in range(depth):
+        found = {"properties": {"a": found}} if depth % 2 else {"a": [found]}
+    return found
+
+
+@pytest.mark.parametrize("depth", [60, 101, 200])
+def test_deep_objects_are_refused(served: Served, depth: int) -> None:
+    deep = nested(depth)
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": deep}}
+    for wrong, place in (
+        ({"tools": [tool]}, "tools.0.function.parameters"),
+        ({"response_format": schema}, "response_format.json_schema.schema"),
+        ({"kvrag": {"filter": deep}, "model": "rag:index"}, "kvrag.filter"),
+    ):
+        answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | wrong)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"{place}: objects and lists in it")
+    turn = {"question": "a", "answer": "b", "finish": "stop", "settings": "", "citations": []}
+    told = {"title": "t", "turns": [turn | {"details": deep}]}
+    history = f"{served.url}/kvrag/conversations/{'0' * 32}"
+    assert httpx.put(history, json=told).status_code in (400, 404)
+
+
+SCHEMES = [b"http://evil.example", b"http://localhost@evil.example", b"//", b"http://["]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: local\0host", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \0", 400),
+        (b"GET /v1/models/%00 HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET /page/%00 HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET /page/..%2f..%2fgate.py HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET /v1/kvrag/chunks/%00 HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET /v1/kvrag/chunks/%ed%a0%80 HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET /v1/kvrag/chunks/" + b"a" * 5000 + b" HTTP/1.1\r\nHost: localhost", 400),
+        (b"GET /v1/kvrag/chunks/a?around=\xff HTTP/1.1\r\nHost: localhost", 400),
+        (b"DELETE /v1/kvrag/documents?source=%00 HTTP/1.1\r\nHost: localhost", 403),
+        (b"BREW /healthz HTTP/1.1\r\nHost: localhost", 405),
+        *((b"GET " + one + b"/healthz HTTP/1.1\r\nHost: localhost", 404) for one in SCHEMES),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: x", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+            b"Content-Length: 4",
+            400,
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+            b"\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n{",
+            400,
+        ),
+    ],
+)
+def test_requests_that_no_client_makes(served: Served, head: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", served.server.port), timeout=20) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        assert int(connection.recv(100).split()[1]) == status
+
+
+def test_no_second_request_hides_in_a_body(served: Served) -> None:
+    """Both lengths are given: what one reader takes for the body, another takes for a request."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.server.port), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Length: 5\r\n\r\n0\r\n\r\n" + hidden
+        )
+        received = b""
+        while piece := connection.recv(10_000):
+            received += piece
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert received.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "why"),
+    [
+        (OSError(errno.ENOSPC, "/secret/path"), 507, "the server's disk is full"),
+        (sqlite3.OperationalError("database or disk is full"), 507, "the server's disk is full"),
+        (OSError(errno.EMFILE, "/secret/path"), 503, "too many files open"),
+        (IndexLockedError("/secret/path"), 503, "being written to"),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_the_system_refuses(error: Exception, status: int, why: str, is_wrapped: bool) -> None:
+    if is_wrapped and not isinstance(error, IndexLockedError):
+        try:
+            raise StoreError("cannot write /secret/path") from error
+        except StoreError as outer:
+            error = outer
+    problem = as_problem(error)
+    assert problem.status == status
+    assert why in problem.message
+    assert "secret" not in problem.message
 
 
 def test_pages_of_other_origins(rag: Rag, served: Served) -> None:
