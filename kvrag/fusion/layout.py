@@ -7,11 +7,11 @@ surrounding text changed the chunk's first or last tokens, those are left out an
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+
+import numpy as np
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
@@ -306,29 +306,30 @@ class _PromptTokens:
     """The prompt's tokens with the character offsets at which they start."""
 
     def __init__(self, token_ids: tuple[int, ...], offsets: Sequence[tuple[int, int]]) -> None:
-        self._ids = token_ids
-        self._starts = [start for start, _ in offsets]
+        self._ids = np.array(token_ids, np.int64)
+        self._starts = np.fromiter((start for start, _ in offsets), np.int64, len(offsets))
         # A special token has the offsets (0, 0) even at the end, but bisection needs order.
-        self._ascending_starts = list(accumulate(self._starts, max))
+        self._ascending_starts = np.maximum.accumulate(self._starts)
 
     def longest_run(self, match: Match, chunk: Chunk, first: int) -> ReusedSpan:
         """Return the longest run of the chunk's tokens in the match, of length 0 if there is none.
 
         A run begins where prompt and chunk have the same token id at the same character. Several
-        tokens can start at one character (the bytes of an emoji), so each start maps to a list of
-        the chunk's tokens.
+        tokens can start at one character (the bytes of an emoji), so each is tried.
         """
-        begin = max(first, bisect_left(self._ascending_starts, match.start))
-        end = min(bisect_left(self._ascending_starts, match.end), len(self._ids) - 1)
-        by_start: dict[int, list[int]] = {}
-        for index, start in enumerate(chunk.token_starts):
-            by_start.setdefault(start, []).append(index)
+        begin, end = np.searchsorted(self._ascending_starts, (match.start, match.end)).tolist()
+        begin, end = max(first, begin), min(end, len(self._ids) - 1)
+        chunk_ids = np.array(chunk.token_ids, np.int64)
+        chunk_starts = np.array(chunk.token_starts, np.int64)
         best = ReusedSpan(chunk.chunk_id, begin, 0, 0)
         prompt_start = begin
         while prompt_start + best.length < end:
             longest = 0
-            for chunk_start in by_start.get(self._starts[prompt_start] - match.start, ()):
-                length = num_equal(self._ids[prompt_start:end], chunk.token_ids[chunk_start:])
+            at = self._starts[prompt_start] - match.start
+            for chunk_start in np.flatnonzero(chunk_starts == at).tolist():
+                own = chunk_ids[chunk_start : chunk_start + end - prompt_start]
+                differs = self._ids[prompt_start : prompt_start + len(own)] != own
+                length = int(differs.argmax()) if differs.any() else len(own)
                 longest = max(longest, length)
                 if length > best.length:
                     best = ReusedSpan(chunk.chunk_id, prompt_start, chunk_start, length)

@@ -47,6 +47,8 @@ class QuestionAttention:
         self._reused = reused
         self._question_start = question_start
         self.layers = layers
+        # Which of the reused tokens lie among a layer's keys, by the first key and their number.
+        self._shown: dict[tuple[int, int], tuple[int, int]] = {}
         shape = (len(layers), len(reused))
         self.relevance = torch.zeros(shape, dtype=torch.float32, device=reused.device)
 
@@ -62,8 +64,12 @@ class QuestionAttention:
     ) -> None:
         taken = (mass * vector_norm(value, dim=-1, dtype=torch.float32)).sum(0)
         # A sliding window shows only the last keys; earlier keys get no attention.
-        shown = torch.tensor([mask.first_key, mask.first_key + len(taken)])
-        first, end = torch.searchsorted(self._reused, shown.to(into.device)).tolist()
+        key = mask.first_key, mask.first_key + len(taken)
+        if key not in self._shown:
+            ends = torch.searchsorted(self._reused, torch.tensor(key, device=into.device))
+            first, end = ends.tolist()
+            self._shown[key] = first, end
+        first, end = self._shown[key]
         into[first:end] += taken[self._reused[first:end] - mask.first_key]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.fingerprints import MIN_RUN
@@ -62,13 +62,12 @@ def why_fresh(
     why[: layout.prefix_length] = [PREFIX] * layout.prefix_length
     for span in layout.spans:
         why[span.prompt_start : span.prompt_end] = [""] * span.length
-    stretches = []
-    start = 0
-    for end in range(1, len(why) + 1):
-        if end == len(why) or why[end] != why[start]:
-            if why[start]:
-                stretches.append(Stretch(start, end, why[start]))
-            start = end
+    stretches, start = [], 0
+    for reason, tokens in groupby(why):
+        end = start + len(list(tokens))
+        if reason:
+            stretches.append(Stretch(start, end, reason))
+        start = end
     return tuple(stretches)
 
 

@@ -58,6 +58,8 @@ class Selection:
         self.rows, order = torch.cat([fresh, candidates]).sort()
         # Which of `rows` the policy may still drop; fresh rows never.
         self._optional = order >= len(fresh)
+        # How many they are: to count them would wait for a GPU.
+        self._num_optional = len(candidates)
         self._counts: Sequence[int] | None = policy.counts(prompt) if len(candidates) else None
         # The deviation of stored KV when they were last compared, for each of `rows`.
         self._deviation: dict[str, torch.Tensor] | None = None
@@ -91,7 +93,7 @@ class Selection:
         count = None if self._counts is None else self._counts[layer_index]
         # K/V of layer 0 never differ: without attention to compare, the choice waits for layer 1.
         may_choose = layer_index > 0 or self._encoded is not None
-        if count is not None and may_choose and count < int(self._optional.sum()):
+        if count is not None and may_choose and count < self._num_optional:
             if self._deviation is None:
                 self._deviation = self._compare(layer_index, model, hidden, fused, table)
                 self._compared_layer = layer_index
@@ -104,6 +106,7 @@ class Selection:
                 hidden[chosen],
             )
             self._deviation = {on: values[chosen] for on, values in self._deviation.items()}
+            self._num_optional = count
             self.picks.append(self.rows[self._optional])
         else:
             self.picks.append(self.picks[-1] if self.picks else self.rows[self._optional])
@@ -117,7 +120,7 @@ class Selection:
         if self._counts is None or self._deviation is None or layer_index == self._compared_layer:
             return None
         coming = self._counts[layer_index + 1 : layer_index + 2]
-        if not coming or coming[0] == int(self._optional.sum()):
+        if not coming or coming[0] == self._num_optional:
             return None
         noted = Deviation.empty(len(self.rows), self.rows.device)
         self._deviation = _named(noted)

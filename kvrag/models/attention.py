@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -37,6 +37,7 @@ from kvrag.models.implementations import (
 )
 from kvrag.models.scaling import ScaledKeys
 from kvrag.native import ATTENTION_TYPES, Mass, VisibleKeys, attend
+from kvrag.positions.rotary import RotaryTable
 
 _NAME = "kvrag_rows"
 _WHOLE_NAME = "kvrag_whole"
@@ -87,12 +88,8 @@ class MassObserver:
         self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Sum up weights, as an `AttentionObserver`."""
-        mass = weights[:, self.first_row(mask.positions[rows]) :].sum((0, 1))
-        self.note(mask, mass[None], value[None])
-
-    def first_row(self, positions: torch.Tensor) -> int:
-        """Return how many of the first rows do not count."""
-        return int((positions < self.first_position).sum())
+        first_row = int((mask.positions[rows] < self.first_position).sum())
+        self.note(mask, weights[:, first_row:].sum((0, 1))[None], value[None])
 
 
 @dataclass(frozen=True)
@@ -127,6 +124,33 @@ class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
 
 
 @dataclass(frozen=True)
+class KnownRows:
+    """What all layers ask of the same rows. On a GPU, to ask costs kernels, or a wait.
+
+    Attributes
+    ----------
+    rows
+        The rows; equal ones in another tensor are not known.
+    ends
+        The first and last row of each block, by the blocks' size.
+    embeddings
+        Cosines and sines by a table's id. The table stays alive with them.
+    masks
+        By first key, number of keys and window.
+    num_before
+        How many rows are before a position.
+    """
+
+    rows: torch.Tensor
+    ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    embeddings: dict[int, tuple[RotaryTable, tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    num_before: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RowMask:
     """Which keys a block of selected rows may see.
 
@@ -151,6 +175,8 @@ class RowMask:
         Whether the layer ends after its attention, with `AttentionDone`.
     is_square
         Whether the rows are as many as the keys, each of which sees all before it: a prefill.
+    known
+        What other layers have asked of these rows; None: these are not all rows.
     """
 
     positions: torch.Tensor
@@ -162,6 +188,7 @@ class RowMask:
     encoded: EncodedScope | None = None
     stops: bool = False
     is_square: bool = False
+    known: KnownRows | None = None
 
     def attend(
         self,
@@ -188,7 +215,7 @@ class RowMask:
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
         if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
-            first_row = self.observer.first_row(self.positions)
+            first_row = self._num_before(self.observer.first_position)
             output, mass = attend_by_rows(query, key, value, allowed, scaling, softcap, first_row)
             self.observer.note(self, mass, value[0])
             return output
@@ -207,13 +234,28 @@ class RowMask:
             yield None
             return
         taken = torch.empty(value.shape[:2], dtype=torch.float32)
-        yield Mass(taken, self.observer.first_row(self.positions))
+        yield Mass(taken, self._num_before(self.observer.first_position))
         self.observer.note(self, taken, value)
 
     def dense(self, num_keys: int) -> torch.Tensor:
         """Return the boolean mask ``[n, num_keys]``: key_position <= query_position, in window."""
         if self.visible is not None:
             return self.visible[:, :num_keys]
+        if self.known is None or self.positions.device.type == "cpu":
+            return self._dense(num_keys)
+        key = self.first_key, num_keys, self.window
+        if key not in self.known.masks:
+            self.known.masks[key] = self._dense(num_keys)
+        return self.known.masks[key]
+
+    def _num_before(self, position: int) -> int:
+        """Return how many of the rows are before a position."""
+        num_before = {} if self.known is None else self.known.num_before
+        if position not in num_before:
+            num_before[position] = int((self.positions < position).sum())
+        return num_before[position]
+
+    def _dense(self, num_keys: int) -> torch.Tensor:
         keys = torch.arange(self.first_key, self.first_key + num_keys, device=self.positions.device)
         queries = self.positions[:, None]
         mask = keys <= queries

@@ -18,6 +18,7 @@ from kvrag.models.attention import (
     AttentionDone,
     AttentionObserver,
     EncodedScope,
+    KnownRows,
     MassObserver,
     RowMask,
     lock_of,
@@ -135,9 +136,7 @@ class RowRunner:
         # The rows that adapters act on, in the middle of a layer; written under the lock.
         self._at_hand = torch.empty(0, dtype=torch.long)
         self.is_adapted = False
-        # The first and last row of each block, by its size. To read them waits for a GPU, and most
-        # layers have the same rows.
-        self._known_ends: tuple[torch.Tensor, dict[int, list[tuple[int, int]]]] = self._at_hand, {}
+        self._known = KnownRows(self._at_hand)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -207,7 +206,8 @@ class RowRunner:
             if compiled is not None and compiled.can_run(len(positions)):
                 shown = slice(first_key, last + 1)
                 keys, values = fused.keys[layer_index][0], fused.values[layer_index][0]
-                mask = RowMask(positions, first_key, window, observer)
+                known = self._known_of(positions)
+                mask = RowMask(positions, first_key, window, observer, known=known)
                 with mask.noting(values[:, shown]) as mass:
                     compiled.run_rows(
                         layer_index,
@@ -233,6 +233,7 @@ class RowRunner:
                 seen,
                 stops=attending.stops,
                 is_square=window is None and first_key == 0 and last + 1 == len(positions),
+                known=self._known_of(positions),
             )
             try:
                 output = self._run(
@@ -326,14 +327,17 @@ class RowRunner:
         return _GPU_ROW_BLOCK if window is None else min(_GPU_ROW_BLOCK, max(ROW_BLOCK, window))
 
     def _ends_of(self, rows: torch.Tensor, size: int) -> list[tuple[int, int]]:
-        known, ends = self._known_ends
-        if known is not rows:
-            ends = {}
-            self._known_ends = rows, ends
+        """Return the first and last row of each block; reading them waits for a GPU."""
+        if self._known.rows is not rows:
+            self._known = KnownRows(rows)
+        ends = self._known.ends
         if size not in ends:
             blocks = torch.split(rows, size)
             ends[size] = [(int(block[0]), int(block[-1])) for block in blocks if len(block)]
         return ends[size]
+
+    def _known_of(self, positions: torch.Tensor) -> KnownRows | None:
+        return self._known if self._known.rows is positions else None
 
     def _run(
         self,
@@ -361,5 +365,17 @@ class RowRunner:
         return {
             "attention_mask": mask,
             "position_ids": mask.positions[None],
-            "position_embeddings": table.embeddings(mask.positions, self._spec.dtype),
+            "position_embeddings": self._embeddings(mask.positions, table),
         }
+
+    def _embeddings(
+        self, positions: torch.Tensor, table: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of a block's rows, once for all layers that share a table."""
+        known = self._known_of(positions)
+        if known is None:
+            return table.embeddings(positions, self._spec.dtype)
+        if id(table) not in known.embeddings:
+            made = table.embeddings(positions, self._spec.dtype)
+            known.embeddings[id(table)] = table, made
+        return known.embeddings[id(table)][1]

@@ -6,6 +6,7 @@ from kvrag.cli.lazy import lazy_group
 
 COMMANDS = {
     "ttft": "kvrag_bench.cli.ttft:bench_ttft",
+    "launches": "kvrag_bench.cli.launches:bench_launches",
     "decode": "kvrag_bench.cli.decode:bench_decode",
     "batch": "kvrag_bench.cli.batch:bench_batch",
     "session": "kvrag_bench.cli.session:bench_session",

@@ -1,0 +1,386 @@
+"""A pretended graphics card: tensors that say they are on one, and operations that are counted.
+
+Code that is given a model on it takes all its branches for a GPU, and every operation that a GPU
+would get passes through here. It runs on the CPU, at once, so results can be compared. No time is
+that of a card; counts are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from kvrag.loading import threads
+
+_OPEN = ""  # a phase that has no name yet
+CARD = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+# They only say how memory is looked at: nothing is started.
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "expand",
+        "slice",
+        "select",
+        "transpose",
+        "t",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "alias",
+        "detach",
+        "as_strided",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "chunk",
+        "reshape",
+        "_reshape_alias",
+        "narrow",
+        "diagonal",
+        "unfold",
+        "lift_fresh",
+        "empty",
+        "empty_strided",
+        "new_empty",
+        "empty_like",
+        "new_empty_strided",
+        "set_",
+        "view_as",
+    ]
+)
+# The host needs their results, or the sizes of them.
+_WAITS = frozenset(
+    ["_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"]
+)
+
+# Their Python methods ask for a guard of the device, which a build for CPUs lacks.
+_NUMBERS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "cpu")
+)
+
+
+class Counts:
+    """What was started on the card: kernels, copies to it, and waits of the host for it.
+
+    Attributes
+    ----------
+    launches, copies, waits
+        Numbers by phase: ``"loader"`` in other threads, and what `settle` names in this one.
+    names
+        Numbers by phase and operation.
+    seconds
+        This thread's processor time in operations, which a card would spend instead.
+    """
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.names: Counter[tuple[str, str]] = Counter()
+        self.seconds = 0.0
+        self._is_computing = False
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Begin again at nothing."""
+        for counter in (self.launches, self.copies, self.waits, self.names):
+            counter.clear()
+        self.seconds = 0.0
+
+    def note(self, counter: Counter[str], name: str) -> None:
+        """Count something."""
+        phase = _OPEN if threading.get_ident() == self._thread else "loader"
+        with self._lock:
+            counter[phase] += 1
+            self.names[phase, name] += 1
+
+    def settle(self, phase: str) -> None:
+        """Say which phase everything since the last call belongs to."""
+        with self._lock:
+            for counter in (self.launches, self.copies, self.waits):
+                counter[phase] += counter.pop(_OPEN, 0)
+            for one in [one for one in self.names if one[0] == _OPEN]:
+                self.names[phase, one[1]] += self.names.pop(one)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Leave out this thread's time in here: on a card, the card would spend it."""
+        if threading.get_ident() != self._thread or self._is_computing:
+            yield
+            return
+        self._is_computing, started = True, time.thread_time()
+        try:
+            yield
+        finally:
+            self._is_computing = False
+            self.seconds += time.thread_time() - started
+
+
+class CardTensor(torch.Tensor):
+    """A tensor that says it is on the card."""
+
+    held: torch.Tensor
+    counts: Counts
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, counts: Counts) -> CardTensor:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: CardTensor = make(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=CARD,
+        )
+        made.held, made.counts = held, counts
+        return made
+
+    def __init__(self, *_: object) -> None: ...
+
+    def tolist(self) -> Any:
+        self.counts.note(self.counts.waits, "tolist")
+        return self.held.tolist()
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_flatten((args, kwargs or {}))[0]
+        counts: Counts = next(one.counts for one in given if isinstance(one, CardTensor))
+        with counts.computing():
+            return cls._call(func, args, kwargs or {}, counts)
+
+    @classmethod
+    def _call(cls, func: Any, args: Any, kwargs: dict[str, Any], counts: Counts) -> Any:
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            # A build for CPUs has no guard of the card's device, which indexing asks for.
+            return _at(counts, func is torch.Tensor.__setitem__, *args)
+        if func is torch.Tensor.copy_:
+            _at(counts, True, args[0], ..., args[1])
+            return args[0]
+        if func in _NUMBERS:
+            counts.note(counts.waits, func.__name__)
+            return func(args[0].held)
+        if func is nn.functional.scaled_dot_product_attention:
+            # On the CPU it would be taken apart.
+            counts.note(counts.launches, "attention")
+            return CardTensor(func(*_held(args), **_held(kwargs)), counts)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            # As above: some methods ask for the guard before anything else.
+            if "not linked with support" not in str(error):
+                raise
+            counts.note(counts.launches, func.__name__)
+            made = func(*_held(args), **_held(kwargs))
+            return CardTensor(made, counts) if isinstance(made, torch.Tensor) else made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {}, None)
+
+
+def _at(counts: Counts, writes: bool, tensor: Any, index: Any, value: Any = None) -> Any:
+    """Index a tensor, or write there."""
+    indices = [one for one in tree_flatten(index)[0] if isinstance(one, torch.Tensor)]
+    if _has_mask(indices):
+        counts.note(counts.waits, "mask as an index")
+    if isinstance(tensor, CardTensor) and type(value) is torch.Tensor and value.dim():
+        counts.note(counts.copies, "copy to the card")
+    elif writes or indices:
+        counts.note(counts.launches, "write" if writes else "index")
+    if not writes:
+        return CardTensor(_held(tensor)[_held(index)], counts)
+    _held(tensor)[_held(index)] = _held(value)
+    return None
+
+
+def _held(arguments: Any) -> Any:
+    return tree_map_only(CardTensor, lambda one: one.held, arguments)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], counts: Counts | None) -> Any:
+    """Carry out an operation; its result is on the card if its inputs or its device are."""
+    given, _ = tree_flatten((args, kwargs))
+    here = [one for one in given if isinstance(one, CardTensor)]
+    device = kwargs.get("device")
+    to_card = device.type == CARD.type if isinstance(device, torch.device) else bool(here)
+    counts = here[0].counts if here else counts
+    if counts is None or not (here or to_card):
+        return func(*args, **kwargs)
+    _count(func, args, to_card, counts)
+    if device is not None:
+        kwargs = kwargs | {"device": _CPU}
+    with counts.computing():
+        made = func(*_held(args), **_held(kwargs))
+    if func._schema.is_mutable:
+        if "out" in kwargs:
+            return kwargs["out"]
+        if func._schema.name.endswith("_"):
+            return args[0]
+    if not to_card:
+        return made
+    return tree_map_only(
+        torch.Tensor,
+        lambda one: one if isinstance(one, CardTensor) else CardTensor(one, counts),
+        made,
+    )
+
+
+def _count(func: Any, args: Any, to_card: bool, counts: Counts) -> None:
+    name = func._schema.name.partition("::")[2]
+    if name in _WAITS or (name == "index" and _has_mask(args[1])):
+        counts.note(counts.waits, name)
+    if name in ("_to_copy", "copy_"):
+        source = args[1] if name == "copy_" else args[0]
+        target = isinstance(args[0], CardTensor) if name == "copy_" else to_card
+        if isinstance(source, CardTensor) and not target:
+            counts.note(counts.waits, "copy to the host")
+            return
+        if target and not isinstance(source, CardTensor):
+            counts.note(counts.copies, "copy to the card")
+            return
+    if name not in _VIEWS and name != "_local_scalar_dense":
+        counts.note(counts.launches, name)
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(one is not None and one.dtype == torch.bool for one in indices)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes tensors on the card, in one thread."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {}, self._counts)
+
+
+class _Making(TorchFunctionMode):
+    """Page-locked memory is ordinary memory, and lists go to the card as copies, in one thread."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        device = kwargs.get("device")
+        with self._counts.computing():
+            if func is not torch.tensor or torch.device(device or _CPU).type != CARD.type:
+                return func(*args, **kwargs)
+            self._counts.note(self._counts.copies, "copy to the card")
+            return CardTensor(func(*args, **kwargs | {"device": _CPU}), self._counts)
+
+
+class _Event:
+    """An event that has happened: all work is done at once."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def record(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._counts.note(self._counts.waits, "event")
+
+
+class _Stream:
+    """A stream whose work is done."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event(self._counts)
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._counts.note(self._counts.waits, "stream")
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@contextmanager
+def pretended_card() -> Iterator[Counts]:
+    """Let `CARD` be used in this thread, and in those that read stored KV."""
+    counts = Counts()
+    start = threads.start
+
+    def started(work: Callable[[], None]) -> Any:
+        def run() -> None:
+            with _Making(counts), _Operations(counts):
+                work()
+
+        return start(run)
+
+    def stream(*_: object, **__: object) -> _Stream:
+        return _Stream(counts)
+
+    fakes: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "current_stream": stream,
+        "Stream": stream,
+        "stream": lambda one: one,
+        "Event": lambda *_, **__: _Event(counts),
+        "synchronize": lambda *_: counts.note(counts.waits, "device"),
+    }
+    torch._C._ensureCUDADeviceGuardSet()
+    with ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(patch.object(torch.cuda, name, fake))
+        stack.enter_context(patch.object(threads, "start", started))
+        stack.enter_context(_Making(counts))
+        stack.enter_context(_Operations(counts))
+        yield counts
+
+
+def to_card(module: nn.Module, counts: Counts) -> None:
+    """Move a module's weights and buffers to the card."""
+    for part in module.modules():
+        for name, weight in list(part._parameters.items()):
+            if weight is not None and not isinstance(weight, CardTensor):
+                part._parameters[name] = nn.Parameter(
+                    CardTensor(weight.data.clone(), counts), requires_grad=False
+                )
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None and not isinstance(buffer, CardTensor):
+                part._buffers[name] = CardTensor(buffer, counts)

@@ -1,0 +1,155 @@
+"""`kvrag bench launches`: what a prompt starts on a graphics card, counted without one.
+
+The model has the layers and heads of a shape, and narrow weights: counts do not depend on widths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kvrag.engine.engine import KVEngine
+from kvrag.fusion.controller import takes_ratio
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.slices import Clock
+from kvrag.models.kv_model import KVModel
+from kvrag_bench import shapes
+from kvrag_bench.card import Counts, pretended_card, to_card
+from kvrag_bench.setting import temporary_index
+
+_NARROW = {"intermediate_size": 128, "vocab_size": 5000, "num_key_value_heads": 2}
+_HEAD_DIM = 16
+
+
+@dataclass(frozen=True)
+class LaunchesRow:
+    """What one prompt starts.
+
+    Attributes
+    ----------
+    launches, copies, waits
+        Kernels, copies from the host, and times that the host waits for the card, by phase:
+        ``"load"``, ``"ask"``, ``"select"`` and ``"compute"`` of the prompt's thread, and
+        ``"loader"`` of those that read records.
+    launches_per_layer
+        All kernels over the number of layers.
+    num_waits
+        Waits of the prompt's own thread.
+    host_ms
+        Processor time of the prompt's own thread in milliseconds, without the operations that a
+        card would compute.
+    """
+
+    shape: str
+    policy: str
+    num_layers: int
+    num_tokens: int
+    launches: Mapping[str, int]
+    copies: Mapping[str, int]
+    waits: Mapping[str, int]
+    launches_per_layer: float
+    num_waits: int
+    host_ms: float
+
+
+def narrow_model(shape: str) -> KVModel:
+    """Return a model with a shape's layers and heads, in bfloat16 on the CPU.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown shape.
+    """
+    whole = shapes.SHAPES.get(shape, {})
+    groups = whole.get("num_attention_heads", 1) // whole.get("num_key_value_heads", 1)
+    num_heads = 2 * groups
+    narrow = _NARROW | {"num_attention_heads": num_heads, "hidden_size": num_heads * _HEAD_DIM}
+    with patch.dict(shapes.SHAPES, {shape: {**whole, **narrow}} if whole else {}):
+        made = shapes.random_model(shape)
+    hf: Any = made.hf
+    return KVModel(hf.to(torch.bfloat16), made.tokenizer, name=f"narrow {shape}")
+
+
+def count_launches(
+    shape: str,
+    policy: str,
+    *,
+    ratio: float = 0.15,
+    num_chunks: int = 10,
+    chunk_tokens: int = 500,
+    question_tokens: int = 30,
+    repeats: int = 4,
+) -> LaunchesRow:
+    """Return what fusing a prompt starts.
+
+    Parameters
+    ----------
+    shape
+        A name in `kvrag_bench.shapes.SHAPES`.
+    policy, ratio
+        What is recomputed.
+    num_chunks, chunk_tokens, question_tokens
+        The prompt.
+    repeats
+        Runs. The counts are the last one's, and the least time of the host counts.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown shape or policy.
+    """
+    torch.set_num_threads(1)
+    model = narrow_model(shape)
+    texts = [shapes.random_text(model, chunk_tokens, seed=i) for i in range(num_chunks)]
+    prompt = "\n\n".join([*texts, shapes.random_text(model, question_tokens, seed=num_chunks)])
+    options: dict[str, Any] = {"policy": policy}
+    if takes_ratio(policy):
+        options["ratio"] = ratio
+    with temporary_index(model, texts, chunk_tokens) as index:
+        KVEngine(index, session_bytes=0).fuse(prompt, policy="none")  # makes first places
+        with pretended_card() as counts, _by_stage(counts):
+            to_card(model.hf, counts)
+            engine = KVEngine(index, session_bytes=0)
+            runs = [_run(engine, prompt, options, counts) for _ in range(repeats)]
+    fused, host_seconds = min(runs, key=lambda one: one[1])
+    num_layers = model.spec.num_layers
+    return LaunchesRow(
+        shape=shape,
+        policy=policy,
+        num_layers=num_layers,
+        num_tokens=fused.report.num_tokens,
+        launches=dict(counts.launches),
+        copies=dict(counts.copies),
+        waits=dict(counts.waits),
+        launches_per_layer=counts.launches.total() / num_layers,
+        num_waits=counts.waits.total() - counts.waits["loader"],
+        host_ms=host_seconds * 1e3,
+    )
+
+
+def _run(
+    engine: KVEngine, prompt: str, options: Mapping[str, Any], counts: Counts
+) -> tuple[FusedPrompt, float]:
+    counts.clear()
+    started = time.thread_time()
+    fused = engine.fuse(prompt, **options)
+    return fused, time.thread_time() - started - counts.seconds
+
+
+@contextmanager
+def _by_stage(counts: Counts) -> Iterator[None]:
+    """Count what the prompt's thread starts under the stage that its clock then notes."""
+    lap = Clock.lap
+
+    def noting(clock: Clock, stage: str) -> None:
+        counts.settle(stage)
+        lap(clock, stage)
+
+    with patch.object(Clock, "lap", noting):
+        yield

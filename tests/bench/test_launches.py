@@ -1,0 +1,78 @@
+"""Counting what a prompt starts on a graphics card, on a pretended one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvrag.chunk import Document
+from kvrag.cli.main import app
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
+from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
+from kvrag_bench.launches import count_launches
+from tests.support.models import make_model, make_tokenizer
+
+PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
+
+
+def test_operations_copies_and_waits_are_counted() -> None:
+    with pretended_card() as counts:
+        numbers = torch.arange(6, device=CARD)
+        brought = torch.tensor([2, 3]).to(CARD)
+        assert isinstance(numbers, CardTensor)
+        assert numbers.device == CARD
+        view = numbers.view(2, 3)[1:]
+        assert (view + 1).tolist() == [[4, 5, 6]]
+        numbers[brought] = 0
+        assert int(numbers.sum()) == 10
+        counts.settle("test")
+        assert counts.launches == {"test": 4}  # arange, add, write, sum
+        assert counts.copies == {"test": 1}
+        assert counts.waits == {"test": 2}
+        assert torch.arange(3).device.type == "cpu"
+
+
+@pytest.mark.parametrize("policy", ["none", "boundary", "deviation", "query", "two_stage"])
+def test_branches_for_a_card_fuse_as_the_cpu_does(policy: str, tmp_path: Path) -> None:
+    model = KVModel(make_model(), make_tokenizer(), name="made")
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        engine = KVEngine(index, session_bytes=0)
+        engine.fuse(PROMPT, policy=policy)  # makes the first chunk's record for its place
+        expected = engine.fuse(PROMPT, policy=policy)
+        with pretended_card() as counts:
+            to_card(model.hf, counts)
+            found = KVEngine(index, session_bytes=0).fuse(PROMPT, policy=policy)
+    assert found.report.rows_by_layer == expected.report.rows_by_layer
+    assert isinstance(found.logits, CardTensor)
+    torch.testing.assert_close(found.logits.held, expected.logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("policy", "most_waits"), [("none", 5), ("two_stage", 13)])
+def test_a_prompt_waits_for_the_card_as_often_for_many_layers_as_for_few(
+    policy: str, most_waits: int
+) -> None:
+    rows = [
+        count_launches(shape, policy, num_chunks=3, chunk_tokens=40, repeats=1)
+        for shape in ("test", "100m")
+    ]
+    assert rows[0].num_layers < rows[1].num_layers
+    assert rows[0].num_waits == rows[1].num_waits <= most_waits
+
+
+def test_the_command() -> None:
+    options = ["--shape", "test", "--policy", "none", "--chunks", "2", "--chunk-tokens", "30"]
+    done = CliRunner().invoke(app, ["bench", "launches", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)
+    assert row["policy"] == "none"
+    assert row["launches"]["loader"] > 0
+    assert row["launches_per_layer"] == sum(row["launches"].values()) / row["num_layers"]
+    assert CliRunner().invoke(app, ["bench", "launches", "--shape", "nothing"]).exit_code == 1
