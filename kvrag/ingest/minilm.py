@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
 
+from kvrag.models.loading import from_pretrained
+
 
 class MiniLM:
     """The model in a folder, with those members of a ``SentenceTransformer`` that kvrag uses.
@@ -30,10 +32,10 @@ class MiniLM:
 
     def __init__(self, folder: str) -> None:
         self.prompts: dict[str, str] = {}
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, model_max_length=self.max_seq_length
+        self.tokenizer: Any = from_pretrained(
+            AutoTokenizer, folder, model_max_length=self.max_seq_length
         )
-        self._encoder: Any = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        self._encoder: Any = from_pretrained(AutoModel, folder, use_safetensors=True).eval()
 
     def get_embedding_dimension(self) -> int:
         """Return the number of dimensions."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.chunk import Chunk
 from kvrag.errors import IndexFormatError, StoreError
+from kvrag.models import templates
 from kvrag.models.chat import PromptText
 from kvrag.models.control import ControlTokens
 from kvrag.models.tokens import Span, Tokens, encode, overlaps
@@ -325,10 +326,8 @@ def _rendered(
     for roles in conversations:
         messages = [{"role": role, "content": _CONTENT} for role in roles]
         try:
-            yield str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception:  # a template may raise anything, and refuse a role
+            yield templates.render(tokenizer, messages, add_generation_prompt=True)
+        except templates.TemplateRefusalError:  # perhaps of a role
             continue
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
-from kvrag.regularfile import require_regular_files
+from kvrag.ingest.sentences import load_sentences
 
 if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
@@ -76,7 +76,11 @@ class Reranker:
     def __init__(self, model: str | Path | Any) -> None:
         is_named = isinstance(model, str | Path)
         self.name = PurePath(model).name if is_named else type(model).__name__
-        self._model: Any = _load(str(model)) if is_named else model
+        self._model: Any = (
+            load_sentences("CrossEncoder", _folder_or_name(str(model)), "rerank", num_labels=1)
+            if is_named
+            else model
+        )
         # Each call sets the truncation of one tokenizer.
         self._reading = threading.Lock()
         if not hasattr(self._model, "predict"):
@@ -133,26 +137,6 @@ class CosineRanker:
         return [max(next(found) for _ in windows) for windows in texts]
 
 
-def _load(reference: str) -> Any:
-    """Load a folder, or a hub name: from the hub's cache, or else by the network."""
-    try:
-        from sentence_transformers import CrossEncoder
-    except ImportError as error:
-        raise ParameterError(
-            f"rerank {arguments.shown(reference)} needs sentence-transformers: "
-            "pip install 'kvrag[embed]'"
-        ) from error
+def _folder_or_name(reference: str) -> str:
     path = arguments.path(reference, "rerank")
-    try:
-        if path.exists():
-            require_regular_files(path)
-            return CrossEncoder(str(path), num_labels=1, local_files_only=True)
-        try:
-            return CrossEncoder(reference, num_labels=1, local_files_only=True)
-        except (OSError, ValueError):
-            return CrossEncoder(reference, num_labels=1)
-    except (OSError, ValueError) as error:
-        raise ParameterError(
-            f"rerank {arguments.shown(reference)}: no cross-encoder that can be loaded ({error}); "
-            "expected the folder or hub name of a CrossEncoder of sentence-transformers"
-        ) from error
+    return str(path) if path.exists() else reference

@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
 
+from kvrag.child import limit_memory
 from kvrag.chunk import Document, Mark
 from kvrag.errors import DocumentError
-from kvrag.ingest.failures import reason_of
+from kvrag.foreign import told
 from kvrag.ingest.files import printable
 from kvrag.ingest.frames import pack_frame, read_frame
 from kvrag.ingest.headings import checked_outline
@@ -25,8 +24,6 @@ from kvrag.ingest.limits import MAX_DOCUMENTS
 from kvrag.ingest.loaders import Loader, NoTextError, is_storable, load_bytes
 from kvrag.ingest.metadata import plain_metadata
 
-# The address space of an interpreter, for systems that do not report it.
-_DEFAULT_BASE_BYTES = 512 << 20
 _MAX_FILE_BYTES = 1 << 62
 
 OUT_OF_MEMORY = 86
@@ -44,9 +41,9 @@ def main() -> None:
     try:
         others = {suffix: _import(name) for suffix, name in settings["loaders"].items()}
     except BaseException as error:  # SystemExit too
-        _send(answers, {"end": "failed", "reason": reason_of(error)})
+        _send(answers, {"end": "failed", "reason": told(error)})
         return
-    _limit_memory(settings["memory_bytes"])
+    limit_memory(settings["memory_bytes"])
     _send(answers, {"end": "ready"})
     while True:
         head, content = received.get()
@@ -113,7 +110,7 @@ def _answer(
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit too: it would end the process without an answer
-        return {"end": "refused", "reason": f"{path}: its loader failed ({reason_of(error)})"}
+        return {"end": "refused", "reason": f"{path}: its loader failed ({told(error)})"}
     return {"end": "done"}
 
 
@@ -145,24 +142,3 @@ def _import(name: str) -> Loader:
     module, _, function = name.partition(":")
     loader: Loader = getattr(importlib.import_module(module), function)
     return loader
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Limit this process to `memory_bytes` beyond its current memory, if the system can."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    try:
-        base = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    except (OSError, ValueError):
-        base = _DEFAULT_BASE_BYTES
-    try:
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = base + memory_bytes
-        if most != resource.RLIM_INFINITY:
-            wanted = min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    except (OSError, ValueError):
-        pass  # the system enforces no such limit

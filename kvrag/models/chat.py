@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import ParameterError
+from kvrag.models import templates
 from kvrag.models.control import ControlTokens
 from kvrag.models.hidden import HiddenStrings
 from kvrag.models.messages import arrangements, normalised
@@ -71,6 +72,8 @@ def render_messages(
     ------
     ParameterError
         When the tokenizer has no chat template, or the template refuses the messages.
+    UnsupportedModelError
+        When rendering takes too long.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ParameterError(
@@ -118,12 +121,8 @@ def _render(
         offered = hidden.hide(offered)
     turns = [_in_parts(message) for message in given] if as_parts else given
     try:
-        rendered = str(
-            tokenizer.apply_chat_template(
-                turns, tools=offered or None, tokenize=False, add_generation_prompt=True
-            )
-        )
-    except Exception as error:  # Jinja's own and whatever a template raises
+        rendered = templates.render(tokenizer, turns, tools=offered, add_generation_prompt=True)
+    except templates.TemplateRefusalError as error:
         raise ParameterError(f"the chat template refuses these messages: {error}") from error
     said = (str(one["content"]).strip() for one in given if one["role"] in ("system", "user"))
     is_whole = all(one in rendered for one in said)
@@ -149,8 +148,8 @@ def _wants_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _attempt(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> str:
     try:
-        return str(tokenizer.apply_chat_template([message], tokenize=False))
-    except Exception:  # a template may raise anything
+        return templates.render(tokenizer, [message])
+    except templates.TemplateRefusalError:
         return ""
 
 

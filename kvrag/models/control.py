@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+from kvrag.models import templates
 from kvrag.models.blind import BlindTokenizer, ControlToken
 from kvrag.models.tokens import Span, Tokens, encode, overlaps
 
@@ -371,10 +372,8 @@ def _rendered_probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         return
     for messages in _PROBES:
         try:
-            yield str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception:  # a template may raise anything, and refuse a role
+            yield templates.render(tokenizer, messages, add_generation_prompt=True)
+        except templates.TemplateRefusalError:  # perhaps of a role
             continue
 
 

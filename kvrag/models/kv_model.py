@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvrag import foreign
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
@@ -239,7 +240,13 @@ class KVModel(RowMethods):
             # That of the checkpoint, so that an index is the same on all processors.
             fingerprint = model_fingerprint(hf)
             hf.float()  # type: ignore[no-untyped-call]
-        model = cls(hf, tokenizer, name=name, compute=compute, chunk_dtype=own)
+        try:
+            model = cls(hf, tokenizer, name=name, compute=compute, chunk_dtype=own)
+        except BaseException as error:
+            raise ModelLoadError(
+                f"model {shown(name)}: its config.json describes no model that kvrag can use "
+                f"({foreign.reason(error)}); restore it"
+            ) from error
         if fingerprint is not None:
             model.__dict__["fingerprint"] = fingerprint
         return model

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 import xxhash
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from kvrag import arguments
+from kvrag import arguments, foreign
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
-from kvrag.models.tokens import num_equal
+from kvrag.models import templates
+from kvrag.models.tokens import encode, num_equal
+from kvrag.models.weightfiles import check_sizes
 from kvrag.native import instruction_set
 from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import convert
@@ -86,24 +89,43 @@ def resolve_model(reference: str | Path) -> str:
     return text
 
 
-def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
-    """Load from a folder or the hub's local cache; use the network only for a hub name."""
+def from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
+    """Load from a folder or the hub's local cache; use the network only for a hub name.
+
+    Python code that a model brings along is never run.
+
+    Raises
+    ------
+    ModelLoadError
+        Whatever the files lead the libraries to.
+    """
+    options = {"trust_remote_code": False, **options}
+    is_folder = Path(reference).is_dir()
     try:
+        if is_folder:
+            require_regular_files(reference)
+            return loader.from_pretrained(reference, local_files_only=True, **options)
         try:
-            if Path(reference).is_dir():
-                require_regular_files(reference)
             return loader.from_pretrained(reference, local_files_only=True, **options)
         except OSError:
-            if Path(reference).is_dir():
-                raise
             check_hub(reference)
             return loader.from_pretrained(reference, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelLoadError(
-            f"could not load {arguments.shown(reference)}{like(reference)}: {error}. Expected a "
-            "folder or hub repository with config.json, tokenizer.json and *.safetensors (pickled "
-            "weights are not read)"
-        ) from error
+    except BaseException as error:
+        raise _refused(reference, foreign.reason(error)) from error
+
+
+def _refused(reference: str, why: str) -> ModelLoadError:
+    if "trust_remote_code" in why:
+        return ModelLoadError(
+            f"could not load {arguments.shown(reference)}: it brings its own Python code, which "
+            "kvrag never runs. Take a model of a type that Transformers has itself ('kvrag models "
+            "list' names some)"
+        )
+    return ModelLoadError(
+        f"could not load {arguments.shown(reference)}{like(reference)}: {why}. Expected a "
+        "folder or hub repository with config.json, tokenizer.json and *.safetensors (pickled "
+        "weights are not read)"
+    )
 
 
 def load_tokenizer(reference: str | Path) -> PreTrainedTokenizerBase:
@@ -116,8 +138,10 @@ def load_tokenizer(reference: str | Path) -> PreTrainedTokenizerBase:
     UnsupportedModelError
         When the tokenizer is not a fast one: chunk boundaries need character offsets.
     """
-    tokenizer: PreTrainedTokenizerBase = _from_pretrained(AutoTokenizer, resolve_model(reference))
-    return check_tokenizer(tokenizer)
+    tokenizer: PreTrainedTokenizerBase = from_pretrained(AutoTokenizer, resolve_model(reference))
+    check_tokenizer(tokenizer)
+    encode(tokenizer, ["Ab 1\n"], add_special_tokens=True)  # it may panic
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -180,12 +204,26 @@ def load_weights(
     path = resolve_model(reference)
     if dtype is None and path == _EMBEDDED_FOLDER:
         dtype = torch.float32
-    model: PreTrainedModel = _from_pretrained(
+    config = from_pretrained(AutoConfig, path)
+    try:
+        check_sizes(path, config)
+    except BaseException as error:
+        raise _refused(path, foreign.reason(error)) from error
+    model: PreTrainedModel
+    model, found = from_pretrained(
         AutoModelForCausalLM,
         path,
+        config=config,
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
+        output_loading_info=True,
     )
+    if missing := sorted(found["missing_keys"]):
+        # Transformers would fill them with random numbers.
+        raise ModelLoadError(
+            f"could not load {arguments.shown(reference)}: its files lack {len(missing):,} weights "
+            f"of the model that config.json describes, first {missing[0]}; restore the files"
+        )
     if place is not None:
         model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
     model.eval()  # type: ignore[no-untyped-call]
@@ -243,7 +281,7 @@ def shared_prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     it is BOS if the tokenizer puts it first, otherwise nothing.
     """
     bos = tokenizer.bos_token_id
-    is_first = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
+    is_first = bos is not None and encode(tokenizer, [""], True)[0].token_ids[:1] == (bos,)
     return _template_head(tokenizer) or ((bos,) if is_first else ())
 
 
@@ -253,15 +291,13 @@ def _template_head(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return ()
     try:
         first, second = (
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            templates.render(
+                tokenizer, [{"role": "user", "content": content}], add_generation_prompt=True
             )
             for content in ("A", "7 b")
         )
-    except Exception:  # a template may raise anything, and refuse a lone user turn
+    except templates.TemplateRefusalError:  # perhaps of a lone user turn
         return ()
     # Tokenised with a text after it: its last token may merge with what follows.
-    first_ids, second_ids = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second)
-    )
-    return tuple(first_ids[: num_equal(first_ids, second_ids)])
+    first_ids, second_ids = (one.token_ids for one in encode(tokenizer, [first, second], False))
+    return first_ids[: num_equal(first_ids, second_ids)]

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvrag.arguments import shown
+from kvrag.errors import ModelLoadError
+from kvrag.foreign import reason
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -48,17 +52,32 @@ class Tokens:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool
 ) -> list[Tokens]:
-    """Tokenise texts as in the plain pipeline."""
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=tokenizer.is_fast,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
+    """Tokenise texts as in the plain pipeline.
+
+    Raises
+    ------
+    ModelLoadError
+        When the tokenizer fails: its files can make it panic over some texts.
+    """
+    try:
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=tokenizer.is_fast,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            padding=False,
+            truncation=False,
+            verbose=False,
+        )
+    except (TypeError, UnicodeError):  # no text: the caller's fault
+        raise
+    except BaseException as error:
+        raise ModelLoadError(
+            f"the tokenizer {shown(tokenizer.name_or_path)} fails over a text of "
+            f"{max(map(len, texts), default=0):,} characters: {reason(error)}; restore its "
+            "tokenizer.json and tokenizer_config.json"
+        ) from error
     offsets = encoded["offset_mapping"] if tokenizer.is_fast else [()] * len(texts)
     return [
         Tokens(tuple(ids), places)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import ParameterError
+from kvrag.models import templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,13 +93,9 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         },
     }
     try:
-        rendered = str(
-            tokenizer.apply_chat_template(
-                probe, tools=[tool], tokenize=False, add_generation_prompt=True
-            )
-        )
-        bare = str(tokenizer.apply_chat_template(probe[:1], tools=[tool], tokenize=False))
-    except Exception:  # a template may raise anything
+        rendered = templates.render(tokenizer, probe, tools=[tool], add_generation_prompt=True)
+        bare = templates.render(tokenizer, probe[:1], tools=[tool])
+    except templates.TemplateRefusalError:
         return replace(HERMES, is_known=False)
     json_call = rf'\{{\s*"name":\s*"{_PROBE}",\s*"%s":\s*\{{'
     for found, pattern in (
@@ -193,8 +190,8 @@ def _instruction(tools: Sequence[Mapping[str, Any]]) -> str:
 def _has_system(tokenizer: PreTrainedTokenizerBase) -> bool:
     messages = [{"role": role, "content": _PROBE + role} for role in ("system", "user")]
     try:
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template may raise anything
+        rendered = templates.render(tokenizer, messages)
+    except templates.TemplateRefusalError:
         return False
     return f"{_PROBE}system" in rendered
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.errors import PMLError
+from kvrag.models import templates
 from kvrag.models.chat import PromptText, hide_message
 from kvrag.models.control import ControlTokens
 from kvrag.models.hidden import HiddenStrings
@@ -184,12 +185,10 @@ class Conversation:
         ]
         messages += own
         try:
-            rendered = str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
+            rendered = templates.render(
+                self._tokenizer, messages, add_generation_prompt=add_generation_prompt
             )
-        except Exception as error:  # a template may raise anything
+        except templates.TemplateRefusalError as error:
             raise location.error(
                 f"the chat template refuses the turns: {error}", _REMEDY
             ) from error

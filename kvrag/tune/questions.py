@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.models.plain import few_shot_prompt, plain_prompt
+from kvrag.models.templates import render as render_template
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def render(
         return RenderedPrompt(plain_prompt(question, texts), True)
     if getattr(tokenizer, "chat_template", None):
         content = "\n\n".join([*texts, f"Question: {question}"])
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        text = render_template(
+            tokenizer, [{"role": "user", "content": content}], add_generation_prompt=True
         )
-        return RenderedPrompt(str(text), add_special_tokens=False)
+        return RenderedPrompt(text, add_special_tokens=False)
     return RenderedPrompt(few_shot_prompt(question, texts), True)

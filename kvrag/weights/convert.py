@@ -14,6 +14,7 @@ from typing import Any
 
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
+from kvrag.foreign import reason
 
 
 def convert(path: Path, folder: Path) -> None:
@@ -36,8 +37,8 @@ def convert(path: Path, folder: Path) -> None:
 
     try:
         reader = gguf.GGUFReader(str(path))
-    except Exception as error:  # it raises whatever the bytes lead to
-        raise ModelLoadError(f"{path} cannot be read as GGUF: {error}") from error
+    except BaseException as error:  # it raises whatever the bytes lead to
+        raise ModelLoadError(f"{path} cannot be read as GGUF: {reason(error)}") from error
     _check_types(path, reader)
 
     # Seconds to import, so only for a file that can be read.
@@ -45,7 +46,7 @@ def convert(path: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     _read_once(path, reader)
-    inside = {"gguf_file": path.name}
+    inside = {"gguf_file": path.name, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **inside)
         model = AutoModelForCausalLM.from_pretrained(
@@ -54,11 +55,11 @@ def convert(path: Path, folder: Path) -> None:
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
         )
-    except Exception as error:  # a foreign file takes the libraries anywhere
+    except BaseException as error:  # a foreign file takes the libraries anywhere
         raise ModelLoadError(
             f"Transformers cannot read {path} (architecture "
             f"{shown(_field(reader, 'architecture'))}): "
-            f"{error}. Take the model's folder of safetensors instead"
+            f"{reason(error)}. Take the model's folder of safetensors instead"
         ) from error
     end_of_turn = _ends(reader)
     ends = model.generation_config.eos_token_id

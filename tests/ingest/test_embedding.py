@@ -125,7 +125,7 @@ def test_on_an_accelerator_sentence_transformers_runs_minilm(
 
 def test_a_damaged_minilm_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ParameterError, match="no sentence-transformers model"):
+    with pytest.raises(ParameterError, match="no SentenceTransformer that can be loaded"):
         _load_minilm(str(tmp_path))
 
 
@@ -143,7 +143,7 @@ def test_other_things_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="int is not an embedding"):
         get_embedding(3)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ParameterError, match="no sentence-transformers model"):
+    with pytest.raises(ParameterError, match="no SentenceTransformer that can be loaded"):
         get_embedding(tmp_path)
 
 

@@ -185,5 +185,5 @@ def test_what_is_no_cross_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="int is not a cross-encoder"):
         Reranker(3)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ParameterError, match="no cross-encoder that can be loaded"):
+    with pytest.raises(ParameterError, match="no CrossEncoder that can be loaded"):
         Reranker(tmp_path / "empty")

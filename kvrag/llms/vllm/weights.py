@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_weights
+from kvrag.models.loading import from_pretrained, load_weights
 from kvrag.models.packed import pack_linears
 from kvrag.models.ranks import Ranks
 from kvrag.models.shards import load_shard
@@ -113,7 +113,7 @@ def share_weights(model: nn.Module, path: str, dtype: torch.dtype, device: torch
     """
     with torch.device("meta"):
         hf: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            AutoConfig.from_pretrained(path), dtype=dtype
+            from_pretrained(AutoConfig, path), dtype=dtype, trust_remote_code=False
         )
     theirs = dict(model.named_parameters())
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})

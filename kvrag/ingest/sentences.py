@@ -1,0 +1,97 @@
+"""Models of sentence-transformers, by folder or hub name; their own Python code is never run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvrag import arguments, foreign
+from kvrag.errors import ModelLoadError, ParameterError
+from kvrag.regularfile import read_regular, require_regular_files
+
+_OWN = "sentence_transformers."
+
+
+def load_sentences(kind: str, reference: str, place: str, **options: Any) -> Any:
+    """Load a folder, or a hub name: from the hub's cache, or else by the network.
+
+    Parameters
+    ----------
+    kind
+        The class: "SentenceTransformer" or "CrossEncoder".
+    reference
+        The folder or the hub name.
+    place
+        The caller's argument, for messages.
+
+    Raises
+    ------
+    ParameterError
+        If it cannot be loaded, for whatever reason.
+    """
+    try:
+        import sentence_transformers
+    except ImportError as error:
+        raise ParameterError(
+            f"{place} {arguments.shown(reference)} needs sentence-transformers: "
+            "pip install 'kvrag[embed]'"
+        ) from error
+    load = getattr(sentence_transformers, kind)
+    options["trust_remote_code"] = False
+    with loading(kind, reference, place):
+        if Path(reference).exists():
+            return load(reference, local_files_only=True, **options)
+        try:
+            return load(reference, local_files_only=True, **options)
+        except (OSError, ValueError):
+            return load(reference, **options)
+
+
+@contextmanager
+def loading(kind: str, reference: str, place: str) -> Iterator[None]:
+    """Load a model in the block: without progress bars, and with the error for a wrong one."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    from kvrag.models.loading import from_pretrained
+    from kvrag.models.weightfiles import check_sizes
+
+    # Loading takes well under a second, and a progress bar would disturb the caller's output.
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        if Path(reference).exists():
+            require_regular_files(reference)
+            _require_known(Path(reference))
+            if (Path(reference) / "model.safetensors").is_file():
+                config = from_pretrained(AutoConfig, reference)
+                check_sizes(reference, config, is_decoder=False)
+        yield
+    except BaseException as error:
+        why = str(error) if isinstance(error, ModelLoadError) else foreign.reason(error)
+        raise ParameterError(
+            f"{place} {arguments.shown(reference)}: no {kind} that can be loaded ({why}); "
+            f"expected the folder or hub name of a {kind} of sentence-transformers, without its "
+            "own Python code"
+        ) from error
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _require_known(folder: Path) -> None:
+    """Raise ValueError if a folder names its own classes: older libraries import them unasked."""
+    named = []
+    if (folder / "modules.json").is_file():
+        modules = json.loads(read_regular(folder / "modules.json"))
+        named = [str(module["type"]) for module in modules]
+    for path in (*folder.glob("router_config.json"), *folder.glob("*/router_config.json")):
+        named += [str(one) for one in json.loads(read_regular(path))["types"].values()]
+    if foreign_types := [one for one in named if not one.startswith(_OWN)]:
+        raise ValueError(
+            f"it names the class {arguments.shown(foreign_types[0])}, which is its own code, "
+            "and kvrag never runs that"
+        )

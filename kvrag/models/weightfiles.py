@@ -1,0 +1,107 @@
+"""Whether a configuration fits the weights beside it, before a model of its sizes is made.
+
+A configuration is a small file that anybody may have written: a million layers, or matrices of a
+terabyte, would end the process before a missing weight is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from kvrag.errors import ModelLoadError
+from kvrag.regularfile import open_regular, read_regular
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# What a configuration counts or measures its modules by; positions need no weights.
+_SIZE = re.compile(r"(num|n)_.*|.*(_size|_dim|_heads|_layers|_experts|_rank)|d_.*|dim|.*_inner")
+# Parameters and buffers beside a checkpoint's elements: masks, frequencies, tied weights.
+_SPARE_FACTOR, _SPARE_ELEMENTS = 4, 1 << 26
+
+
+def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = True) -> None:
+    """Raise ModelLoadError if a configuration needs more weights than the files beside it have.
+
+    Parameters
+    ----------
+    reference
+        The model's folder, or its hub name; its weights are downloaded if they are not in the
+        hub's cache.
+    config
+        Its configuration.
+    is_decoder
+        Whether it is a causal language model; of others, only the single sizes are compared.
+    """
+    folder = Path(reference)
+    files = _in_folder(folder) if folder.is_dir() else _of_hub(reference)
+    shapes = [shape for path in files for shape in _shapes(path)]
+    if not shapes:
+        raise ModelLoadError(
+            f"{reference}: no *.safetensors with weights; expected {_ONE}, or the files that "
+            f"{_INDEX} names (pickled weights are not read)"
+        )
+    most = max(len(shapes), *(max(shape, default=1) for shape in shapes))
+    limits = {"num_hidden_layers": len(shapes)}
+    sizes = [*_sizes(config.to_dict()), ("num_hidden_layers", config.num_hidden_layers)]
+    if wrong := next((one for one in sizes if one[1] > limits.get(one[0], most)), None):
+        raise ModelLoadError(
+            f"{reference}/config.json: {wrong[0]} is {wrong[1]:,}, but the files beside it hold "
+            f"{len(shapes):,} weights with at most {most:,} rows or columns; restore config.json"
+        )
+    if not is_decoder:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    needed = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
+    found = sum(map(math.prod, shapes))
+    if needed > _SPARE_FACTOR * found + _SPARE_ELEMENTS:
+        raise ModelLoadError(
+            f"{reference}/config.json describes a model of {needed:,} numbers, but the files "
+            f"beside it hold {found:,}; restore config.json, or take the weights that belong to it"
+        )
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    if (folder / _ONE).is_file():
+        return [folder / _ONE]
+    if not (folder / _INDEX).is_file():
+        return []
+    names = set(json.loads(read_regular(folder / _INDEX))["weight_map"].values())
+    return [folder / name for name in sorted(names)]
+
+
+def _of_hub(name: str) -> list[Path]:
+    try:
+        return [Path(str(cached_file(name, _ONE)))]
+    except OSError:
+        index = str(cached_file(name, _INDEX))
+        return [Path(one) for one in get_checkpoint_shard_files(name, index)[0]]  # type: ignore[no-untyped-call]
+
+
+def _shapes(path: Path) -> Iterator[list[int]]:
+    """Yield the shape of each tensor that a file's header names."""
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ModelLoadError(f"{path} is no safetensors file; restore it")
+        header: dict[str, Any] = json.loads(file.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield [int(one) for one in entry["shape"]]
+
+
+def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _sizes(value)
+        elif isinstance(value, int) and _SIZE.fullmatch(name):
+            yield name, value

