@@ -31,7 +31,7 @@ class Child:
     """A process that answers one request at a time; it starts with the first, and after its end.
 
     Requests and answers are JSON, so a child that has been taken over can send text alone. Any
-    thread may ask. A forked process starts a child of its own.
+    thread may ask. A forked process starts its own.
 
     Parameters
     ----------
