@@ -26,6 +26,7 @@ from kvrag.server.documents import Documents, add_documents
 from kvrag.server.gate import Gate
 from kvrag.server.history import History
 from kvrag.server.history_routes import add_history
+from kvrag.server.items import ItemsRequest
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.page_routes import add_page
 from kvrag.server.problems import RequestError, as_problem, validation_problem
@@ -172,6 +173,11 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts
     async def chat_completions(asked: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         return await service.chat(asked, http)
+
+    @app.post("/v1/responses", responses=_answers(r.ItemsResponse, streams=True))
+    async def responses(asked: ItemsRequest, http: Request) -> Response:
+        """Answer a conversation, as items."""
+        return await service.respond(asked, http)
 
     @app.post("/v1/completions", responses=_answers(r.Completion, streams=True))
     async def completions(asked: CompletionRequest, http: Request) -> Response:

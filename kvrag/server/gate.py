@@ -51,7 +51,8 @@ _READING = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?:\[([\w:.%]+)\]|([^\s/?#@:\[\]\\]+))(?::[0-9]{0,5})?")
 _ROUTES = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/models", *_OF_TEXTS),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+        *("/v1/models", *_OF_TEXTS),
         *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
     }
 )

@@ -26,10 +26,16 @@ INVALID = "invalid_request_error"
 _NEUTRAL = frozenset(
     {
         *("best_of", "echo", "logit_bias", "modalities", "suffix"),
+        *("background", "conversation", "reasoning", "truncation"),
     }
 )
 # Where a request takes a text or an object: what pydantic calls the two.
-_BRANCHES = frozenset({"str", "NamedTool", "RankedText"})
+_BRANCHES = frozenset(
+    {
+        *("str", "NamedTool", "NamedFunctionTool", "RankedText"),
+        *("MessageItem", "CallItem", "ResultItem"),
+    }
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 CLIENT_GONE = 499  # nginx's; nobody receives it, but logs and metrics show it

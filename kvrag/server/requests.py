@@ -36,8 +36,8 @@ MAX_FIELDS = 64
 
 # As far as a JSON number is exact in every client.
 _MAX_SEED = 2**53 - 1
-_MAX_TOKENS = 2**31 - 1
-_MAX_NAME = 200
+MAX_TOKENS = 2**31 - 1
+MAX_NAME = 200
 
 
 class Strict(BaseModel):
@@ -67,7 +67,7 @@ def _number(value: Any) -> Any:
 
 
 # To Python, 0 is False and True is 1; in JSON they differ.
-_False = Annotated[Literal[False] | None, BeforeValidator(_bool)]
+False_ = Annotated[Literal[False] | None, BeforeValidator(_bool)]
 _One = Annotated[Literal[1] | None, BeforeValidator(_number)]
 
 
@@ -94,7 +94,7 @@ class StreamOptions(Strict):
     """``stream_options``."""
 
     include_usage: bool = False
-    include_obfuscation: _False = None
+    include_obfuscation: False_ = None
 
 
 class KVRagOptions(Strict):
@@ -116,7 +116,7 @@ class KVRagOptions(Strict):
 
     policy: str | None = Field(default=None, max_length=200)
     ratio: float | None = Field(default=None, ge=0, le=1)
-    boundary_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    boundary_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     reuse: bool = True
     report: bool = False
     explain: bool = False
@@ -140,14 +140,14 @@ class TextPart(Strict):
 class CalledFunction(Strict):
     """The function of an earlier call, and its arguments as JSON."""
 
-    name: str = Field(max_length=_MAX_NAME)
+    name: str = Field(max_length=MAX_NAME)
     arguments: str
 
 
 class ToolCall(Strict):
     """A call in an earlier answer."""
 
-    id: str = Field(max_length=_MAX_NAME)
+    id: str = Field(max_length=MAX_NAME)
     type: Literal["function"]
     function: CalledFunction
 
@@ -161,9 +161,9 @@ class Message(Strict):
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
         | None
     ) = None
-    name: str | None = Field(default=None, max_length=_MAX_NAME)
+    name: str | None = Field(default=None, max_length=MAX_NAME)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_call_id: str | None = Field(default=None, max_length=_MAX_NAME)
+    tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)
     # Clients send answers back as they came, with these fields; no model reads them.
     annotations: list[Object] | None = Field(default=None, max_length=MAX_HITS)
     refusal: None = None
@@ -205,20 +205,20 @@ class Labelled(Strict):
     user: str | None = Field(default=None, max_length=200)
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     store: bool | None = None
-    service_tier: str | None = Field(default=None, max_length=_MAX_NAME)
+    service_tier: str | None = Field(default=None, max_length=MAX_NAME)
     safety_identifier: str | None = Field(default=None, max_length=200)
     prompt_cache_key: str | None = Field(default=None, max_length=200)
-    prompt_cache_retention: str | None = Field(default=None, max_length=_MAX_NAME)
+    prompt_cache_retention: str | None = Field(default=None, max_length=MAX_NAME)
 
 
 class Generating(Labelled, ABC):
     """The fields that chat completions and completions share."""
 
     model: str = Field(max_length=500)
-    max_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
+    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -271,7 +271,7 @@ class Generating(Labelled, ABC):
 class JSONSchema(Strict):
     """The schema of ``response_format``. The answer keeps to it, `strict` or not."""
 
-    name: str = Field(max_length=_MAX_NAME)
+    name: str = Field(max_length=MAX_NAME)
     description: str | None = None
     schema_: Object = Field(alias="schema")
     strict: bool | None = None
@@ -296,7 +296,7 @@ class ResponseFormat(Strict):
 class Function(Strict):
     """A function that the model may call. Forced calls keep to its parameters, `strict` or not."""
 
-    name: str = Field(min_length=1, max_length=_MAX_NAME)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
     parameters: Object | None = None
     strict: bool | None = None
@@ -312,7 +312,7 @@ class Tool(Strict):
 class NamedFunction(Strict):
     """A function's name."""
 
-    name: str = Field(max_length=_MAX_NAME)
+    name: str = Field(max_length=MAX_NAME)
 
 
 class NamedTool(Strict):
@@ -326,7 +326,7 @@ class ChatRequest(Generating):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
@@ -378,7 +378,7 @@ class CompletionRequest(Generating):
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     best_of: _One = None
-    echo: _False = None
+    echo: False_ = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     suffix: Literal[""] | None = None
 
@@ -407,7 +407,7 @@ class RerankRequest(Strict):
     documents: Annotated[
         list[str | RankedText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
     ]
-    top_n: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    top_n: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     return_documents: bool | None = None
     user: str | None = Field(default=None, max_length=200)
 
@@ -423,7 +423,7 @@ class EmbeddingRequest(Strict):
     model: str = Field(max_length=500)
     input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     user: str | None = Field(default=None, max_length=200)
 
     @property

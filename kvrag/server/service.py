@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.answering import Generation, Question, engine_requests
 from kvrag.server.gate import Record
+from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.problems import RequestError, as_problem
 from kvrag.server.requests import (
     ChatRequest,
@@ -40,7 +42,7 @@ from kvrag.server.requests import (
     RerankRequest,
 )
 from kvrag.server.retrieving import PREFIX, question_over
-from kvrag.server.shapes import ChatShape, Shape, TextShape, to_json
+from kvrag.server.shapes import ChatShape, Shape, TextShape
 from kvrag.server.worker import Worker
 
 # Until then an error is a separate response; later it is an event of the stream.
@@ -152,8 +154,17 @@ class Service:
         names = dict.fromkeys(astuple(self.names))
         return r.ModelList(data=[r.Model(id=name, created=self._created) for name in names])
 
-    async def chat(self, asked: ChatRequest, http: HttpRequest) -> Response:
-        """Answer a conversation."""
+    async def respond(self, given: ItemsRequest, http: HttpRequest) -> Response:
+        """Answer a conversation in the form of the Responses API."""
+        return await self.chat(given.chat, http, partial(ItemsShape, given))
+
+    async def chat(
+        self,
+        asked: ChatRequest,
+        http: HttpRequest,
+        make_shape: Callable[..., ChatShape] | None = None,
+    ) -> Response:
+        """Answer a conversation; `make_shape` writes the answer in another form than a chat's."""
         self._require(asked.model, self.names.model, self.names.rag)
         turns = merged(one.turn for one in asked.messages)
         form = await self.in_thread(lambda: asked.shaped(self._engine.index.tokenizer))
@@ -170,7 +181,9 @@ class Service:
             question = Question(turns)
         calls = tool_format(self._engine.index.tokenizer) if asked.calls_tools else None
         cites = asked.model == self.names.rag
-        shape = ChatShape(asked, self.index.tokenizer, self._fingerprint, cites=cites, calls=calls)
+        shape = (make_shape or partial(ChatShape, asked))(
+            self.index.tokenizer, self._fingerprint, cites=cites, calls=calls
+        )
         shape.search_seconds = search_seconds
         return await self._answer([question], asked, http, shape, form)
 
@@ -291,7 +304,7 @@ class Service:
             if not asked.stream:
                 while not generation.is_done:
                     await generation.next()
-                return JSONResponse(to_json(shape.whole(generation.in_order)))
+                return JSONResponse(shape.body(generation.in_order))
             first = await generation.next(_FIRST_SECONDS)
         return StreamingResponse(
             _lines(generation, shape, first, record),
@@ -312,27 +325,34 @@ async def _lines(
 ) -> AsyncIterator[str]:
     """Yield a stream's events as server-sent events."""
     try:
-        if first is not None:
-            for body in shape.pieces(*first):
-                yield _event(to_json(body))
-        while not generation.is_done:
-            if (piece := await generation.next(_PING_SECONDS)) is None:
+        for body in shape.opening():
+            yield _event(body)
+        piece = first
+        while True:
+            if piece is None:
                 yield ": waiting\n\n"
-                continue
-            for body in shape.pieces(*piece):
-                yield _event(to_json(body))
-        if (last := shape.end(generation.in_order)) is not None:
-            yield _event(to_json(last))
+            else:
+                for body in shape.events(*piece):
+                    yield _event(body)
+            if generation.is_done:
+                break
+            piece = await generation.next(_PING_SECONDS)
+        for body in shape.closing(generation.in_order):
+            yield _event(body)
     except Exception as error:
         problem = as_problem(error)
         record.status = problem.status
-        yield _event(problem.to_dict())
+        for body in shape.failure(problem):
+            yield _event(body)
         return
-    yield "data: [DONE]\n\n"
+    if shape.ends_with_done:
+        yield "data: [DONE]\n\n"
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    # Those of the Responses API are named.
+    return f"event: {body['type']}\ndata: {data}\n\n" if "type" in body else f"data: {data}\n\n"
 
 
 def private(body: Any) -> JSONResponse:

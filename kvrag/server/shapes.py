@@ -18,6 +18,7 @@ from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
 from kvrag.models.tools import ToolFormat
 from kvrag.server import logprobs
 from kvrag.server import responses as r
+from kvrag.server.problems import RequestError
 from kvrag.server.requests import ChatRequest, Generating
 from kvrag.server.retrieving import citations
 
@@ -38,9 +39,12 @@ class Shape(ABC):
     ----------
     search_seconds
         The time in which the server found the chunks; None if it did not search.
+    ends_with_done
+        Whether streams end with ``[DONE]``.
     """
 
     prefix: str
+    ends_with_done = True
 
     def __init__(
         self, asked: Generating, tokenizer: PreTrainedTokenizerBase, fingerprint: str
@@ -55,6 +59,27 @@ class Shape(ABC):
         }
         self._begun: set[int] = set()
         self.search_seconds: float | None = None
+
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the response with all answers as JSON values."""
+        return to_json(self.whole(answers))
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Yield the events before the first piece."""
+        yield from ()
+
+    def events(self, number: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """Yield the events for a piece of a choice as JSON values."""
+        yield from map(to_json, self.pieces(number, delta))
+
+    def closing(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """Yield the events after the last piece."""
+        if (last := self.end(answers)) is not None:
+            yield to_json(last)
+
+    def failure(self, problem: RequestError) -> Iterator[dict[str, Any]]:
+        """Yield the events of a stream that fails."""
+        yield problem.to_dict()
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> r.Head:

@@ -42,6 +42,7 @@ CHECKS = [
 # The routes with a body: its schema, and the models that there are for it.
 _ROUTES = {
     "/v1/chat/completions": ("ChatRequest", ["model", "rag:index"]),
+    "/v1/responses": ("ItemsRequest", ["model", "rag:index"]),
     "/v1/completions": ("CompletionRequest", ["model"]),
     "/v1/embeddings": ("EmbeddingRequest", ["hashing"]),
     "/v1/rerank": ("RerankRequest", ["hashing"]),
@@ -69,7 +70,7 @@ def keep_to_what_no_schema_says(body: dict[str, Any]) -> None:
 
     The requests of the other mode keep them.
     """
-    for field in ("response_format", "tool_choice"):
+    for field in ("response_format", "tool_choice", "text", "previous_response_id"):
         body.pop(field, None)
     # Texts to rank must not be empty.
     if isinstance(body.get("query"), str):
@@ -106,7 +107,7 @@ def fuzz(served: Served, name: str, mode: GenerationMode, num_requests: int) -> 
             if isinstance(prompts := case.body.get("prompt"), list):
                 del prompts[2:]
             keep_to_what_no_schema_says(case.body)
-            for field in ("max_tokens", "max_completion_tokens", "n"):
+            for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
                 if isinstance(case.body.get(field), int):
                     case.body[field] = min(case.body[field], 2)
         response = case.call_and_validate(
@@ -139,9 +140,9 @@ def test_routes_without_a_body(fuzzed: Served) -> None:
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", list(_ROUTES))
 def test_thousands_of_requests(fuzzed: Served, route: str, mode: GenerationMode) -> None:
-    """Send the share of one of eight cases, so that several workers share them."""
-    generates = mode is GenerationMode.POSITIVE and "completions" in route
-    share = trials(700 if generates else 1434)
+    """Send the share of one of ten cases, so that several workers share them."""
+    generates = mode is GenerationMode.POSITIVE and route.endswith(("completions", "responses"))
+    share = trials(700 if generates else 1129)
     statuses = fuzz(fuzzed, f"POST {route}", mode, share)
     assert statuses.total() > 0.95 * share
     assert statuses.keys() <= {200, 400, 404, 413}
