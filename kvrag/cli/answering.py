@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
-from kvrag.engine.prompts import Messages, chat_messages, reading_order
+from kvrag.engine.prompts import Messages, chat_messages, own_marks, reading_order
 from kvrag.errors import IndexFormatError
 from kvrag.models.plain import few_shot_prompt, plain_prompt
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.ranking import Reranker
 
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
-# Without a chat template, a model may continue with a next question that it invents. The examples
-# of a few-shot prompt have answers of one line.
-_PLAIN_STOP = ("\nQuestion:",)
+# The examples of a few-shot prompt have answers of one line.
 _FEW_SHOT_STOP = ("\n",)
 
 
@@ -60,7 +58,7 @@ class Retrieved:
     stop
         Strings that end the answer.
     chunk_ids
-        The chunks in the prompt.
+        The chunks in the prompt, best first.
     seconds
         Time to embed the question and search the index.
     """
@@ -160,14 +158,15 @@ def retrieve(
         console.note(f"{_why_nothing(index)}: the model answers without documents")
     chunks = reading_order([hit.chunk for hit in hits if hit.chunk.chunk_id not in known])
     texts = [chunk.text for chunk in chunks]
-    chunk_ids = (*known, *(chunk.chunk_id for chunk in chunks))
+    chunk_ids = tuple(dict.fromkeys([*(hit.chunk.chunk_id for hit in hits), *known]))
     if converses(index, settings):
         messages = chat_messages(question, texts, history, settings.instruction)
-        return Retrieved(question, messages, (), chunk_ids, seconds)
+        return Retrieved(question, messages, own_marks(question), chunk_ids, seconds)
     if settings.use_chat_template:
         prompt = few_shot_prompt(question, texts)
         return Retrieved(question, prompt, _FEW_SHOT_STOP, chunk_ids, seconds)
-    return Retrieved(question, plain_prompt(question, texts), _PLAIN_STOP, chunk_ids, seconds)
+    prompt = plain_prompt(question, texts)
+    return Retrieved(question, prompt, own_marks(question), chunk_ids, seconds)
 
 
 def _why_nothing(index: Index) -> str:
@@ -197,6 +196,7 @@ def answer(
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         stop=retrieved.stop,
+        stop_loops=True,
         seed=settings.seed,
         hints=retrieved.chunk_ids,
     )
@@ -216,16 +216,22 @@ def print_below(outcome: Outcome, known: Sequence[str] = ()) -> None:
     for number, source in enumerate(outcome.answer.sources, start=1):
         if source.chunk_id in known:
             continue
-        line = f"  [{number}] {_source_line(source)}"
+        line = f"  [{number}] {_best(number)}{_source_line(source)}"
         out.print(line, style="dim", markup=False, no_wrap=True, overflow="ellipsis")
     out.print(f"  {report_line(outcome.answer)}", style="dim", markup=False, soft_wrap=True)
+
+
+def _best(number: int) -> str:
+    return "best match, " if number == 1 else ""
 
 
 def print_sources(answer: Answer) -> None:
     """Print the passages that an answer's prompt had, each whole."""
     for number, source in enumerate(answer.sources, start=1):
         place = f"{console.shown_name(source.source)}#{source.ordinal}{_page(source.metadata)}"
-        console.write(f"[{number}] {place}\n{console.harmless(source.text.strip())}\n\n")
+        console.write(
+            f"[{number}] {_best(number)}{place}\n{console.harmless(source.text.strip())}\n\n"
+        )
     if not answer.sources:
         console.note("the last prompt had no passage of the index")
 

@@ -277,7 +277,7 @@ class _Chat:
         outcome = answer(self._engine, retrieved, settings, show)
         assert not isinstance(retrieved.prompt, str)  # only chat prompts remember
         said = retrieved.prompt[-1]["content"]
-        new = retrieved.chunk_ids[len(conversation.chunk_ids) :]
+        new = tuple(i for i in retrieved.chunk_ids if i not in conversation.chunk_ids)
         conversation.add(Turn(question, said, outcome.answer.text, new))
         return outcome if search == question else replace(outcome, search=search)
 

@@ -55,14 +55,14 @@ def answer_plainly(
     from kvrag.engine.text_stream import TextStream, end_ids
 
     ends = end_ids(model.hf.generation_config, model.tokenizer)
-    stream = TextStream(model.tokenizer, stop)
+    stream = TextStream(model.tokenizer, stop, stop_loops=True)
     num_new = 0
     started = time.perf_counter()
     ttft_seconds = 0.0
     with torch.inference_mode():
         step = torch.tensor([list(token_ids)], device=model.device)
         cache = None
-        while num_new < max_tokens and not stream.stopped:
+        while num_new < max_tokens and not (stream.stopped or stream.looped):
             with model.lock:
                 output = model.hf(
                     input_ids=step, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvrag.fusion.report import FusionReport
 
-FinishReason = Literal["stop", "length", "timeout"]
+FinishReason = Literal["stop", "length", "loop", "timeout"]
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,15 @@ class Answer:
     text
         The answer, without the prompt, special tokens and the stop string that ended it.
     sources
-        The chunks found in the prompt, in prompt order, each once.
+        The chunks found in the prompt, each once: those of `Request.hints` in that order, then the
+        others in prompt order.
     report
         How the prompt's KV was computed.
     usage
         Token counts.
     finish_reason
         ``"stop"`` (end of text or a stop string), ``"length"`` (`max_tokens` or the context window
-        is used up) or ``"timeout"``.
+        is used up), ``"loop"`` (`Request.stop_loops`) or ``"timeout"``.
     ttft_seconds, total_seconds
         Seconds from the call to the first token, and to the end.
     parts

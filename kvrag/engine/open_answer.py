@@ -96,7 +96,13 @@ class OpenAnswer:
             num_tokens = fused.logits.shape[-1]
             allowed = Allowed(request.constraint, model.tokenizer, num_tokens, self._ends)
         self._sampler = Sampler(request.sampling, device, allowed)
-        self._text = TextStream(model.tokenizer, request.stop, is_calling=bool(request.tools))
+        self._text = TextStream(
+            model.tokenizer,
+            request.stop,
+            is_calling=bool(request.tools),
+            # A form may want any repetition.
+            stop_loops=request.stop_loops and request.constraint is None,
+        )
         # The plain ids: repetition penalties must not count link tokens, nor miss the tokens of
         # compressed chunks.
         plain_ids = fused.layout.plain_token_ids
@@ -141,6 +147,8 @@ class OpenAnswer:
             deltas.append(AnswerDelta(piece, logprobs=self._tell_logprobs()))
         if self._text.stopped or self._sampler.is_complete:
             deltas.append(self._finish("stop"))
+        elif self._text.looped:
+            deltas.append(self._finish("loop"))
         elif self._num_generated == self._limit:
             deltas.append(self._finish("length"))
         return deltas

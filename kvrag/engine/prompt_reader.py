@@ -44,7 +44,8 @@ class LaidOutPrompt:
     layout
         The prompt's tokens, and which of them are stored.
     chunks
-        The chunks by id, in prompt order; empty if the caller laid the prompt out.
+        The chunks by id, hinted ones first, others in prompt order; empty if the caller laid the
+        prompt out.
     open_kv
         Opens the records that the layout's spans name; None means the index's.
     fresh
@@ -136,7 +137,9 @@ class PromptReader:
         if request.reuse and index.compression is None:
             # A compressed chunk's rows are not tokens: a part of them is no part of the text.
             layout, chunks, fresh = self._with_runs(layout, chunks, hints)
-        found = {chunk_id: chunks[chunk_id] for chunk_id in layout.chunk_ids}
+        rank = {chunk_id: number for number, chunk_id in enumerate(hints)}
+        ranked = sorted(layout.chunk_ids, key=lambda one: rank.get(one, len(rank)))
+        found = {chunk_id: chunks[chunk_id] for chunk_id in ranked}
         if request.reuse and self._watching:
             self._warn_if_nothing_matched(found, written.text)
         return LaidOutPrompt(layout, found, fresh=fresh, text=written.text, offsets=tokens.offsets)

@@ -26,6 +26,11 @@ def reading_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: (-rank[chunk.source], chunk.ordinal))
 
 
+def own_marks(question: str) -> tuple[str, ...]:
+    """Return the strings at which an answer begins to ask itself; none if questions are wanted."""
+    return () if "question" in question.lower() else ("\nQuestion:",)
+
+
 def chat_messages(
     question: str,
     texts: Sequence[str],

@@ -116,6 +116,7 @@ class RequestOptions(TypedDict, total=False):
     min_p: float
     seed: int | None
     stop: Sequence[str]
+    stop_loops: bool
     timeout_seconds: float | None
     hints: Sequence[str]
     reuse: bool
@@ -147,12 +148,16 @@ class Request:
     stop
         Strings that end the answer. The answer does not include them, even if one spans several
         tokens.
+    stop_loops
+        Whether the answer ends, with ``finish_reason="loop"``, where it says the same again and
+        again. Not in blocks of code, and not with a `constraint`.
     timeout_seconds
         Ends the answer after this time, with ``finish_reason="timeout"``. In a stream, the time
         that the reader takes counts too.
     hints
-        Ids of chunks that the prompt probably contains. They are compared first, and they decide
-        between chunks with the same text where the prompt itself does not.
+        Ids of chunks that the prompt probably contains, best first: so does the answer name them.
+        They are compared first, and they decide between chunks with the same text where the prompt
+        itself does not.
     reuse
         False computes every token, as a plain pipeline would, for comparison.
     ttft
@@ -193,6 +198,7 @@ class Request:
     min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_loops: bool = False
     timeout_seconds: float | None = None
     hints: Sequence[str] = ()
     reuse: bool = True
@@ -211,6 +217,7 @@ class Request:
             "reuse": arguments.flag(self.reuse, "reuse"),
             "tools": checked_tools(self.tools),
             "explain": arguments.flag(self.explain, "explain"),
+            "stop_loops": arguments.flag(self.stop_loops, "stop_loops"),
         }
         if not isinstance(self.prompt, str | PlacedPrompt):
             checked["prompt"] = checked_messages(self.prompt)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.engine.loops import is_loop
 from kvrag.models.tokens import num_continued
 from kvrag.models.tools import CALL_MARKERS
 
@@ -27,6 +28,15 @@ class TextStream:
         Strings that end the answer; the text does not include them.
     is_calling
         Whether the answer may call tools: special tokens that mark a call are text then.
+    stop_loops
+        Whether the answer ends where it repeats itself without end.
+
+    Attributes
+    ----------
+    stopped
+        Whether a stop string ended the answer.
+    looped
+        Whether it ended because it repeats itself.
     """
 
     def __init__(
@@ -35,6 +45,7 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         is_calling: bool = False,
+        stop_loops: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
@@ -42,7 +53,8 @@ class TextStream:
         self._token_ids: list[int] = []
         self._shown = 0
         self.text = ""
-        self.stopped = False
+        self.stopped = self.looped = False
+        self._stop_loops = stop_loops
 
     @property
     def num_shown(self) -> int:
@@ -67,6 +79,11 @@ class TextStream:
         if cut >= 0:
             self.text, self.stopped = self.text[:cut], True
             return self._show(cut)
+        # Inside a block of code, repetition is meant.
+        if self._stop_loops and self.text.count("```") % 2 == 0:
+            self.looped = is_loop(
+                self._token_ids, lambda ids: str(self._tokenizer.decode(list(ids)))
+            )
         settled = len(self.text)
         while settled > self._shown and self.text[settled - 1] == _INCOMPLETE:
             settled -= 1

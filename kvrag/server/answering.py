@@ -33,11 +33,14 @@ class Question:
         Ids of the chunks that the server has put into it.
     stop
         Strings that end the answer besides the client's.
+    stop_loops
+        Whether it ends where it repeats itself: not in prompts that are the client's own.
     """
 
     prompt: Prompt
     hints: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
+    stop_loops: bool = False
 
 
 def engine_requests(
@@ -79,6 +82,7 @@ def engine_requests(
             min_p=asked.min_p or 0.0,
             seed=asked.seed,
             stop=(*asked.stops, *question.stop),
+            stop_loops=question.stop_loops,
             hints=question.hints,
             reuse=options.reuse,
             tools=form.tools,

@@ -77,9 +77,9 @@ class Reply(BaseModel):
     text
         The answer.
     finish_reason
-        ``"stop"``, or why it is cut: ``"length"`` or ``"timeout"``.
+        ``"stop"``, or why it is cut: ``"length"``, ``"loop"`` (it repeats itself) or ``"timeout"``.
     sources
-        The chunks that the model read, in their order.
+        The chunks that the model read, best first.
     """
 
     text: str
@@ -126,7 +126,9 @@ def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
             asked = await anyio.to_thread.run_sync(lambda: question_over(index, turns, k, filter))
             # A call that its client cancels ends here, and the engine stops writing.
             found = await engine.agenerate(
-                Request(asked.prompt, stop=asked.stop, hints=asked.hints)
+                Request(
+                    asked.prompt, stop=asked.stop, stop_loops=asked.stop_loops, hints=asked.hints
+                )
             )
         return Reply(
             text=found.text,

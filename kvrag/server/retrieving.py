@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer
-from kvrag.engine.prompts import chat_messages, reading_order
+from kvrag.engine.prompts import chat_messages, own_marks, reading_order
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import Reranker
@@ -64,15 +64,16 @@ def question_over(
     hits = index.search(question, k, filter=wanted, reranker=reranker)
     chunks = reading_order([hit.chunk for hit in hits])
     texts = [chunk.text for chunk in chunks]
-    hints = tuple(chunk.chunk_id for chunk in chunks)
+    hints = tuple(hit.chunk.chunk_id for hit in hits)
     if getattr(index.tokenizer, "chat_template", None):
-        return Question([*turns[:at], *chat_messages(question, texts), *turns[at + 1 :]], hints)
+        messages = [*turns[:at], *chat_messages(question, texts), *turns[at + 1 :]]
+        return Question(messages, hints, own_marks(question), stop_loops=True)
     if len(turns) > 1:
         raise ParameterError(
             "this model has no chat template, so a prompt cannot hold other messages; send the "
             "question alone"
         )
-    return Question(few_shot_prompt(question, texts), hints, (_FEW_SHOT_STOP,))
+    return Question(few_shot_prompt(question, texts), hints, (_FEW_SHOT_STOP,), stop_loops=True)
 
 
 def chunks_around(
@@ -104,7 +105,7 @@ def title_of(one: Chunk | DocumentRow) -> str:
 
 
 def citations(answer: Answer) -> list[Annotation]:
-    """Return a citation for each chunk that was in the prompt, in its order."""
+    """Return a citation for each chunk that was in the prompt, best first."""
     return [
         Annotation(
             url_citation=URLCitation(

@@ -289,4 +289,4 @@ def _call(call: ToolCall, number: int | None = None) -> r.ToolCall:
 
 
 def _finish(answer: Answer) -> r.FinishReason:
-    return "stop" if answer.finish_reason == "stop" else "length"
+    return "stop" if answer.finish_reason in ("stop", "loop") else "length"

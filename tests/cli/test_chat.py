@@ -77,6 +77,10 @@ def test_turns_are_remembered_and_kept(run: Run, index_folder: Path) -> None:
     # Passages of the first turn are not repeated.
     sources = [source["chunk_id"] for source in second["sources"]]
     assert len(set(sources)) == len(sources) >= len(first["sources"])
+    with Index.open(index_folder) as index:
+        for turn in (first, second):
+            (best,) = index.search(turn.get("search", turn["question"]), 1)
+            assert turn["sources"][0]["chunk_id"] == best.chunk.chunk_id
     assert third["usage"]["prompt_tokens"] < second["usage"]["prompt_tokens"]
     assert "search" not in first
     assert "search" not in third

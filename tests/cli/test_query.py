@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.ingest.index import Index
 from tests.cli.conftest import Run
 from tests.support.models import make_model, make_tokenizer
 
@@ -13,7 +14,7 @@ QUESTION = "Who keeps the harbour ledger?"
 def test_answer_sources_and_report(run: Run, index_folder: Path) -> None:
     done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4)
     assert done.code == 0, done.err
-    assert "[1]" in done.out
+    assert "[1] best match, " in done.out
     assert "harbour.txt#0" in done.out
     assert "first token" in done.out
     assert "recomputed" in done.out
@@ -24,7 +25,9 @@ def test_json_is_one_document(run: Run, index_folder: Path) -> None:
     assert done.code == 0, done.err
     document = done.json
     assert document["question"] == QUESTION
-    assert document["sources"][0]["text"]
+    with Index.open(index_folder) as index:
+        best = [hit.chunk.chunk_id for hit in index.search(QUESTION, 4)]
+    assert [one["chunk_id"] for one in document["sources"]] == best
     assert document["report"]["num_cached"] > 0
     assert document["usage"]["completion_tokens"] <= 4
     assert document["ttft_seconds"] > 0

@@ -78,6 +78,14 @@ def test_prompt_ids_are_those_of_the_plain_pipeline(
     assert fused.report.num_tokens == len(expected)
 
 
+def test_sources_are_in_the_order_of_hints_then_of_the_prompt(engine: KVEngine) -> None:
+    in_prompt = [one.chunk_id for one in engine.generate(PROMPT, max_tokens=1).sources]
+    assert len(in_prompt) > 2
+    hints = in_prompt[:0:-1]
+    found = engine.generate(PROMPT, max_tokens=1, hints=[*hints, "of no chunk"]).sources
+    assert [one.chunk_id for one in found] == [*hints, in_prompt[0]]
+
+
 def test_answer_names_its_sources_and_counts_its_tokens(index: Index) -> None:
     engine = KVEngine(index, max_tokens=12)
     answer = engine.generate(PROMPT, policy="none")

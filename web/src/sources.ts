@@ -13,7 +13,7 @@ export function cards(citations: Citation[]): HTMLElement {
   return h(
     "section",
     { class: "sources" },
-    h("h3", {}, "Read from"),
+    h("h3", {}, "Read from, best match first"),
     h("ol", {}, ...citations.map((one, number) => h("li", {}, card(one, number + 1)))),
   );
 }

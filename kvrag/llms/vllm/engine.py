@@ -220,6 +220,10 @@ def _check_servable(asked: Request) -> None:
             f"logprobs {asked.logprobs}: kvrag does not read them from vLLM; leave it out, or "
             "answer with KVEngine"
         )
+    if asked.stop_loops:
+        raise ParameterError(
+            "stop_loops: vLLM ends its answers itself; leave it out, or answer with KVEngine"
+        )
     if asked.explain:
         raise ParameterError(
             "explain: vLLM does not report what happened to single tokens; leave it out, or answer "
