@@ -56,10 +56,13 @@ class Embedding(ABC):
         Number of dimensions.
     reads
         How much of a text it reads, for people.
+    tokenizer
+        Its own tokenizer; None if it has none that kvrag knows.
     """
 
     name: str
     dim: int
+    tokenizer: Any = None
     reads: str = "all of a text"
 
     @abstractmethod
@@ -128,6 +131,7 @@ class SentenceEmbedding(Embedding):
     def __init__(self, name: str, model: SentenceTransformer | MiniLM) -> None:
         self.name = name
         self._model: Any = model
+        self.tokenizer = getattr(model, "tokenizer", None)
         # Embedding and cutting set the truncation of one tokenizer, each to its own.
         self._reading = threading.Lock()
         dim = self._model.get_embedding_dimension()
@@ -173,7 +177,7 @@ class SentenceEmbedding(Embedding):
 
     def _room(self) -> int | None:
         limit = self._model.max_seq_length
-        tokenizer: Any = getattr(self._model, "tokenizer", None)
+        tokenizer = self.tokenizer
         # Tokenizers without a limit state an absurd one.
         if limit is None or limit > 1 << 24 or not getattr(tokenizer, "is_fast", False):
             return None

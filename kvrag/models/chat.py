@@ -83,17 +83,19 @@ def render_messages(
     given = normalised(messages)
     lost: PromptText | None = None
     refused: ParameterError | None = None
-    as_parts = _wants_parts(tokenizer)
-    for turns, num_folded in arrangements(given):
-        try:
-            written, is_whole = _render(tokenizer, turns, control, tools, as_parts=as_parts)
-        except ParameterError as error:
-            refused = refused or error
-            continue
-        written = replace(written, num_folded=num_folded)
-        if is_whole:
-            return written
-        lost = lost or written
+    for as_parts in (False, True):
+        if as_parts and not _wants_parts(tokenizer):
+            break
+        for turns, num_folded in arrangements(given):
+            try:
+                written, is_whole = _render(tokenizer, turns, control, tools, as_parts=as_parts)
+            except ParameterError as error:
+                refused = refused or error
+                continue
+            written = replace(written, num_folded=num_folded)
+            if is_whole:
+                return written
+            lost = lost or written
     if lost is None:
         assert refused is not None
         raise refused

@@ -373,10 +373,20 @@ class ChatRequest(Generating):
         return shape(tokenizer, tools, choice, form)
 
 
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)
+]
+
+
 class CompletionRequest(Generating):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    )
     best_of: _One = None
     echo: False_ = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -388,9 +398,9 @@ class CompletionRequest(Generating):
         return self.logprobs
 
     @property
-    def prompts(self) -> list[str]:
-        """The prompts, one or more."""
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or more: texts, or token ids."""
+        return _several(self.prompt)
 
 
 class RankedText(Strict):
@@ -421,12 +431,23 @@ class EmbeddingRequest(Strict):
     """The body of ``POST /v1/embeddings``."""
 
     model: str = Field(max_length=500)
-    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     user: str | None = Field(default=None, max_length=200)
 
     @property
-    def texts(self) -> list[str]:
-        """The texts, one or more."""
-        return [self.input] if isinstance(self.input, str) else self.input
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs, one or more: texts, or token ids."""
+        return _several(self.input)
+
+
+def _several(given: Any) -> list[str | list[int]]:
+    """Return one text or one list of token ids in a list; several as they are."""
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if is_one else list(given)

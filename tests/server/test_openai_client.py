@@ -267,6 +267,32 @@ def test_embeddings_are_the_indexs(client: OpenAI, served: Served, encoding: Any
     assert answer.usage.total_tokens > 0
 
 
+def test_token_ids_are_decoded(client: OpenAI, served: Served, rag: Rag) -> None:
+    def embedded(given: Any) -> list[list[float]]:
+        return [
+            one.embedding for one in client.embeddings.create(model="hashing", input=given).data
+        ]
+
+    def completed(given: Any) -> tuple[list[str], int]:
+        answer = client.completions.create(model="model", prompt=given, max_tokens=8)
+        assert answer.usage is not None
+        return [choice.text for choice in answer.choices], answer.usage.prompt_tokens
+
+    texts = [QUESTION, PROMPT]
+    for special in (False, True):
+        ids = [rag.tokenizer(one, add_special_tokens=special)["input_ids"] for one in texts]
+        assert embedded(ids) == embedded(texts)
+        assert embedded(ids[0]) == embedded(texts[:1])
+        assert completed(ids) == completed(texts)
+        assert completed(ids[1]) == completed(texts[1])
+    for call in (embedded, completed):
+        with pytest.raises(openai.BadRequestError, match=r"no token 999999: .* tokenizer has"):
+            call([[5, 999_999]])
+        for wrong in ([], [[]], [5, "a"], [-1], [True], [[1.5]]):
+            with pytest.raises(openai.BadRequestError):
+                call(wrong)
+
+
 def test_the_models_are_listed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["model", "rag:index", "hashing"]
     assert client.models.retrieve("rag:index").id == "rag:index"
