@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
+from kvrag.ingest.folding import asked_words
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import Reranker
 from kvrag.ingest.search import SearchHit
@@ -173,7 +173,7 @@ def _wanted(index: Index, case: _Case) -> set[str]:
 
 
 def _words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.casefold()))
+    return " ".join(asked_words(text))
 
 
 def _of_file(data: str, num_questions: int | None) -> tuple[list[Document], list[_Case]]:

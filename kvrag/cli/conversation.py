@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvrag.ingest.folding import long_words
 
 if TYPE_CHECKING:
     from kvrag.engine.base import Engine
@@ -19,7 +20,6 @@ _ANSWER_CHARACTERS = 300  # of an earlier answer: what it is about is at its beg
 _LONGEST = 300  # characters of a search question beyond those of the user's own
 _AROUND = " \t\"'*"
 _MARKS = ("?", "\N{FULLWIDTH QUESTION MARK}", "\N{ARABIC QUESTION MARK}")
-_WORD = re.compile(r"[^\W_]{4,}")
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,6 @@ def is_usable(written: str, question: str) -> bool:
     """
     if question.endswith(_MARKS) and not written.endswith(_MARKS):
         return False
-    wanted, found = _words(question), _words(written)
+    wanted, found = long_words(question), long_words(written)
     is_about_it = 2 * len(wanted & found) >= len(wanted) and bool(found)
     return is_about_it and len(written) <= len(question) + _LONGEST
-
-
-def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text.casefold()))

@@ -216,6 +216,7 @@ def _open_or_create(
     scratch: Path | None,
 ) -> Index:
     """Open the index at `path`, or create it; a dry run creates it in `scratch` instead."""
+    from kvrag.ingest.embedding import HASHING, HashingEmbedding
     from kvrag.ingest.index import Index
 
     try:
@@ -262,6 +263,8 @@ def _open_or_create(
                 accepted.add(recorded)
             if name == "embedding" and wanted is not None:  # a name, or a folder
                 asked.add(str(arguments.resolved_path(wanted, "--embedding")))
+            if name == "embedding" and recorded == HashingEmbedding.name:
+                accepted.add(HASHING)
             if wanted is not None and accepted.isdisjoint(asked):
                 raise ParameterError(
                     f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "

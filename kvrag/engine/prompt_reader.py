@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,6 +18,7 @@ from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.reasons import Stretch
 from kvrag.fusion.segments import Match
+from kvrag.ingest.folding import long_words
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.models.chat import PromptText, render_messages
@@ -28,7 +28,6 @@ logger = logging.getLogger("kvrag")
 
 MISS_CATALOG = "catalog damaged"
 
-_WORD = re.compile(r"[^\W\d_]{4,}")
 _NUM_WATCHED = 16  # retrieved chunks whose words are looked for in a prompt without chunks
 
 # Prompts of up to this many characters are tokenised for any model: that takes about a second.
@@ -227,19 +226,14 @@ class PromptReader:
 
     def _says_what_was_retrieved(self, text: str) -> bool:
         """Return whether a prompt has most of the words of a chunk that was retrieved."""
-        words = _words(text)
+        words = long_words(text)  # escapes and white space leave them as they are
         try:
             chunks = self._index.get_chunks(self._index.recent_chunk_ids[:_NUM_WATCHED])
         except (IndexFormatError, StoreError):
             return False
         return any(
-            2 * len(own & words) > len(own) for chunk in chunks if (own := _words(chunk.text))
+            2 * len(own & words) > len(own) for chunk in chunks if (own := long_words(chunk.text))
         )
-
-
-def _words(text: str) -> set[str]:
-    """Return the longer words of a text, which escapes and white space leave as they are."""
-    return set(_WORD.findall(text.casefold()))
 
 
 def _is_usable(match: Match, damaged: Collection[str], chunks: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
+from kvrag.ingest.folding import asked_words
 from kvrag.ingest.sentences import load_sentences, loading
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 Vectors = NDArray[np.float32]
 
 MINILM = "minilm"
+HASHING = "hashing"
 
 _OVERLAP_TOKENS = 32  # of windows, so that a sentence across a border is whole in one of them
 _BATCH_SIZE = 32
@@ -90,25 +93,41 @@ class Embedding(ABC):
 
 
 class HashingEmbedding(Embedding):
-    """Hashes words and their beginnings into a fixed number of signed dimensions.
+    """Hashes words, folded, and their beginnings into a fixed number of signed dimensions.
 
     It needs no model and no training, and takes microseconds for each text. It finds texts that
     share words with the question, and knows no synonyms. After "Feature Hashing for Large Scale
     Multitask Learning" (Weinberger et al. 2009, §2), with square-root term frequencies.
     """
 
-    name = "hashing"
+    name = "hashing-2"
     dim = 1024
+
+    @staticmethod
+    def words(text: str) -> Iterable[str]:
+        """Return a text's words; of scripts without spaces, pairs of characters."""
+        return asked_words(text)
 
     def embed(self, texts: list[str]) -> Vectors:
         """Return unit vectors ``[len(texts), 1024]``; a text without words gives zeros."""
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for vector, text in zip(vectors, texts, strict=True):
-            for feature, weight in _features(text).items():
+            for feature, weight in _features(self.words(text)).items():
                 digest = xxhash.xxh3_64_intdigest(feature.encode("utf-8", "surrogatepass"))
                 sign = 1.0 if digest >> 63 else -1.0
                 vector[digest % self.dim] += sign * weight
         return _normalised(vectors)
+
+
+class FormerHashing(HashingEmbedding):
+    """The hashing of indexes from before words were folded, which record the name ``hashing``."""
+
+    name = HASHING
+
+    @staticmethod
+    def words(text: str) -> Iterable[str]:
+        """Return runs of letters and digits: none for a script whose letters are marks."""
+        return re.findall(r"\w+", text.casefold())
 
 
 class SentenceEmbedding(Embedding):
@@ -284,9 +303,23 @@ def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:
     raise ParameterError(f"{type(embedding).__name__} is not an embedding: {_EXPECTED}")
 
 
+def recorded_embedding(recorded: str, given: Any = None) -> Embedding:
+    """Return the embedding that an index has recorded, or what the caller gives in its place.
+
+    Raises
+    ------
+    ParameterError
+        As `get_embedding`.
+    """
+    embedding = get_embedding(recorded if given is None else given)
+    if recorded == HASHING and isinstance(embedding, HashingEmbedding):
+        return FormerHashing()
+    return embedding
+
+
 @functools.lru_cache(maxsize=4)
 def _embedding_by_name(name: str) -> Embedding:
-    if name == HashingEmbedding.name:
+    if name in (HASHING, HashingEmbedding.name):
         return HashingEmbedding()
     if name == MINILM:
         try:
@@ -308,7 +341,7 @@ def _embedding_by_name(name: str) -> Embedding:
 
 def default_embedding() -> str:
     """Return the embedding of a new index for which none was named."""
-    return MINILM if find_spec("sentence_transformers") else HashingEmbedding.name
+    return MINILM if find_spec("sentence_transformers") else HASHING
 
 
 def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
@@ -348,10 +381,10 @@ def _overlapping(starts: list[int], ends: list[int], most: int) -> list[tuple[in
         begin = starts[place] if place < len(starts) and starts[place] <= end else target
 
 
-def _features(text: str) -> dict[str, float]:
+def _features(words: Iterable[str]) -> dict[str, float]:
     """Return the square root of the frequency of each word and of each word's beginning."""
     counts = Counter[str]()
-    for word in re.findall(r"\w+", text.casefold()):
+    for word in words:
         counts[word] += 1
         if len(word) > 5:
             counts["^" + word[:5]] += 1

@@ -130,12 +130,12 @@ class Encoders:
         """The embedding of texts. Raises IndexMismatchError."""
         if self._given_embedding is not None:
             return self._given_embedding
-        from kvrag.ingest.embedding import get_embedding
+        from kvrag.ingest.embedding import recorded_embedding
 
         config = self._config
         with self._loading:
             try:
-                embedding = get_embedding(config.embedding)
+                embedding = recorded_embedding(config.embedding)
             except ParameterError as error:
                 raise IndexMismatchError(
                     f"{self._path} was made with the embedding {shown(config.embedding)}, which "

@@ -52,9 +52,9 @@ def open_index(
             f"{VIEW_OF_NAME} there"
         )
     if embedding is not None:
-        from kvrag.ingest.embedding import get_embedding
+        from kvrag.ingest.embedding import recorded_embedding
 
-        embedding = get_embedding(embedding)
+        embedding = recorded_embedding(config.embedding, embedding)
         check_embedding(config, folder, embedding)
     encoders = Encoders(
         folder, config, model=model, embedding=embedding, device=device, compute=compute

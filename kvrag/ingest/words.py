@@ -1,7 +1,7 @@
 """Search by words, and by metadata: an index of the chunks' texts and fields, in SQLite.
 
-Words are ranked by BM25 over SQLite's own full-text index (FTS5). Filters (`kvrag.ingest.filters`)
-look values of fields up.
+Words, folded and cut by `kvrag.ingest.folding`, are ranked by BM25 over SQLite's own full-text
+index (FTS5). Filters (`kvrag.ingest.filters`) look values of fields up.
 
 The index is a separate file next to the catalog (encrypted if the catalog is), so that its damage
 never reaches the catalog. It is a cache: the first search builds it, and a later search updates it
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 
 from kvrag.errors import StoreError
 from kvrag.ingest.filters import Filter, values_of
+from kvrag.ingest.folding import asked_words, is_spaceless, words_of
 from kvrag.ingest.seals import SEAL_BYTES, Seals
 from kvrag.regularfile import open_regular
 from kvrag.sqlitefile import library, open_connection, unlock
@@ -35,13 +35,14 @@ FILE_NAME = "words.cache"
 
 _SCHEMA = """
 CREATE TABLE of (row INTEGER PRIMARY KEY, seal BLOB);
-CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2');
+CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'ascii');
 CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row)) WITHOUT ROWID;
 """
 # A question with more words is a document; further words would find little more.
 _MAX_WORDS = 256
 _BATCH = 1 << 20
-_VERSION = b"3"
+_VERSION = b"4"
+_OLDER = (b"3",)  # sound, but made again before it is used
 _TAIL_BYTES = 2 * SEAL_BYTES  # version of the catalog, seal of the file
 
 
@@ -178,7 +179,7 @@ class WordIndex:
 
     def damage(self) -> str:
         """Return what is wrong with the file; "" if it is sound or missing."""
-        if not self._path.exists() or self._tail() is not None:
+        if not self._path.exists() or any(map(self._tail, (_VERSION, *_OLDER))):
             return ""
         return "the index of words is damaged (its file is not what was written)"
 
@@ -209,8 +210,8 @@ class WordIndex:
         self._mark = mark
         return self._connection
 
-    def _tail(self) -> bytes | None:
-        """Return the file's last bytes; None if it is missing or damaged."""
+    def _tail(self, version: bytes = _VERSION) -> bytes | None:
+        """Return the file's last bytes; None if it is missing, damaged, or of another version."""
         digest = hashlib.blake2b(digest_size=SEAL_BYTES)
         try:
             with open_regular(self._path) as file:
@@ -225,7 +226,7 @@ class WordIndex:
         except OSError:
             return None
         is_right = tail[SEAL_BYTES:] == self._seals.words(
-            (_VERSION, tail[:SEAL_BYTES], digest.digest())
+            (version, tail[:SEAL_BYTES], digest.digest())
         )
         return tail if len(tail) == _TAIL_BYTES and is_right else None
 
@@ -233,7 +234,7 @@ class WordIndex:
         """Replace the file by one for the current catalog."""
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            if self._tail() is not None:  # of an earlier version: most of it is still valid
+            if self._tail() is not None:  # of an earlier catalog: most of it is still valid
                 shutil.copyfile(self._path, temporary)
                 os.truncate(temporary, temporary.stat().st_size - _TAIL_BYTES)
             with contextlib.closing(self._sql.connect(temporary, **_OPTIONS)) as connection:
@@ -271,7 +272,8 @@ class WordIndex:
             connection.execute("DELETE FROM fields WHERE row NOT IN (SELECT row FROM of)")
         # A damaged row is tried again when the catalog has changed.
         for row, seal, text, fields in texts.sound_texts(added):
-            connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, text))
+            words = " ".join(words_of(text))
+            connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, words))
             connection.execute("INSERT INTO of VALUES (?, ?)", (row, seal))
             connection.executemany(
                 "INSERT OR IGNORE INTO fields VALUES (?, ?, ?)",
@@ -288,9 +290,9 @@ _OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 def any_word_of(question: str) -> str:
     """Return a question's words as an FTS5 expression: each quoted, any of them enough."""
-    # FTS5 folds case itself, and otherwise than Python: it keeps an ß.
-    words = {word.lower(): word for word in reversed(re.findall(r"\w+", question))}
-    return " OR ".join(f'"{word}"' for word in list(words.values())[::-1][:_MAX_WORDS])
+    words = list(dict.fromkeys(asked_words(question)))[:_MAX_WORDS]
+    # A run of one character finds the pairs that begin with it; other pairs begin with no other.
+    return " OR ".join(f'"{word}"{" *" if is_spaceless(word) else ""}' for word in words)
 
 
 def _lacks_fts5(error: BaseException) -> bool:

@@ -129,6 +129,11 @@ def test_a_follow_up_searches_for_what_the_model_writes(
         ("Why did Ines leave?", "Why?", True),
         ("write " * 100, "When did she write?", False),
         ("The fox jumps over the dog.", "And where does the river end?", False),
+        ("巴黎的埃菲尔铁塔有多高？", "它有多高？", True),
+        ("故乡是谁写的？", "它有多高？", False),
+        ("กรุงเทพเป็นเมืองหลวงของประเทศใด?", "เป็นเมืองหลวงของประเทศใด?", True),
+        ("किताब कहाँ रखी हुई है?", "वह कहाँ रखी हुई है?", True),
+        ("Where is the o\ufb03ce?", "where is the OFFICE?", True),
     ],
 )
 def test_what_replaces_a_question(written: str, question: str, usable: bool) -> None:

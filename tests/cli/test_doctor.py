@@ -67,7 +67,7 @@ def test_index_and_model(run: Run, index_folder: Path) -> None:
     found = findings(run, "--index", index_folder)
     assert found["index"].status == "ok"
     assert "3 documents" in found["index"].detail
-    assert found["embedding"].detail == "hashing reads all of a text"
+    assert found["embedding"].detail == "hashing-2 reads all of a text"
     assert found["model"].status == "ok"
     assert "llama" in found["model"].detail
     assert found["compute"].detail.startswith("float32; --compute auto would take ")

@@ -32,7 +32,7 @@ def test_second_run_finds_nothing_to_do(
     (documents / "river.md").write_text("The bridge fell.\n")
     changed = run(*common)
     assert changed.code == 0, changed.err
-    assert "embedding: hashing reads all of a text" in changed.out
+    assert "embedding: hashing-2 reads all of a text" in changed.out
 
 
 def test_dry_run_leaves_nothing(run: Run, common: tuple[object, ...], tmp_path: Path) -> None:

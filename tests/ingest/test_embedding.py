@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from kvrag.chunk import Document
-from kvrag.errors import ParameterError
+from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest.embedding import (
     Embedding,
+    FormerHashing,
     SentenceEmbedding,
     Vectors,
     _embedding_by_name,
@@ -54,6 +55,44 @@ def test_hashing_gives_unit_vectors_and_finds_shared_words() -> None:
     assert embedding.embed([]).shape == (0, embedding.dim)
 
 
+@pytest.mark.parametrize(
+    ("question", "text"),
+    [
+        ("故乡", "鲁迅在一九二一年写了短篇小说《故乡》。"),
+        ("窓", "ガラスの窓から山が見える。 窓"),
+        ("학교", "학교에서 친구들과 함께 배웠다."),
+        ("เมืองหลวง", "ประเทศไทยมีกรุงเทพเป็นเมืองหลวง"),
+        ("किताब", "किताब मेज़ पर रखी हुई है।"),
+        ("gate 7", "Ｇａｔｅ ７"),
+        ("museum", "mu\u00adseum"),
+        ("café", "CAFE"),
+    ],
+)
+def test_hashing_shares_words_of_each_script_and_form(question: str, text: str) -> None:
+    embedding = get_embedding("hashing")
+    assert embedding.embed_query(question) @ embedding.embed([text])[0] > 0.1
+
+
+def test_an_index_of_the_former_hashing_keeps_it(tmp_path: Path, model: KVModel) -> None:
+    text = "Cafés nahe der Brücke"
+    former = FormerHashing().embed([text])[0]
+    assert np.abs(former - get_embedding("hashing").embed([text])[0]).max() > 0.1
+    with Index.create(tmp_path / "old", model=model, embedding=FormerHashing()) as index:
+        assert index.config.embedding == "hashing"  # as those indexes say
+        index.add([Document("old", text, is_whole=True)])
+    for given in (None, "hashing", get_embedding("hashing"), FormerHashing()):
+        with Index.open(tmp_path / "old", model=model, embedding=given) as index:
+            index.add([Document(f"new {given}", text, is_whole=True)])
+            assert {round(hit.score, 5) for hit in index.search_dense(text)} == {1}
+    with Index.create(tmp_path / "new", model=model, embedding="hashing") as index:
+        assert index.config.embedding == "hashing-2"
+    with (
+        pytest.raises(IndexMismatchError, match="'hashing-2' of 1024"),
+        Index.open(tmp_path / "new", model=model, embedding=FormerHashing()),
+    ):
+        pass
+
+
 def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: KVModel
 ) -> None:
@@ -63,7 +102,7 @@ def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
     _embedding_by_name.cache_clear()
     assert default_embedding() == "hashing"
     with Index.create(tmp_path / "new", model=model) as index:
-        assert index.config.embedding == "hashing"
+        assert index.config.embedding == "hashing-2"
     for name in ("minilm", "somebody/model"):
         with pytest.raises(ParameterError, match=r"pip install 'kvrag\[embed\]'"):
             get_embedding(name)

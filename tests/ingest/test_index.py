@@ -344,7 +344,7 @@ def test_an_embedding_object_is_asked_for_again(
             opened.search("x")
         with pytest.raises(IndexMismatchError, match="vectors of 3 dimensions"):
             opened.search_by_vector([1.0, 0.0])
-    with pytest.raises(IndexMismatchError, match="'hashing' of 1024"):
+    with pytest.raises(IndexMismatchError, match="'hashing-2' of 1024"):
         Index.open(index.path, embedding="hashing")
 
 

@@ -90,6 +90,71 @@ def test_case_is_folded_as_the_index_does(index: Index, word: str) -> None:
     assert found(index, word) == ["here"]
 
 
+TEXTS = {
+    "chinese": "鲁迅在一九二一年写了短篇小说《故乡》，讲述了他回到绍兴老家的经历。",
+    "japanese": "吾輩は猫である。名前はまだ無い。ガラスの窓から山が見える。",
+    "korean": "학교에서 친구들과 함께 대한민국의 역사를 배웠다.",
+    "thai": "ประเทศไทยมีภาษาราชการคือภาษาไทย และมีกรุงเทพเป็นเมืองหลวง",
+    "khmer": "ភ្នំពេញជារាជធានីនៃប្រទេសកម្ពុជា",
+    "hindi": "किताब मेज़ पर रखी हुई है और लड़की पढ़ रही है।",
+    "arabic": "كَتَبَ الطَّالِبُ رِسَالَةً إِلَى أُسْتَاذِهِ",
+    "russian": "Объявление висело на двери всё лето.",
+    "german": "Die Straße führt am Schiffahrts\u00admuseum vorbei.",
+    "forms": "Departure from Ｇａｔｅ ７ by ﬁre brigade of the o\ufb03ce, ｶﾞﾗｽ door.",
+}
+MANY = [Document(name, text, is_whole=True) for name, text in TEXTS.items()]
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("故乡", "chinese"),
+        ("绍兴", "chinese"),
+        ("小说《故乡》是谁写的？", "chinese"),
+        ("乡", "chinese"),  # a single character, the last of its run
+        ("猫", "japanese"),
+        ("窓", "japanese"),
+        ("吾輩 名前", "japanese"),
+        ("대한민국 역사", "korean"),
+        ("학교", "korean"),  # whose particle is joined to it in the text
+        ("เมืองหลวง", "thai"),
+        ("ภาษา", "thai"),
+        ("កម្ពុជា", "khmer"),
+        ("किताब", "hindi"),
+        ("लड़की", "hindi"),
+        ("رسالة", "arabic"),  # without its vowel points
+        ("استاذه", "arabic"),
+        ("ОБЪЯВЛЕНИЕ", "russian"),
+        ("все лето", "russian"),
+        ("STRASSE", "german"),
+        ("schiffahrtsmuseum", "german"),
+        ("Schiffahrts\u00admuseum", "german"),
+        ("gate 7", "forms"),
+        ("office", "forms"),
+        ("o\ufb03ce", "forms"),
+        ("ｆｉｒｅ", "forms"),
+    ],
+)
+def test_words_of_each_script_are_found_and_forms_are_alike(
+    index: Index, question: str, expected: str
+) -> None:
+    index.add(MANY)
+    assert found(index, question) == [expected]
+    (hit,) = index.search_words(question)
+    assert hit.chunk.text == TEXTS[expected]  # as it was given
+
+
+def test_half_width_and_full_width_kana_are_alike(index: Index) -> None:
+    index.add(MANY)
+    assert set(found(index, "ガラス")) == set(found(index, "ｶﾞﾗｽ")) == {"japanese", "forms"}
+
+
+@pytest.mark.parametrize("question", ["कितना", "乡故", "หนังสือ", "сте", "ale"])
+def test_fragments_of_words_are_no_words(index: Index, question: str) -> None:
+    index.add(MANY)
+    assert found(index, question) == []
+
+
 def test_a_text_removed_while_the_file_is_made_does_not_stay(
     filled: Index, model: KVModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +262,31 @@ def test_a_statement_that_sqlite_refuses_is_no_damage(filled: Index) -> None:
         with pytest.raises(StoreError, match="cannot do this search"):
             filled.catalog.rows_of(Filter("any", refused, values))
     assert cache_of(filled).stat().st_ino == before
+
+
+def test_one_of_an_older_version_is_made_anew(
+    index: Index, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as old:  # as files were made before texts were cut
+        old.setattr(words, "_VERSION", b"3")
+        old.setattr(words, "_SCHEMA", words._SCHEMA.replace("'ascii'", "'unicode61'"))
+        old.setattr(words, "words_of", lambda text: [text])
+        index.add(MANY)
+        assert found(index, "gate") == []
+        assert cache_of(index).exists()
+    for then in ("verify", "search", "delete"):
+        with Index.open(index.path, model=model) as again:
+            if then == "verify":
+                assert again.upkeep.verify().ok  # old is not damaged
+            elif then == "search":
+                before = cache_of(index).read_bytes()
+                assert found(again, "故乡") == ["chinese"]
+                assert cache_of(index).read_bytes() != before
+                cache_of(index).write_bytes(before)
+            else:
+                again.delete(sources=["chinese"])
+                assert "鲁迅".encode() not in cache_of(index).read_bytes()
+                assert found(again, "猫") == ["japanese"]
 
 
 def test_one_of_another_index_is_not_believed(filled: Index, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_long_prompts(post: Any) -> None:
     refused = post("short", BODY | {"prompt": ["Ines", long]})
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    refused = post("short", {"model": "hashing", "input": long}, "/embeddings")
+    refused = post("short", {"model": "hashing-2", "input": long}, "/embeddings")
     assert refused.status_code == 400
 
 

@@ -29,9 +29,9 @@ def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("embeddings", {"model": "hashing", "input": HALF}),
-        ("embeddings", {"model": "hashing", "input": ["fox", HALF]}),
-        ("embeddings", {"model": "hashing", "input": "fox", "user": HALF}),
+        ("embeddings", {"model": "hashing-2", "input": HALF}),
+        ("embeddings", {"model": "hashing-2", "input": ["fox", HALF]}),
+        ("embeddings", {"model": "hashing-2", "input": "fox", "user": HALF}),
         ("embeddings", {"model": HALF, "input": "fox"}),
         ("completions", TEXT | {"prompt": HALF}),
         ("completions", TEXT | {"prompt": ["fox", HALF]}),

@@ -155,7 +155,7 @@ def test_wrong_bodies(
 
 
 def test_vectors_may_be_of_longer_bodies(served: Served) -> None:
-    body = json.dumps({"model": "hashing", "input": "fox"}).encode()
+    body = json.dumps({"model": "hashing-2", "input": "fox"}).encode()
     for length, status in ((MAX_PROMPT_BYTES + 1, 200), (MAX_BODY_BYTES + 1, 413)):
         answer = httpx.post(f"{served.url}/embeddings", content=body.ljust(length), headers=JSON)
         assert answer.status_code == status

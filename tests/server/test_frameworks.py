@@ -64,7 +64,7 @@ async def test_langchains_batch_and_async_calls(served: Served) -> None:
 
 def test_langchains_embeddings(served: Served) -> None:
     model = OpenAIEmbeddings(
-        model="hashing",
+        model="hashing-2",
         base_url=served.url,
         api_key=SecretStr("none needed"),
         check_embedding_ctx_length=False,

@@ -44,8 +44,8 @@ _ROUTES = {
     "/v1/chat/completions": ("ChatRequest", ["model", "rag:index"]),
     "/v1/responses": ("ItemsRequest", ["model", "rag:index"]),
     "/v1/completions": ("CompletionRequest", ["model"]),
-    "/v1/embeddings": ("EmbeddingRequest", ["hashing"]),
-    "/v1/rerank": ("RerankRequest", ["hashing"]),
+    "/v1/embeddings": ("EmbeddingRequest", ["hashing-2"]),
+    "/v1/rerank": ("RerankRequest", ["hashing-2"]),
 }
 
 

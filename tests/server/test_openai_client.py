@@ -257,7 +257,7 @@ def test_earlier_turns_stay_in_a_retrieved_prompt(client: OpenAI, served: Served
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 def test_embeddings_are_the_indexs(client: OpenAI, served: Served, encoding: Any) -> None:
     texts = [QUESTION, PASSAGES["fox"]]
-    answer = client.embeddings.create(model="hashing", input=texts, encoding_format=encoding)
+    answer = client.embeddings.create(model="hashing-2", input=texts, encoding_format=encoding)
     expected = served.engine.index.embedding.embed(texts)
     for one, vector in zip(answer.data, expected, strict=True):
         found: Any = one.embedding
@@ -294,7 +294,7 @@ def test_token_ids_are_decoded(client: OpenAI, served: Served, rag: Rag) -> None
 
 
 def test_the_models_are_listed(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["model", "rag:index", "hashing"]
+    assert [model.id for model in client.models.list()] == ["model", "rag:index", "hashing-2"]
     assert client.models.retrieve("rag:index").id == "rag:index"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-5'"):
         client.models.retrieve("gpt-5")

@@ -18,7 +18,7 @@ from tests.support.rag import PASSAGES, Rag
 
 TEXTS = list(PASSAGES.values())
 QUERY = "the tall clock of Varn"
-ASKED: dict[str, Any] = {"model": "hashing", "query": QUERY, "documents": TEXTS}
+ASKED: dict[str, Any] = {"model": "hashing-2", "query": QUERY, "documents": TEXTS}
 
 
 class Shortest:
@@ -43,7 +43,7 @@ def test_without_a_reranker_it_is_the_embeddings_cosine(served: Served) -> None:
     assert order[0] == list(PASSAGES).index("clock")
     scores = [one["relevance_score"] for one in body["results"]]
     assert scores == pytest.approx(cosines[order].tolist(), abs=1e-6)
-    assert body["model"] == "hashing"
+    assert body["model"] == "hashing-2"
     assert body["id"].startswith("rerank-")
     tokenizer = served.engine.index.tokenizer
     num_tokens = sum(
@@ -69,7 +69,7 @@ def test_a_cross_encoder_ranks_and_orders_what_the_server_finds(rag: Rag) -> Non
         score = float(-len(TEXTS[shortest]))
         assert body["results"][0] == {"index": shortest, "relevance_score": score}
         models = httpx.get(f"{served.url}/models").json()["data"]
-        assert [one["id"] for one in models] == ["model", "rag:index", "hashing", "Shortest"]
+        assert [one["id"] for one in models] == ["model", "rag:index", "hashing-2", "Shortest"]
         question = "Who keeps the harbour ledger?"
         expected = rag.index.search(question, 1, reranker=Reranker(Shortest()))[0].chunk
         asked = {
@@ -119,7 +119,7 @@ def test_an_unknown_model(served: Served) -> None:
     answer = post(served, model="rerank-english-v3.0")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
-    assert "expected hashing" in answer.json()["error"]["message"]
+    assert "expected hashing-2" in answer.json()["error"]["message"]
 
 
 def test_it_counts_against_a_keys_limits(rag: Rag) -> None:
