@@ -15,10 +15,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
+from kvrag.ingest.metadata import plain_scalar
+from kvrag.ingest.times import order_of, written
 
 Wanted = Mapping[str, Any] | None
 """A filter as callers give it; None admits all chunks."""
@@ -32,6 +35,7 @@ _RANGES = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = ("$eq", "$ne", "$in", "$nin", *_RANGES)
 
 Value = str | int | float | bytes
+_TIMES = b"t"  # begins each time; a boolean is a smaller byte
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ def read_filter(given: Any) -> Filter | None:
 
     A field without a condition may have any value. A list has each of its values: ``$eq`` finds it
     by one of them, ``$ne`` if none is equal. A chunk without the field is found only by ``$ne`` and
-    ``$nin``. Ranges compare numbers with numbers, and texts by their code points. A field of a
-    mapping is named ``outer.inner``.
+    ``$nin``. Ranges compare numbers with numbers, times with times (`kvrag.ingest.times`), and
+    other texts by their code points. A field of a mapping is named ``outer.inner``.
 
     Raises
     ------
@@ -114,11 +118,19 @@ def values_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
                 yield from values_of({name: one})
         elif value is not None:
             yield name, _stored(value)
+            if isinstance(value, str) and (moment := _as_time(value)) is not None:
+                yield name, moment
 
 
 def _stored(value: str | float | bool) -> Value:
     """Return a value as SQLite keeps it: true is not 1."""
     return bytes([value]) if isinstance(value, bool) else value
+
+
+def _as_time(text: str) -> bytes | None:
+    """Return a text as a time: as a blob, with which times are ordered and are no texts."""
+    order = order_of(text)
+    return None if order is None else _TIMES + order.encode()
 
 
 class _Reader:
@@ -201,20 +213,28 @@ class _Reader:
 
     def _range(self, operator: str, value: Any, where: str) -> str:
         bound = _scalar(value, where)
-        if isinstance(bound, bytes):
-            raise ParameterError(f"{where}: expected a number or a text, found {value}")
+        if isinstance(bound, bytes) and not bound.startswith(_TIMES):
+            raise ParameterError(f"{where}: expected a number, a text or a time, found {value}")
         self.values.append(bound)
-        # SQLite orders numbers before texts, and texts before booleans (blobs).
-        same_kind = "value >= '' AND value < x''" if isinstance(bound, str) else "value < ''"
+        # SQLite orders numbers before texts, and texts before booleans and times (blobs).
+        same_kind = "value < ''"
+        if isinstance(bound, str):
+            same_kind = "value >= '' AND value < x''"
+        elif isinstance(bound, bytes):
+            same_kind = f"value >= x'{_TIMES.hex()}'"
         test = f"value {_RANGES[operator]} ?"
         return f"row IN (SELECT row FROM fields WHERE name = ? AND {test} AND {same_kind})"
 
 
 def _scalar(value: Any, where: str) -> Value:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        value = value.item()  # a NumPy scalar
+        value = plain_scalar(value)
+    if isinstance(value, date) and value == value:  # not pandas' NaT
+        value = written(value)
     if isinstance(value, str):
-        return arguments.text(value, where)
+        text = arguments.text(value, where)
+        # Stored times are there as texts too, but one time may be written in several ways.
+        return _as_time(text) or text
     if isinstance(value, bool):
         return _stored(value)
     is_number = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
@@ -223,5 +243,6 @@ def _scalar(value: Any, where: str) -> Value:
         return number
     hint = "; for several values, write {'$in': [...]}" if isinstance(value, list | tuple) else ""
     raise ParameterError(
-        f"{where}: expected a text, a number or a boolean, found {arguments.shown(value)}{hint}"
+        f"{where}: expected a text, a number, a boolean or a time, found "
+        f"{arguments.shown(value)}{hint}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
 from kvrag.errors import DocumentError
@@ -11,10 +12,13 @@ from kvrag.ingest.limits import (
     MAX_METADATA_DEPTH,
     MAX_METADATA_VALUES,
 )
+from kvrag.ingest.times import written
 
 
 def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return metadata as JSON values; values without a JSON form become text.
+
+    Dates and times become ISO 8601 (`kvrag.ingest.times`).
 
     Raises
     ------
@@ -28,6 +32,14 @@ def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
             "{}"
         )
     return _Plain().mapping(values, 1)
+
+
+def plain_scalar(value: Any) -> Any:
+    """Return a NumPy scalar as a value of Python."""
+    item = value.item()
+    if isinstance(item, int) and getattr(getattr(value, "dtype", None), "kind", "") == "M":
+        return value.astype("datetime64[us]").item()  # Python's times have no nanoseconds
+    return item
 
 
 class _Plain:
@@ -61,9 +73,11 @@ class _Plain:
         if isinstance(value, list | tuple | set | frozenset):
             _check_depth(depth + 1)
             return [self._value(item, depth + 1) for item in value]
+        if isinstance(value, date):  # or a time
+            return None if value != value else self._text(written(value))  # pandas' NaT
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
             _check_depth(depth + 1)
-            return self._value(value.item(), depth + 1)  # a NumPy scalar
+            return self._value(plain_scalar(value), depth + 1)
         return self._text(str(value))
 
     def _text(self, text: str) -> str:

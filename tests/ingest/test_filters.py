@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,7 +158,7 @@ def test_damaged_metadata_admits_nothing_and_heals(filled: Index, model: KVModel
         ({"a": {"$in": [{}]}}, "filter.a.\\$in: expected a text"),
         ({"a": {"$in": list(range(10_001))}}, "a list of at most 10,000"),
         ({"$or": [{"a": {"$in": [1] * 5_001}}] * 2}, "more than 10,000 values together"),
-        ({"a": {"$gt": True}}, "filter.a.\\$gt: expected a number or a text, found True"),
+        ({"a": {"$gt": True}}, "filter.a.\\$gt: expected a number, a text or a time, found True"),
         ({"a": {"$lt": [1]}}, "filter.a.\\$lt: expected a text"),
         ({f"f{n}": n for n in range(101)}, "more than 100 conditions"),
     ],
@@ -221,6 +223,78 @@ def test_conditions_mean_what_python_means(
     together = all if joined == "$and" else any
     assert bool(found.fetchall()) == together(expected_of(value, *one) for one in conditions)
     connection.close()
+
+
+WHEN: dict[str, Any] = {
+    "a": datetime(2024, 3, 1, 12, 30),
+    "b": "2024-03-01T10:00",
+    "c": datetime(2024, 3, 1, 13, 0, tzinfo=timezone(timedelta(hours=2))),  # 11:00 UTC
+    "d": date(2024, 3, 2),
+    "e": "2024-02-29 23:59:59.5",
+    "f": np.datetime64("2024-03-01T12:30:00.000000001", "ns"),
+    "g": ["2023-01-01", "2024-03-01T14:30:00+0200"],
+    "h": "2024-02-30",  # looks like a date
+    "i": "2024-03",
+    "j": None,
+}
+
+TIMES: list[tuple[Any, str]] = [
+    ({"$gte": "2024-03-01T11:30"}, "adfg"),
+    ({"$gte": "2024-03-01 11:30"}, "adfg"),
+    ({"$gte": "2024-03-01T13:30+02:00"}, "adfg"),
+    ({"$gte": datetime(2024, 3, 1, 11, 30)}, "adfg"),
+    ({"$gte": datetime(2024, 3, 1, 11, 30, tzinfo=UTC)}, "adfg"),
+    ({"$gte": np.datetime64("2024-03-01T11:30", "ns")}, "adfg"),
+    ({"$gt": "2024-03-01T10:00:00Z", "$lt": "2024-03-01t12:30:00z"}, "cg"),  # "g" has one of each
+    ({"$gt": date(2024, 3, 1), "$lt": date(2024, 3, 2)}, "abcfg"),
+    ({"$lt": "2024-03-01"}, "eg"),
+    ({"$gte": "2024-03-02"}, "d"),
+    ({"$lt": "2024-02-30"}, "eg"),  # no time: compared as a text
+    ("2024-02-30", "h"),
+    ("2024-03-01T12:30", "afg"),
+    (datetime(2024, 3, 1, 12, 30), "afg"),
+    (datetime(2024, 3, 1, 11, 0, tzinfo=UTC), "c"),
+    ({"$in": ["2024-03-01T11:00Z", date(2024, 3, 2), "2024-03"]}, "cdi"),
+    ({"$ne": "2024-03-01T12:30:00"}, "bcdehij"),
+    ({"$nin": [datetime(2024, 3, 1, 12, 30)]}, "bcdehij"),
+]
+
+
+def test_times_are_compared_as_times(index: Index) -> None:
+    index.add([Document(name, f"The fox of {name}.", {"when": WHEN[name]}) for name in WHEN])
+    for wanted, expected in TIMES:
+        assert names(index.search("fox", 20, filter={"when": wanted})) == expected, wanted
+    stored = {one.source: one.metadata["when"] for one in index.documents()}
+    assert stored == {
+        **{name: when for name, when in WHEN.items() if not isinstance(when, date | np.generic)},
+        "a": "2024-03-01T12:30:00",
+        "c": "2024-03-01T11:00:00+00:00",
+        "d": "2024-03-02",
+        "f": "2024-03-01T12:30:00",
+    }
+
+
+def test_times_of_older_indexes_are_compared_too(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as old:  # as metadata was written before
+        old.setattr("kvrag.ingest.metadata.written", str)
+        when = {**WHEN, "f": datetime(2024, 3, 1, 12, 30)}
+        index.add([Document(name, f"The fox of {name}.", {"when": when[name]}) for name in when])
+    stored = {one.source: one.metadata["when"] for one in index.documents()}
+    assert (stored["a"], stored["c"]) == ("2024-03-01 12:30:00", "2024-03-01 13:00:00+02:00")
+    for wanted, expected in TIMES:
+        assert names(index.search("fox", 20, filter={"when": wanted})) == expected, wanted
+
+
+def test_the_calendar_has_ends(index: Index) -> None:
+    east, west = timezone(timedelta(hours=2)), timezone(-timedelta(hours=2))
+    ends = {"first": datetime.min.replace(tzinfo=east), "last": datetime.max.replace(tzinfo=west)}
+    index.add([Document(name, "A fox.", {"when": when}) for name, when in ends.items()])
+    stored = {one.source: one.metadata["when"] for one in index.documents()}
+    assert stored == {"first": ends["first"].isoformat(), "last": ends["last"].isoformat()}
+    (hit,) = index.search("fox", filter={"when": ends["last"]})
+    assert hit.chunk.source == "last"
 
 
 def test_an_older_index_of_words_is_made_anew(filled: Index, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,24 @@ def test_filters(store: KVRagVectorStore) -> None:
         assert sorted(one.metadata["n"] for one in found) == [1, 3]
     with pytest.raises(ParameterError, match="unknown operator"):
         store.similarity_search("fox", filter={"n": {"$like": 1}})
+
+
+def test_times_in_metadata_and_filters(store: KVRagVectorStore) -> None:
+    third = datetime(2024, 3, 1, 13, tzinfo=timezone(timedelta(hours=2)))
+    store.add_documents(
+        [
+            Document("The first fox.", id="a", metadata={"when": datetime(2024, 3, 1, 12, 30)}),
+            Document("The second fox.", id="b", metadata={"when": "2024-03-01T10:00"}),
+        ]
+    )
+    store.add_texts(["The third fox."], [{"when": third}], ids=["c"])
+    for bound in (datetime(2024, 3, 1, 10, 30, tzinfo=UTC), "2024-03-01 12:30+0200"):
+        wanted = {"when": {"$gte": bound}}
+        found = store.similarity_search("fox", 9, filter=wanted)
+        assert sorted(one.id for one in found) == ["a", "c"]
+        assert len(KVRagRetriever(index=store.index, filter=wanted).invoke("fox")) == 2
+    (first,) = store.get_by_ids(["a"])
+    assert first.metadata["when"] == "2024-03-01T12:30:00"
 
 
 async def test_async_searches(store: KVRagVectorStore) -> None:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +229,36 @@ def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
     nameless = f"a row with the columns {', '.join(names)}"
     assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip", nameless]
     assert "expected an object with its text" in packet.news.failed[0][1]
+
+
+@pytest.mark.parametrize("unit", ["ns", "us", "s"])
+def test_times_of_parquet_are_written_in_one_form(tmp_path: Path, unit: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    there = datetime(2024, 3, 1, 13, tzinfo=timezone(timedelta(hours=2)))
+    columns = pa.table(
+        {
+            "text": ["A fox."],
+            "at": pa.array([datetime(2024, 3, 1, 12, 30)], pa.timestamp(unit)),
+            "there": pa.array(
+                [datetime(2024, 3, 1, 13, tzinfo=east)], pa.timestamp(unit, "+02:00")
+            ),
+            "on": pa.array([date(2024, 3, 1)]),
+            "never": pa.array([None], pa.timestamp(unit)),
+        }
+    )
+    pq.write_table(columns, tmp_path / "rows.parquet")
+    with tiny_index(tmp_path) as index:
+        (made,) = plan_rows(pq.read_table(tmp_path / "rows.parquet"), job_of(index))
+        (packet,) = unpack(made)
+    (part,) = packet.parts
+    assert part.planned.metadata == {
+        "at": "2024-03-01T12:30:00",
+        "there": "2024-03-01T11:00:00+00:00",
+        "on": "2024-03-01",
+        "never": None,
+    }
 
 
 @pytest.mark.parametrize("is_one_block", [True, False])
