@@ -1,14 +1,19 @@
 """`Constraint`: the form that an answer must have, kept while its tokens are chosen.
 
-llguidance computes which tokens may follow. It is part of the extra ``kvrag[structured]``.
+llguidance computes which tokens may follow. It is part of the extra ``kvrag[structured]``. A
+grammar is first read in a separate process (`grammar_process.py`), since some crash the library and
+others take it hours.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import threading
+import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakKeyDictionary
@@ -17,7 +22,9 @@ import numpy as np
 import torch
 
 from kvrag import arguments
+from kvrag.child import Child, ChildError
 from kvrag.errors import ParameterError
+from kvrag.loading import threads
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -28,10 +35,25 @@ Kind = Literal["json_schema", "regex", "lark"]
 # As `json.dumps` writes: models have seen it most, and no white space can go on without end.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+MAX_CHARACTERS = 256 << 10
+"""The longest text of a constraint, or of all parts of one."""
+_READING_SECONDS = 1.0  # of computing; ordinary grammars take a hundredth
+MASK_SECONDS = 5.0
+"""Time for the tokens that may come next; a mask that needs longer ends its answer."""
+_MAX_VERDICTS = 4096
+_MOST_SAID = 1000
+
+_reader = Child("kvrag.engine.grammar_process", _READING_SECONDS)
+_verdicts: dict[bytes, str] = {}
+
 _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, LLTokenizer]] = (
     WeakKeyDictionary()
 )
 _making = threading.Lock()
+
+
+class TooComplexError(ParameterError):
+    """A grammar that takes more time, memory or depth to read than one request may."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +75,9 @@ class Constraint:
     ParameterError
         If the library is missing, or it does not know what `text` says. It does not ignore any part
         of a schema.
+    TooComplexError
+        If reading `text` takes too much time, memory or depth: rules or references that lead to
+        each other in a chain of over about 100, say.
 
     Examples
     --------
@@ -68,9 +93,20 @@ class Constraint:
                 f"constraint {arguments.shown(self.kind)}: expected json_schema, regex or lark"
             )
         arguments.text(self.text, self.kind)
-        is_wrong, said = _library().LLMatcher.validate_grammar_with_warnings(self._grammar())
-        if is_wrong:
-            raise ParameterError(f"{self.kind} {arguments.shown(self.text)}: {said[0].strip()}")
+        if len(self.text) > MAX_CHARACTERS:
+            raise TooComplexError(
+                f"{self.kind} {arguments.shown(self.text)}: it has {len(self.text):,} characters, "
+                f"and at most {MAX_CHARACTERS:,} are read; simplify it"
+            )
+        try:
+            wrong = _what_is_wrong(self._grammar())
+        except ChildError as error:
+            raise TooComplexError(
+                f"{self.kind} {arguments.shown(self.text)}: the grammar is too complex ({error}); "
+                "simplify it: fewer rules, references, alternatives and repetitions"
+            ) from error
+        if wrong:
+            raise ParameterError(f"{self.kind} {arguments.shown(self.text)}: {wrong[:_MOST_SAID]}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Self:
@@ -138,7 +174,23 @@ class Constraint:
             return str(matcher.grammar_from_regex(self.text))
         if self.kind == "lark":
             return str(matcher.grammar_from_lark(self.text))
-        return str(matcher.grammar_from_json_schema(_styled(json.loads(self.text))))
+        try:
+            schema = json.loads(self.text)
+        except RecursionError as error:
+            raise _too_deep(self.text) from error
+        return str(matcher.grammar_from_json_schema(_styled(schema)))
+
+
+def _what_is_wrong(grammar: str) -> str:
+    """Return what the library says against a grammar. Raises ChildError if it fails at it."""
+    key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+    found = _verdicts.get(key)
+    if found is None:
+        found = str(_reader.ask(grammar)).strip()
+        if len(_verdicts) >= _MAX_VERDICTS:
+            _verdicts.clear()
+        _verdicts[key] = found
+    return found
 
 
 def json_in_lark(schema: Any) -> str:
@@ -148,12 +200,21 @@ def json_in_lark(schema: Any) -> str:
 
 def _styled(schema: Any) -> str:
     """Return a schema as JSON, with the style, and with objects that have only known keys."""
-    # Members of allOf add keys to each other, so a closed one would refuse the others'.
-    if "allOf" not in json.dumps(schema):
-        schema = _closed(schema)
-    if isinstance(schema, Mapping):
-        schema = {"x-guidance": _JSON_STYLE, **schema}
-    return json.dumps(schema)
+    try:
+        # Members of allOf add keys to each other, so a closed one would refuse the others'.
+        if "allOf" not in json.dumps(schema):
+            schema = _closed(schema)
+        if isinstance(schema, Mapping):
+            schema = {"x-guidance": _JSON_STYLE, **schema}
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise _too_deep(schema) from error
+
+
+def _too_deep(schema: Any) -> TooComplexError:
+    return TooComplexError(
+        f"json_schema {arguments.shown(schema)}: it is nested too deeply; simplify it"
+    )
 
 
 def _closed(schema: Any) -> Any:
@@ -173,7 +234,7 @@ def _closed(schema: Any) -> Any:
 
 
 class Allowed:
-    """Which tokens may follow in one answer.
+    """Which tokens may follow in one answer; computed in another thread, beside the model.
 
     Parameters
     ----------
@@ -185,6 +246,16 @@ class Allowed:
         Length of the logits.
     ends
         Tokens that end an answer; they are allowed as soon as the answer is complete.
+
+    Attributes
+    ----------
+    is_complete
+        Whether nothing can follow.
+
+    Raises
+    ------
+    ParameterError
+        If the library cannot keep to the constraint.
     """
 
     def __init__(
@@ -195,15 +266,24 @@ class Allowed:
         ends: Collection[int],
     ) -> None:
         self._ends = sorted(ends)
-        self._matcher = _library().LLMatcher(
-            _own_tokenizer(tokenizer, num_tokens), constraint._grammar(), log_level=0
+        library = _library()
+        self._matcher = library.LLMatcher(
+            _own_tokenizer(tokenizer, num_tokens),
+            constraint._grammar(),
+            log_level=0,
+            limits=library.LLParserLimits(verbose_errors=False),  # they quote the whole grammar
         )
         self._check()
+        self.is_complete = False
+        self._until = 0.0
+        self._mask: Future[bytes]
+        self._look()
 
     @property
-    def is_complete(self) -> bool:
-        """Whether nothing can follow."""
-        return bool(self._matcher.is_stopped())
+    def coming(self) -> Future[bytes] | None:
+        """The tokens that may come next, while they are looked for and there is time."""
+        is_coming = not self._mask.done() and time.monotonic() < self._until
+        return self._mask if is_coming else None
 
     def only(self, scores: torch.Tensor) -> torch.Tensor:
         """Return ``[..., vocabulary]`` scores with minus infinity for tokens that may not follow.
@@ -211,10 +291,17 @@ class Allowed:
         Raises
         ------
         ParameterError
-            If the constraint needs more work than the library's limits allow.
+            If the constraint needs more work than the library's limits, or `MASK_SECONDS`, allow.
         """
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0
+        try:
+            mask = self._mask.result(max(0.0, self._until - time.monotonic()))
+        except TimeoutError as error:
+            raise ParameterError(
+                f"constraint: to find the tokens that may come next takes over {MASK_SECONDS:g} s; "
+                "simplify it: fewer alternatives and repetitions"
+            ) from error
         self._check()
+        allowed = np.frombuffer(mask, np.uint8) != 0
         # The library knows one end; the model may declare several.
         allowed[self._ends] = self._matcher.is_accepting()
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
@@ -222,8 +309,16 @@ class Allowed:
     def follow(self, token: int) -> None:
         """Note the chosen token."""
         if token not in self._ends:
+            wait([self._mask])  # until it ends, the matcher takes no other call
             self._matcher.consume_token(token)
             self._check()
+            self._look()
+
+    def _look(self) -> None:
+        """Begin to find the tokens that may come next."""
+        self.is_complete = bool(self._matcher.is_stopped())
+        self._until = time.monotonic() + MASK_SECONDS
+        self._mask = threads.start(self._matcher.compute_logit_bias)
 
     def _check(self) -> None:
         if self._matcher.is_error():

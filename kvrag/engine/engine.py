@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from contextvars import Context, copy_context
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from kvrag import arguments
 from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.constraint import Allowed
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_fuser import PromptFuser
@@ -22,6 +24,7 @@ from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions, checked_batch
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
 from kvrag.engine.sessions import SESSION_BYTES
+from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
@@ -34,7 +37,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
-from kvrag.loading import MAX_LOAD_THREADS
+from kvrag.loading import MAX_LOAD_THREADS, threads
 from kvrag.models.adapter import without_adapters
 
 
@@ -317,7 +320,7 @@ class KVEngine:
         One thread writes all answers that event loops wait for, and ends with the last of them. A
         stream that is closed leaves the batch at the next step.
         """
-        start = partial(self._start_later, copy_context(), prompt, options)
+        start = self._reading(prompt, options)
         async with aclosing(waiting.apieces(self._scheduler, start)) as pieces:
             async for delta in pieces:
                 yield delta
@@ -349,8 +352,7 @@ class KVEngine:
         AnswerDelta or None
             All pieces since the last one, joined, or None if the last step brought none.
         """
-        start = partial(self._start_later, copy_context(), prompt, options)
-        return waiting.pieces(self._scheduler, start, once=True)
+        return waiting.pieces(self._scheduler, self._reading(prompt, options), once=True)
 
     def _start_now(self, prompt: Prompt | Request, options: RequestOptions) -> Start:
         """Check and read a prompt; return what fuses it later."""
@@ -359,6 +361,7 @@ class KVEngine:
         choice = self._choice(request)
         eviction = self._checked_eviction(request, choice)
         laid_out = self._reader.lay_out(request)
+        allowed = self._allowed(request)
         layout_seconds = time.perf_counter() - started
 
         def start(begun: float) -> Slices[OpenAnswer]:
@@ -372,12 +375,34 @@ class KVEngine:
                 laid_out.sources,
                 prompt_parts(laid_out, fused) if request.explain else (),
                 eviction,
+                allowed,
                 # Time before its first piece was asked for does not count.
                 begun - layout_seconds,
                 release,
             )
 
         return start
+
+    def _allowed(self, request: Request) -> Allowed | None:
+        """Return which tokens may follow; to make it may take a second, too long for a step."""
+        if request.constraint is None:
+            return None
+        model = self.index.model
+        num_tokens = model.hf.config.get_text_config().vocab_size
+        ends = end_ids(model.hf.generation_config, model.tokenizer)
+        return Allowed(request.constraint, model.tokenizer, num_tokens, ends)
+
+    def _reading(self, prompt: Prompt | Request, options: RequestOptions) -> Future[Start]:
+        """Check and read a prompt in a thread of its own, so that no answer waits for it."""
+        context = copy_context()  # to which a trace belongs
+
+        def read() -> Start:
+            started = time.perf_counter()
+            start = context.run(self._start_now, prompt, options)
+            seconds = time.perf_counter() - started
+            return lambda begun: start(begun + seconds)
+
+        return threads.start(read, threads.READING)
 
     def _start_later(
         self, context: Context, prompt: Prompt | Request, options: RequestOptions, begun: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 
@@ -48,6 +49,8 @@ class OpenAnswer:
         What happened to each part of the prompt, if the request asks for it.
     eviction
         What to evict while the answer is written; None: nothing.
+    allowed
+        Which tokens may follow, if the request has a constraint.
     started
         When the request came, by `time.perf_counter`.
     release
@@ -76,6 +79,7 @@ class OpenAnswer:
         sources: tuple[Source, ...],
         parts: tuple[Part, ...],
         eviction: EvictionPolicy | None,
+        allowed: Allowed | None,
         started: float,
         release: Release,
     ) -> None:
@@ -91,10 +95,6 @@ class OpenAnswer:
         self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)
         self._ends = end_ids(model.hf.generation_config, model.tokenizer)
         device = fused.logits.device
-        allowed = None
-        if request.constraint is not None:
-            num_tokens = fused.logits.shape[-1]
-            allowed = Allowed(request.constraint, model.tokenizer, num_tokens, self._ends)
         self._sampler = Sampler(request.sampling, device, allowed)
         self._text = TextStream(
             model.tokenizer,
@@ -124,6 +124,11 @@ class OpenAnswer:
     def decoder(self) -> Decoder:
         """What computes the next logits; made after the first token, which does not need it."""
         return make_decoder(self._model, self._fused, self._eviction)
+
+    @property
+    def coming(self) -> Future[bytes] | None:
+        """What `take` would wait for, if anything."""
+        return self._sampler.coming
 
     def take(self) -> list[AnswerDelta]:
         """Draw the next token; return the pieces that have become final, at most two."""

@@ -122,6 +122,13 @@ class PromptReader:
             return LaidOutPrompt(layout, {}, prompt.open_kv)
         written = self._text(prompt, request.tools)
         tokens = tokenise_prompt(index, written, hints)
+        holds = index.config.max_positions
+        if len(tokens.token_ids) >= holds and index.compression is None:
+            # Before its chunks are looked for, which takes as long again.
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens.token_ids):,} tokens, but the model holds {holds:,} "
+                "with at least one to answer in; shorten it, or retrieve fewer chunks"
+            )
         if tokens.num_control:
             self._warn_of_control(tokens.num_control)
         matches, chunks, damage = (

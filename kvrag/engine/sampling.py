@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -158,6 +159,11 @@ class Sampler:
     def is_complete(self) -> bool:
         """Whether the answer's constraint lets nothing follow."""
         return self._allowed is not None and self._allowed.is_complete
+
+    @property
+    def coming(self) -> Future[bytes] | None:
+        """What the next token waits for, if anything."""
+        return None if self._allowed is None else self._allowed.coming
 
     def next_token(self, logits: torch.Tensor, token_ids: torch.Tensor) -> int:
         """Return the id of the next token.

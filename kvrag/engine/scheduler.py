@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from kvrag.engine.answer import AnswerDelta
@@ -25,6 +26,7 @@ from kvrag.fusion.decoding import step_all
 from kvrag.fusion.slices import Slices
 
 MAX_BATCH = 8
+_REST_SECONDS = 0.05
 
 Start = Callable[[float], Slices[OpenAnswer]]
 """Reads and fuses a prompt; takes the time, by `time.perf_counter`, at which it was submitted."""
@@ -37,7 +39,7 @@ class Job:
     Attributes
     ----------
     start
-        Makes the answer.
+        Makes the answer; a future while another thread reads the prompt.
     tell
         Receives each piece, or the error that ended the answer, in the thread that advances. If
         it raises an error, nobody listens any more, and the job is dropped.
@@ -45,7 +47,7 @@ class Job:
         Whether somebody reads the pieces, and waits for the next one.
     """
 
-    start: Start
+    start: Start | Future[Start]
     tell: Callable[[AnswerDelta | Exception], None]
     is_streamed: bool = True
     submitted: float = field(default=0.0, init=False)
@@ -54,9 +56,14 @@ class Job:
     fusing: Slices[OpenAnswer] | None = field(default=None, init=False)
     answer: OpenAnswer | None = field(default=None, init=False)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether fusing may begin."""
+        return not isinstance(self.start, Future) or self.start.done()
+
 
 class Scheduler:
-    """Writes the answers of one engine, several at a time, first come, first served.
+    """Writes the answers of one engine, several at a time: first read, first served.
 
     Parameters
     ----------
@@ -93,12 +100,13 @@ class Scheduler:
         job.submitted = time.perf_counter()
         with self._changed:
             self._waiting.append(job)
-            if not in_background:
-                return
-            self._background.add(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvrag-batch")
-                self._thread.start()
+            if in_background:
+                self._background.add(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="kvrag-batch")
+                    self._thread.start()
+        if isinstance(job.start, Future):
+            job.start.add_done_callback(lambda _: self.wake())
 
     def cancel(self, job: Job) -> None:
         """Drop a job and what it holds; a step that has begun is finished first."""
@@ -163,7 +171,14 @@ class Scheduler:
         """Fuse a slice of the prompt that joins, then write one token of each running answer."""
         self._drop_cancelled()
         self._fuse()
-        self._step()
+        if self._running:
+            self._step()
+        elif self._joining is None:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._cancelled or any(job.is_read for job in self._waiting),
+                    _REST_SECONDS,
+                )
 
     def _drop_cancelled(self) -> None:
         while self._cancelled:
@@ -193,7 +208,9 @@ class Scheduler:
     def _has_joining(self) -> bool:
         if self._joining is None and len(self._running) < self._max_batch:
             with self._changed:
-                self._joining = self._waiting.popleft() if self._waiting else None
+                self._joining = next((job for job in self._waiting if job.is_read), None)
+                if self._joining is not None:
+                    self._waiting.remove(self._joining)
         return self._joining is not None
 
     def _fuse_slice(self) -> bool:
@@ -202,7 +219,8 @@ class Scheduler:
         assert job is not None
         try:
             if job.fusing is None:
-                job.fusing = job.start(job.submitted)
+                start = job.start.result() if isinstance(job.start, Future) else job.start
+                job.fusing = start(job.submitted)
                 return next(job.fusing)
             return job.fusing.send(not self._running)
         except StopIteration as done:
@@ -223,10 +241,11 @@ class Scheduler:
         """Write one token of each running answer."""
         begun = time.perf_counter()
         asking = []
+        coming = []
         for job in list(self._running):
             answer = job.answer
             assert answer is not None
-            if answer.logits is not None:  # its thread was interrupted before it took them
+            if answer.logits is not None:  # it waits for its constraint, or was interrupted
                 self._take(job)
             if job.is_ended:
                 continue
@@ -235,11 +254,14 @@ class Scheduler:
                     answer.close()
                     self._tell(job, late)
                     self._end(job)
-                else:
+                elif answer.logits is None:
                     asking.append((job, answer, answer.decoder))
+                elif (one := answer.coming) is not None:
+                    coming.append(one)
             except Exception as error:
                 self._end(job, error)
         if not asking:
+            wait(coming, _REST_SECONDS, FIRST_COMPLETED)
             return
         outcomes = step_all([(decoder, answer.token) for _, answer, decoder in asking])
         for (_, answer, _), outcome in zip(asking, outcomes, strict=True):
@@ -255,6 +277,8 @@ class Scheduler:
     def _take(self, job: Job) -> None:
         answer = job.answer
         assert answer is not None
+        if answer.coming is not None:
+            return  # others need not wait for what may follow in this one
         try:
             deltas = answer.take()
             if answer.is_done:
@@ -282,6 +306,8 @@ class Scheduler:
         if error is not None:
             self._tell(job, error)
         job.is_ended = True
+        if isinstance(job.start, Future):
+            job.start.cancel()
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)

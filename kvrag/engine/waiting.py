@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +36,9 @@ def answers(scheduler: Scheduler, starts: Sequence[Start]) -> list[Answer | Exce
     return [done[number] for number in range(len(jobs))]
 
 
-def pieces(scheduler: Scheduler, start: Start, *, once: bool) -> Iterator[AnswerDelta | None]:
+def pieces(
+    scheduler: Scheduler, start: Start | Future[Start], *, once: bool
+) -> Iterator[AnswerDelta | None]:
     """Yield an answer piece by piece; raise the error that ended it.
 
     Parameters
@@ -75,7 +78,9 @@ def pieces(scheduler: Scheduler, start: Start, *, once: bool) -> Iterator[Answer
         scheduler.cancel(job)
 
 
-async def apieces(scheduler: Scheduler, start: Start) -> AsyncGenerator[AnswerDelta, None]:
+async def apieces(
+    scheduler: Scheduler, start: Start | Future[Start]
+) -> AsyncGenerator[AnswerDelta, None]:
     """Yield an answer piece by piece while the event loop runs on."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[AnswerDelta | Exception] = asyncio.Queue()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
-from kvrag.engine.constraint import Constraint, json_in_lark
+from kvrag.engine.constraint import Constraint, TooComplexError, json_in_lark
 from kvrag.engine.request import checked_tools
 from kvrag.errors import ParameterError
 from kvrag.models.tools import CALL_MARKERS, tool_format
@@ -111,6 +111,8 @@ def _constraint(grammar: str, tools: Tools) -> Constraint:
     """Return a grammar of calls as a constraint; if it is wrong, name the tool, not the grammar."""
     try:
         return Constraint.lark(grammar)
+    except TooComplexError:
+        raise  # that of all tools together
     except ParameterError:
         for one in tools:
             function = one["function"]

@@ -1,4 +1,4 @@
-"""Threads that read stored KV, kept from prompt to prompt.
+"""Threads that read stored KV, or work beside the model, kept from prompt to prompt.
 
 Starting a thread waits for the interpreter's lock, which a thread that runs Python releases only
 every 5 ms. A process that answers several prompts at a time would wait for it again and again.
@@ -18,14 +18,15 @@ from kvrag.loading import LOAD_THREADS
 from kvrag.store.base import Store
 from kvrag.store.capabilities import InFolder, capability, is_in_memory, tiers_of
 
-_MAX_THREADS = 256
-"""The most threads for all prompts together. Further work waits for a free thread."""
+LOADING, READING = "kvrag-load", "kvrag-read"
+_MOST = {LOADING: 256, READING: 4}
+"""The most threads of each kind, for all prompts together. Further work waits for a free one."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+_pools: dict[str, ThreadPoolExecutor] = {}
 
 
 def num_cores() -> int:
@@ -50,29 +51,27 @@ def suitable(store: Store, device: torch.device) -> int:
     return min(max(num_cores() - torch.get_num_threads(), 0), LOAD_THREADS)
 
 
-def start(work: Callable[[], None]) -> Future[None]:
+def start(work: Callable[[], T], kind: str = LOADING) -> Future[T]:
     """Run `work` in an idle thread, or in a new one.
 
+    Reading whole prompts has threads of its own: it takes a core, and loading must not wait for it.
     While the interpreter shuts down, there are no such threads. A thread of the user that still
     answers a prompt then does the work itself.
     """
-    global _pool
     with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(_MAX_THREADS, "kvrag-load")
+        if kind not in _pools:
+            _pools[kind] = ThreadPoolExecutor(_MOST[kind], kind)
         try:
-            return _pool.submit(work)
+            return _pools[kind].submit(work)
         except RuntimeError as error:
             # If the system has no thread left, the pool keeps the work for one of its threads.
             if "cannot schedule" not in str(error):
                 raise
-    done: Future[None] = Future()
+    done: Future[T] = Future()
     try:
-        work()
+        done.set_result(work())
     except Exception as error:
         done.set_exception(error)
-    else:
-        done.set_result(None)
     return done
 
 
@@ -118,9 +117,10 @@ def end(threads: Iterable[Future[None]]) -> None:
 
 
 def _forget() -> None:
-    """Forget the pool: a forked process has none of its threads."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    """Forget the pools: a forked process has none of their threads."""
+    global _lock
+    _pools.clear()
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

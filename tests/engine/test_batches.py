@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion import decoding
@@ -269,6 +270,40 @@ def _without_clock(engine: KVEngine) -> Any:
     return timed
 
 
+def test_a_prompt_is_read_beside_running_answers(
+    engine: KVEngine, alone: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading may take seconds, and neither answers nor prompts behind it wait for that."""
+    may_read = threading.Event()
+    lay_out = PromptReader.lay_out
+
+    def slow(self: PromptReader, request: Request) -> Any:
+        assert request.prompt != PROMPTS[1] or may_read.wait(60)
+        return lay_out(self, request)
+
+    monkeypatch.setattr(PromptReader, "lay_out", slow)
+    late = engine.steps(PROMPTS[1])
+    assert next(late) is None
+    for number in (0, 2):
+        text = "".join(one.text for one in engine.steps(PROMPTS[number]) if one is not None)
+        assert text == alone[number, 0]
+    assert next(late) is None
+    left = engine.steps(PROMPTS[1])
+    assert next(left) is None
+    left.close()  # type: ignore[attr-defined]
+    may_read.set()
+    assert "".join(one.text for one in late if one is not None) == alone[1, 0]
+    assert engine._scheduler.num_open == 0
+
+
+def test_a_prompt_that_cannot_fit_is_not_searched(
+    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptReader, "_find_chunks", None)
+    with pytest.raises(PromptTooLongError, match="tokens, but the model holds"):
+        engine.generate("word " * 3000)
+
+
 def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = KVEngine(index, max_tokens=20, session_bytes=0)
     buffers: list[weakref.ref[FusedKV]] = []
@@ -283,7 +318,8 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
     for stream in streams:
         next(stream)
     half = engine.steps(PROMPTS[3])
-    assert [next(half), next(half)] == [None, None]  # read, and fused in part
+    while len(buffers) < 4:
+        assert next(half) is None  # read in another thread, and fused in part
     for stream in [*streams, half]:
         stream.close()  # type: ignore[attr-defined]
     del stream, streams, half

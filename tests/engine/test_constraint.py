@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,12 +157,139 @@ def test_wrong_constraints_are_refused(make: Any, said: str) -> None:
         make()
 
 
-def test_a_schema_that_is_too_deep() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(100_000):
-        schema = {"items": schema}
-    with pytest.raises(ParameterError, match="json_schema"):
-        Constraint.json_schema(schema)
+def _chain(length: int) -> dict[str, Any]:
+    """Return a schema whose objects refer to each other, each to the next."""
+    objects: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(length)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**objects, f"d{length}": {"type": "string"}}}
+
+
+def _rules(length: int) -> str:
+    rules = (f'r{i}: "a" r{i + 1}\n' for i in range(length))
+    return f'start: r0\n{"".join(rules)}r{length}: "b"\n'
+
+
+def _nested(depth: int) -> str:
+    return '{"type": "array", "items": ' * depth + "true" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", json.dumps(_chain(2000))),
+        ("json_schema", json.dumps({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in
+                                              range(5000)}, "$ref": "#/$defs/d0"})),
+        ("json_schema", json.dumps({"allOf": [{"pattern": f"a{i}"} for i in range(50)]})),
+        ("json_schema", json.dumps({"type": "integer", "multipleOf": 999_983})),
+        ("json_schema", json.dumps({"type": "object", "properties": {f"k{i}": {} for i in
+                                                                     range(5000)}})),
+        ("json_schema", json.dumps({"enum": ["a" * 300_000]})),
+        ("json_schema", _nested(400)),
+        ("json_schema", _nested(5000)),
+        ("lark", _rules(2700)),
+        ("lark", _rules(900)),
+        ("regex", "(a{1000}){1000}"),
+        ("regex", "(" * 10_000 + "a" + ")" * 10_000),
+    ],
+    ids=lambda given: str(given)[:40],
+)  # fmt: skip
+def test_grammars_that_ended_the_process_or_took_hours(kind: Any, text: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        Constraint(kind, text)
+    assert len(str(caught.value)) < 1500
+    assert Constraint.regex(f"again{len(text)}").text  # by a new process, if the last one ended
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        lambda: Constraint.json_schema(_chain(60)),
+        lambda: Constraint.lark(_rules(250)),
+        lambda: Constraint.json_schema({"anyOf": [{"const": f"a{i}"} for i in range(2000)]}),
+        lambda: Constraint.regex("(" * 240 + "a" + ")" * 240),
+    ],
+)
+def test_what_is_accepted_needs_a_fraction_of_a_threads_stack(constraint: Any) -> None:
+    said: list[bool] = []
+    tokenizer, made = make_tokenizer(), constraint()
+
+    def read() -> None:
+        allowed = Allowed(made, tokenizer, len(tokenizer), [1])
+        said.append(bool((allowed.only(torch.zeros(len(tokenizer))) == 0).any()))
+
+    former = threading.stack_size(2 << 20)
+    try:
+        thread = threading.Thread(target=read)
+        thread.start()
+    finally:
+        threading.stack_size(former)
+    thread.join()
+    assert said == [True]
+
+
+def test_special_tokens_are_the_models_matter() -> None:
+    tokenizer = make_tokenizer()
+    for name, is_known in (("<pad>", True), ("<|nobodys|>", False), ("<[262143]>", False)):
+        constraint = Constraint.lark(f'start: {name} "a"')
+        if is_known:
+            Allowed(constraint, tokenizer, len(tokenizer), [1])
+            continue
+        with pytest.raises(ParameterError, match="special token|too large"):
+            Allowed(constraint, tokenizer, len(tokenizer), [1])
+
+
+def test_a_grammar_is_read_in_the_other_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = module._reader.ask
+    monkeypatch.setattr(module._reader, "ask", lambda one: asked.append(one) or ask(one))
+    for _ in range(3):
+        Constraint.regex("once and again")
+        with pytest.raises(ParameterError, match="unclosed"):
+            Constraint.regex("(once and again")
+    assert len(asked) == 2
+
+
+def test_other_answers_do_not_wait_for_what_may_follow(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look = threading.Event()
+
+    matcher = module._library().LLMatcher
+
+    class Slow:
+        grammar_from_regex = matcher.grammar_from_regex
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self._matcher = matcher(*given, **named)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+        def compute_logit_bias(self) -> Any:
+            assert may_look.wait(60)
+            return self._matcher.compute_logit_bias()
+
+    limits = module._library().LLParserLimits
+    library = SimpleNamespace(LLMatcher=Slow, LLParserLimits=limits)
+    monkeypatch.setattr(module, "_library", lambda: library)
+    engine = KVEngine(rag.index, max_tokens=8)
+    slow = engine.steps(PROMPT, constraint=Constraint.regex("[0-9]{4}"), max_tokens=20)
+    assert next(slow) is None
+    other = engine.steps(PROMPT)
+    while (delta := next(other)) is None or delta.answer is None:
+        pass
+    assert delta.answer.usage.completion_tokens > 1
+    may_look.set()
+    assert re.fullmatch("[0-9]{4}", "".join(one.text for one in slow if one is not None))
+
+    may_look.clear()
+    monkeypatch.setattr(module, "MASK_SECONDS", 0.1)
+    with pytest.raises(ParameterError, match=r"takes over 0\.1 s; simplify it"):
+        engine.generate(PROMPT, constraint=Constraint.regex("[0-9]{4}"))
+    may_look.set()
+    assert engine.generate(PROMPT).text == delta.answer.text
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,25 @@ def test_response_formats(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPa
 def test_wrong_fields_are_refused(client: OpenAI, field: Any, said: str) -> None:
     with pytest.raises(BadRequestError, match=said):
         client.chat.completions.create(**{**FREE, **field})
+
+
+def test_a_grammar_that_would_end_the_process_is_refused(client: OpenAI) -> None:
+    """Schemas of 2,000 objects in a chain, by each door; other requests are answered before and after."""
+    objects: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(2000)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": {**objects, "d2000": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "deep", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    rules = "".join(f'r{i}: "a" r{i + 1}\n' for i in range(2700))
+    asked: list[Any] = [
+        {"tools": [tool], "tool_choice": "required"},
+        {"response_format": form},
+        {"response_format": {"type": "lark", "lark": f'start: r0\n{rules}r2700: "b"\n'}},
+        {"response_format": {"type": "regex", "regex": "(a{1000}){1000}"}},
+    ]
+    for one in asked:
+        with pytest.raises(BadRequestError, match="too complex|too many expressions"):
+            client.chat.completions.create(**FREE, **one)
+    assert client.chat.completions.create(**FREE).choices[0].message.content
