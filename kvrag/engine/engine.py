@@ -393,7 +393,7 @@ class KVEngine:
         return Allowed(request.constraint, model.tokenizer, num_tokens, ends)
 
     def _reading(self, prompt: Prompt | Request, options: RequestOptions) -> Future[Start]:
-        """Check and read a prompt in a thread of its own, so that no answer waits for it."""
+        """Check and read a prompt in another thread, so that no answer waits for it."""
         context = copy_context()  # to which a trace belongs
 
         def read() -> Start:

@@ -54,7 +54,7 @@ def suitable(store: Store, device: torch.device) -> int:
 def start(work: Callable[[], T], kind: str = LOADING) -> Future[T]:
     """Run `work` in an idle thread, or in a new one.
 
-    Reading whole prompts has threads of its own: it takes a core, and loading must not wait for it.
+    Reading whole prompts has other threads: it takes a core, and loading must not wait for it.
     While the interpreter shuts down, there are no such threads. A thread of the user that still
     answers a prompt then does the work itself.
     """
