@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 
+PAGE_BREAK = "\f"
+"""Loaders put it between the pages of a document; chunks record the page on which they begin."""
+
 KEY_FORMAT_VERSION = 1
 _DIGEST_BYTES = 20
 _CONTEXT = "context"

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvrag.chunk import Chunk, Document, Mark, chunk_id_of, normalise_text
+from kvrag.chunk import PAGE_BREAK, Chunk, Document, Mark, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.headings import find_headings, paths_of
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
-from kvrag.ingest.office import PAGE_BREAK
 from kvrag.models.control import ControlTokens, encode_documents
 
 MIN_CHUNK_TOKENS = 16

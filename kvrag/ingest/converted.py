@@ -1,4 +1,4 @@
-"""Slides, e-books and notebooks to Markdown, converted by markitdown, and spreadsheets.
+"""Slides and notebooks to Markdown, converted by markitdown, and spreadsheets.
 
 Each file goes straight to the converter of its kind. markitdown's front door would also guess what
 a file is with a neural network, and load plugins.
@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
+from kvrag.chunk import PAGE_BREAK
 from kvrag.errors import DocumentError
-from kvrag.ingest.office import PAGE_BREAK, check_archive, damaged
+from kvrag.ingest.archives import check_archive, check_kind, damaged
 from kvrag.ingest.spreadsheets import sheets_to_text, xls_sheets, xlsx_sheets
 
 _KINDS = {
     ".pptx": "PowerPoint file",
     ".xlsx": "Excel file",
     ".xls": "Excel file",
-    ".epub": "e-book",
     ".ipynb": "notebook",
 }
 _CONVERTERS = {
     ".pptx": "PptxConverter",
-    ".epub": "EpubConverter",
     ".ipynb": "IpynbConverter",
 }
 _SHEETS = {".xlsx": xlsx_sheets, ".xls": xls_sheets}
 CONVERTED_SUFFIXES = frozenset(_KINDS)
 """The suffixes of the files that `converted_to_text` reads."""
 
-_ARCHIVES = frozenset({".pptx", ".xlsx", ".epub"})
+_ARCHIVES = frozenset({".pptx", ".xlsx"})
 _SLIDE = re.compile(r"^<!-- Slide number: \d+ -->$", re.MULTILINE)
 
 
-def converted_to_text(path: str, suffix: str, content: bytes) -> tuple[str, str]:
+def converted_to_text(path: str, content: bytes) -> tuple[str, str]:
     """Return the title and the text of a file as Markdown.
 
     Slides are separated by form feeds, as pages are. A spreadsheet becomes a table under the
@@ -42,18 +42,19 @@ def converted_to_text(path: str, suffix: str, content: bytes) -> tuple[str, str]
     Parameters
     ----------
     path, content
-        The file's path and bytes.
-    suffix
-        One of `CONVERTED_SUFFIXES`.
+        The file's path, which ends in one of `CONVERTED_SUFFIXES`, and its bytes.
 
     Raises
     ------
     DocumentError
         When it is damaged or unpacks to more than 256 MiB, or markitdown is not installed.
     """
+    suffix = Path(path).suffix.lower()
     kind = _KINDS[suffix]
     if suffix in _ARCHIVES:
         check_archive(path, kind, content)
+    elif suffix == ".xls":
+        check_kind(path, kind, content)
     try:
         if suffix in _SHEETS:
             return "", sheets_to_text(_SHEETS[suffix](content))

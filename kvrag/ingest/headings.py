@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvrag.chunk import Mark, normalise_text
+from kvrag.chunk import PAGE_BREAK, Mark, normalise_text
 from kvrag.errors import DocumentError
 from kvrag.ingest.limits import (
     MAX_LEVEL,
@@ -17,32 +17,54 @@ from kvrag.ingest.limits import (
     MAX_MARKS_CHARACTERS,
     MAX_TITLE_CHARACTERS,
 )
-from kvrag.ingest.office import PAGE_BREAK
 
-# Finds headings, and the fences inside which there are none. A full parser of Markdown
+# Finds headings, and the fences and markup inside which there are none. A full parser of Markdown
 # (markdown-it-py) takes 2.5 s and 250,000 objects for 0.2 MB of "- a" lines. The
 # time of each pattern grows at most linearly with the text, whatever the text is.
-_MARK = re.compile(r"^ {0,3}(?:(#{1,6})(?=[ \t])|(`{3,}|~{3,})|(=++|-{2,}+)[ \t]*+$)", re.MULTILINE)
+_MARK = re.compile(
+    r"^ {0,3}(?:(#{1,6})(?=[ \t])|(`{3,}|~{3,})|(=++|-{2,}+)[ \t]*+$"
+    r"|<(?:(!--)|(?:pre|script|style|textarea)(?=[\s>])))",
+    re.MULTILINE | re.IGNORECASE,
+)
+_MARKUP_ENDS = (re.compile("-->"), re.compile(r"</(?:pre|script|style|textarea)>", re.IGNORECASE))
+_FRONT_MATTER = re.compile(
+    r"---\n(?:#.*\n)*[\w-]+[ \t]*:(?:.*\n)*?(?:---|\.\.\.)[ \t]*$", re.MULTILINE
+)
 # Lines that are no title, even when a line of dashes follows.
 _NO_TITLE = re.compile(r"\s|[-*+>|#=`~]|\d+[.)]")
 
 
 def find_headings(text: str) -> list[Mark]:
-    """Return the headings outside code fences.
+    """Return the headings outside code fences, comments, other markup and front matter.
 
     A title follows hashes, or is a line between an empty line and a line of dashes or equals
     signs.
     """
     found: list[Mark] = []
     fence = ""
+    front = _FRONT_MATTER.match(text)
+    markup_end = front.end() if front else 0
+    closed_until = [len(text)] * len(_MARKUP_ENDS)
     for mark in _MARK.finditer(text):
-        hashes, ticks, underline = mark.groups()
+        if mark.start() < markup_end:
+            continue
+        hashes, ticks, underline, comment = mark.groups()
+        if not (hashes or ticks or underline):
+            if not fence and mark.start() < closed_until[not comment]:
+                # Unless it is never closed.
+                closing = _MARKUP_ENDS[not comment].search(text, mark.end())
+                if closing:
+                    markup_end = closing.end()
+                else:
+                    closed_until[not comment] = 0
+            continue
         end = text.find("\n", mark.end())
         rest = text[mark.end() : end if end >= 0 else len(text)]
         start, level, title = mark.start(), 0, ""
         if ticks:
             if not fence:
-                fence = ticks
+                # A line that closes them again is code in a line.
+                fence = "" if ticks[0] == "`" in rest else ticks
             elif ticks.startswith(fence) and not rest.strip():
                 fence = ""
         elif fence:

@@ -7,43 +7,31 @@ lexbor, `'<div>' * 200_000` took libxml2 0.2 s and lexbor over a minute.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from kvrag.errors import DocumentError
+from kvrag.ingest.layout import Layout, numeral
 
-_SKIPPED = frozenset({"script", "style", "template", "noscript", "svg", "head", "iframe", "title"})
+_SKIPPED = frozenset(
+    {
+        *("script", "style", "template", "noscript", "svg", "head", "iframe", "title"),
+        *("audio", "canvas", "datalist", "rp", "video"),
+    }
+)
 _BLOCKS = frozenset(
     {
-        "address",
-        "article",
-        "aside",
-        "blockquote",
-        "dd",
-        "details",
-        "dialog",
-        "div",
-        "dl",
-        "dt",
-        "fieldset",
-        "figcaption",
-        "figure",
-        "footer",
-        "form",
-        "header",
-        "hr",
-        "main",
-        "nav",
-        "ol",
-        "p",
-        "pre",
-        "section",
-        "summary",
-        "table",
-        "ul",
-        "body",
+        *("address", "article", "aside", "blockquote", "body", "caption", "dd", "details"),
+        *("dialog", "div", "dl", "dt", "fieldset", "figcaption", "figure", "footer", "form"),
+        *("header", "hr", "main", "nav", "p", "section", "summary"),
     }
 )
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
-_SPACE = re.compile(r"[ \t\r\n\f\v]+")
+_LISTS = frozenset({"ol", "ul", "menu", "dir"})
+_GROUPS = frozenset({"thead", "tbody", "tfoot"})
+_HIDDEN = re.compile(
+    r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse))\b", re.I
+)
+_NUMBER = re.compile(r"\s*([+-]?\d{1,9})")
 # For each end tag that matches nothing, libxml2 looks at all open elements.
 _MAX_DEPTH = 5_000
 _PIECE_BYTES = 1 << 14
@@ -52,8 +40,9 @@ _PIECE_BYTES = 1 << 14
 def html_to_text(path: str, markup: str) -> tuple[str, str]:
     """Return the title and the visible text of a page.
 
-    Headings become lines that begin with ``#``, so that the chunker sees them. Preformatted text
-    keeps its line ends.
+    `Layout` says what the text looks like. Preformatted text keeps its line ends. What the markup
+    hides (``hidden``, ``display: none`` in an element's own style) is left out, and a phonetic
+    guide follows its word in brackets.
 
     Raises
     ------
@@ -70,7 +59,7 @@ def html_to_text(path: str, markup: str) -> tuple[str, str]:
     for start in range(0, len(content), _PIECE_BYTES):
         parser.feed(content[start : start + _PIECE_BYTES])
     parser.close()
-    return "".join(target.title).strip(), "\n\n".join(target.blocks)
+    return "".join(target.title).strip(), target.layout.finish()
 
 
 class _Target:
@@ -79,16 +68,17 @@ class _Target:
     def __init__(self, path: str) -> None:
         self._path = path
         self.title: list[str] = []
-        self.blocks: list[str] = []
-        self._line: list[str] = []
-        self._row_has_text = False
+        self.layout = Layout()
         self._depth = 0
         self._num_skipped = 0
         self._num_pre = 0
         self._title_state = ""
+        # How the numbers of each open list look ("" for none), and the next one.
+        self._lists: list[tuple[str, int]] = []
+        self._guide: list[str] = []
+        self._in_guide = False
 
-    def start(self, tag: str, attributes: object) -> None:
-        del attributes
+    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise DocumentError(
@@ -96,75 +86,106 @@ class _Target:
             )
         if tag == "title" and not self._title_state:
             self._title_state = "open"
-        if self._num_skipped or tag in _SKIPPED:
+        layout = self.layout
+        if self._num_skipped or tag in _SKIPPED or _is_hidden(tag, attributes):
             self._num_skipped += 1
         elif tag in _HEADINGS:
-            self._end_block()
-            self._add("#" * _HEADINGS[tag] + " ")
+            layout.heading(_HEADINGS[tag])
         elif tag == "br":
-            self._add("\n")
+            layout.line_break()
+        elif tag in _LISTS:
+            kind = attributes.get("type", "1") if tag == "ol" else ""
+            if "reversed" in attributes and "start" not in attributes:
+                kind = ""  # its numbers depend on what follows
+            self._lists.append((kind, _number(attributes, "start", 1)))
+            layout.begin_list(layout.list_depth + 1)
         elif tag == "li":
-            self._end_line()
-            self._add("- ")
+            self._begin_item(attributes)
         elif tag in ("td", "th"):
-            if self._row_has_text:
-                self._strip_end()
-                self._add(" | ")
+            rows, columns = _number(attributes, "rowspan", 1), _number(attributes, "colspan", 1)
+            layout.begin_cell(columns, rows)
         elif tag == "tr":
-            self._end_line()
+            layout.begin_row()
+        elif tag in _GROUPS:
+            layout.end_group()
+        elif tag == "table":
+            layout.begin_table()
+        elif tag in ("rt", "rb"):
+            self._in_guide = tag == "rt"
+        elif tag == "pre":
+            layout.end_block()
+            self._num_pre += 1
         elif tag in _BLOCKS:
-            self._end_block()
-            self._num_pre += tag == "pre"
+            layout.end_block()
 
     def end(self, tag: str) -> None:
         self._depth -= 1
         if tag == "title" and self._title_state == "open":
             self._title_state = "closed"
+        layout = self.layout
         if self._num_skipped:
             self._num_skipped -= 1
-        elif tag in _HEADINGS or tag in _BLOCKS:
-            self._end_block()
-            self._num_pre -= tag == "pre"
+        elif tag in _HEADINGS:
+            layout.end_heading()
+        elif tag in _LISTS:
+            self._lists.pop()
+            layout.begin_list(max(0, layout.list_depth - 1))
+        elif tag == "li":
+            layout.end_line()
+        elif tag in ("td", "th"):
+            layout.end_cell()
+        elif tag == "tr":
+            layout.end_row()
+        elif tag in _GROUPS:
+            layout.end_group()
+        elif tag == "table":
+            layout.end_table()
+        elif tag == "rt":
+            self._in_guide = False
+        elif tag == "ruby":
+            if guide := "".join("".join(self._guide).split()):
+                layout.text(f"({guide})")
+            self._guide.clear()
+        elif tag == "pre":
+            layout.preformatted()
+            self._num_pre -= 1
+        elif tag in _BLOCKS:
+            layout.end_block(is_raw=bool(self._num_pre))
 
     def data(self, data: str) -> None:
         if self._title_state == "open":
             self.title.append(data)
-        elif not self._num_skipped:
-            if not self._num_pre:
-                data = _SPACE.sub(" ", data)
-                if not self._line or self._line[-1][-1] in " \n":
-                    data = data.lstrip(" ")
-            self._add(data)
+        elif self._num_skipped:
+            return
+        elif self._in_guide:
+            self._guide.append(data)
+        else:
+            self.layout.text(data, is_raw=bool(self._num_pre))
 
     def comment(self, text: str) -> None:
         """Ignore comments."""
 
     def close(self) -> None:
-        self._end_block()
+        """Return nothing."""
 
-    def _add(self, text: str) -> None:
-        if not text:
-            return
-        self._line.append(text)
-        _, line_end, last = text.rpartition("\n")
-        self._row_has_text = bool(last.strip()) or (self._row_has_text and not line_end)
+    def _begin_item(self, attributes: Mapping[str, str]) -> None:
+        kind, number = self._lists.pop() if self._lists else ("", 1)
+        number = _number(attributes, "value", number)
+        if self.layout.list_depth:
+            self._lists.append((kind, number + 1))
+        self.layout.item(f"{numeral(number, kind)}." if kind else "-")
 
-    def _strip_end(self) -> None:
-        while self._line:
-            self._line[-1] = self._line[-1].rstrip()
-            if self._line[-1]:
-                return
-            self._line.pop()
 
-    def _end_line(self) -> None:
-        self._strip_end()
-        if self._line:
-            self._add("\n")
+def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
+    if not attributes:
+        return tag == "dialog"
+    return (
+        ("hidden" in attributes and attributes["hidden"].lower() != "until-found")
+        or (tag == "dialog" and "open" not in attributes)
+        or _HIDDEN.search(attributes.get("style", "")) is not None
+    )
 
-    def _end_block(self) -> None:
-        block = "".join(self._line)
-        block = block.strip("\n") if self._num_pre else block.strip()
-        if block.strip().strip("#-").strip():
-            self.blocks.append(block)
-        self._line.clear()
-        self._row_has_text = False
+
+def _number(attributes: Mapping[str, str], name: str, default: int) -> int:
+    match = _NUMBER.match(attributes.get(name, ""))
+    return int(match[1]) if match else default

@@ -1,98 +1,44 @@
-"""Files and framework objects to documents.
-
-A text file must state its encoding: by being valid UTF-8, by a byte order mark, or (HTML) by its
-own declaration. Any other file is refused, since a wrong guess would index garbage.
-"""
+"""Files and framework objects to documents."""
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrag.chunk import Document, Mark, content_hash, normalise_text
+from kvrag.chunk import PAGE_BREAK, Document, Mark, content_hash, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.code import CODE_SUFFIXES, is_installed, outline
 from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text
+from kvrag.ingest.decoding import read_page, read_text
+from kvrag.ingest.ebooks import epub_to_text
 from kvrag.ingest.files import printable
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.html import html_to_text
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
 from kvrag.ingest.metadata import plain_metadata
-from kvrag.ingest.office import PAGE_BREAK, docx_to_text, pdf_to_text
+from kvrag.ingest.pdf import pdf_to_text
+from kvrag.ingest.word import docx_to_text
 
 # The largest value of a C long on every system; the content of files is limited as a whole.
 _MAX_FIELD_CHARACTERS = (1 << 31) - 1
+_SEPARATORS = ",;\t|"
+_SNIFFED_CHARACTERS = 1 << 16
+# Excel's own first line, which names the separator.
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \t]*(?:\r\n|\r|\n|$)', re.IGNORECASE)
 
-_BYTE_ORDER_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark is the beginning of this one
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
+TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
 
 
 class NoTextError(DocumentError):
     """The whole file or document was read and holds no text."""
-
-
-TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
-# Encodings that pages declare, by their Python name, and the encoding to read them as, both
-# from https://encoding.spec.whatwg.org. Python has more codecs, some of which do not even
-# produce text.
-_WEB_ENCODINGS = {
-    **{name: name for name in ("utf-8", "cp866", "koi8-r", "koi8-u", "mac-roman", "mac-cyrillic")},
-    **{f"iso8859-{part}": f"iso8859-{part}" for part in (2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16)},
-    **{f"cp{page}": f"cp{page}" for page in (874, 932, 949, *range(1250, 1259))},
-    **{name: name for name in ("gbk", "gb18030", "euc_jp", "iso2022_jp")},
-    **dict.fromkeys(("ascii", "iso8859-1"), "cp1252"),
-    **dict.fromkeys(("iso8859-11", "tis-620"), "cp874"),
-    "iso8859-9": "cp1254",
-    "gb2312": "gbk",
-    **dict.fromkeys(("big5", "big5hkscs"), "big5hkscs"),
-    "shift_jis": "cp932",
-    "euc_kr": "cp949",
-    # Markup whose declaration could be read as ASCII is in none of these.
-    **dict.fromkeys(("utf-16", "utf-16-le", "utf-16-be"), "utf-8"),
-}
-_DECLARED = re.compile(rb"<meta[^>]+charset=[\"']?([\w.:-]+)", re.IGNORECASE)
-
-
-def read_text(path: str, content: bytes, declared: str | None = None) -> str:
-    """Decode a text file.
-
-    Raises
-    ------
-    DocumentError
-        When it is neither UTF-8 nor marked otherwise, or is not text at all.
-    """
-    encoding = declared or "utf-8"
-    for mark, name in _BYTE_ORDER_MARKS:
-        if content.startswith(mark):
-            encoding = name
-            break
-    try:
-        text = content.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"{path}: not valid {encoding} at byte {error.start} "
-            f"(0x{content[error.start]:02x}); convert it, for example with "
-            f"'iconv -f latin1 -t utf-8'"
-        ) from error
-    if "\0" in text:
-        raise DocumentError(
-            f"{path}: holds NUL characters, so it is binary or UTF-16 without a byte order "
-            "mark; expected text"
-        )
-    return text
 
 
 def _load_plain(path: str, content: bytes) -> Iterator[Document]:
@@ -104,33 +50,18 @@ def _load_code(path: str, content: bytes) -> Iterator[Document]:
     yield Document(path, text, outline=outline(text, Path(path).suffix.lower()))
 
 
-def _load_html(path: str, content: bytes) -> Iterator[Document]:
-    declared = None
-    if match := _DECLARED.search(content[:4096]):
-        try:
-            declared = _WEB_ENCODINGS[codecs.lookup(match[1].decode("ascii")).name]
-        except LookupError as error:
-            raise DocumentError(
-                f"{path}: declares {match[1].decode('ascii')!r}, an unknown encoding for pages; "
-                "declare the right one, or convert it to UTF-8"
-            ) from error
-    title, text = html_to_text(path, read_text(path, content, declared))
-    yield Document(path, text, _titled(title))
+def _html_to_text(path: str, content: bytes) -> tuple[str, str]:
+    return html_to_text(path, read_page(path, content))
 
 
-def _load_pdf(path: str, content: bytes) -> Iterator[Document]:
-    title, text = pdf_to_text(path, content)
-    yield Document(path, text, _titled(title))
+def _whole(read: Callable[[str, bytes], tuple[str, str]]) -> Loader:
+    """Return the loader of files that become one document, given what reads title and text."""
 
+    def load(path: str, content: bytes) -> Iterator[Document]:
+        title, text = read(path, content)
+        yield Document(path, text, _titled(title))
 
-def _load_docx(path: str, content: bytes) -> Iterator[Document]:
-    title, text = docx_to_text(path, content)
-    yield Document(path, text, _titled(title))
-
-
-def _load_converted(path: str, content: bytes) -> Iterator[Document]:
-    title, text = converted_to_text(path, Path(path).suffix.lower(), content)
-    yield Document(path, text, _titled(title))
+    return load
 
 
 def _titled(title: str) -> dict[str, Any]:
@@ -184,12 +115,16 @@ def _is_text(row: Any, name: str) -> bool:
 
 def _load_csv(path: str, content: bytes) -> Iterator[Document]:
     text = read_text(path, content)
-    header = text.split("\n", 1)[0]
-    delimiter = max(",;\t|", key=header.count)  # a comma, unless another one is more frequent
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    named = _SEPARATOR_LINE.match(text)
+    if named is not None:
+        separator, text = named[1], text[named.end() :]
+    else:
+        separator = _separator_of(text, Path(path).suffix.lower())
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        columns = [name.strip() for name in next(reader, [])]
+        names = [name.strip() for name in next(reader, [])]
+        columns = [name or f"column {place}" for place, name in enumerate(names, 1)]
         for number, row in enumerate(reader, 1):
             beyond = (f"column {place + 1}" for place in range(len(columns), len(row)))
             cells = zip(itertools.chain(columns, beyond), row, strict=False)
@@ -197,7 +132,39 @@ def _load_csv(path: str, content: bytes) -> Iterator[Document]:
             if lines:
                 yield Document(f"{path}#{number}", "\n".join(lines), {"row": number})
     except csv.Error as error:
-        raise DocumentError(f"{path}, line {reader.line_num}: {error}") from error
+        line = reader.line_num + (named is not None)
+        raise DocumentError(f"{path}, line {line}: {error}") from error
+
+
+def _separator_of(text: str, suffix: str) -> str:
+    """Return the separator that cuts the first rows into equally many cells.
+
+    If there are several, it is one that no spaces follow, as they do in sentences, and the one
+    with the most cells.
+    """
+    sample = text[:_SNIFFED_CHARACTERS]
+    if suffix == ".tsv" and "\t" in sample.split("\n", 1)[0]:
+        return "\t"
+    return max(_SEPARATORS, key=lambda separator: _agreement(sample, separator, sample != text))
+
+
+def _agreement(sample: str, separator: str, is_cut: bool) -> tuple[float, float, int]:
+    rows: list[list[str]] = []
+    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator, strict=True)
+    try:
+        rows.extend(row for row in reader if row)
+    except csv.Error:
+        # A quoted cell that goes on after the sample is no error.
+        if not is_cut or reader.line_num < len(sample.splitlines()):
+            return 0.0, 0.0, 0
+    if is_cut and len(rows) > 1:
+        rows.pop()
+    ((length, count),) = Counter(map(len, rows)).most_common(1) or ((0, 0),)
+    if length < 2:
+        return 0.0, 0.0, 0
+    cells = [cell for row in rows for cell in row[1:]]
+    spaced = sum(cell.startswith(" ") for cell in cells) / len(cells)
+    return count / len(rows), -spaced, length
 
 
 Loader = Callable[[str, bytes], Iterable[Document]]
@@ -205,12 +172,13 @@ Loader = Callable[[str, bytes], Iterable[Document]]
 
 _LOADERS: dict[str, Loader] = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", ".log"), _load_plain),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), _load_html),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), _whole(_html_to_text)),
     **dict.fromkeys((".jsonl", ".ndjson"), _load_jsonl),
     **dict.fromkeys((".csv", ".tsv"), _load_csv),
-    ".pdf": _load_pdf,
-    ".docx": _load_docx,
-    **dict.fromkeys(CONVERTED_SUFFIXES, _load_converted),
+    ".pdf": _whole(pdf_to_text),
+    ".docx": _whole(docx_to_text),
+    ".epub": _whole(epub_to_text),
+    **dict.fromkeys(CONVERTED_SUFFIXES, _whole(converted_to_text)),
 }
 SUFFIXES = frozenset(_LOADERS)
 """The suffixes of files that the built-in loaders read, without those of source code."""

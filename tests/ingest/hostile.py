@@ -30,6 +30,9 @@ _SPAN = (
     f"{_PARAGRAPH}</w:tc></w:tr></w:tbl>"
 )
 
+_CELL = f"<w:tc><w:tcPr><w:vMerge/></w:tcPr>{_PARAGRAPH}</w:tc>"
+_BELOW = f"<w:tr>{_CELL}{_CELL.replace(_PARAGRAPH, '<w:p/>') * 30}</w:tr>"
+
 
 def make_docx(body: bytes, num_repeats: int = 1) -> bytes:
     """Return a Word file whose body is `body`, so many times."""
@@ -115,6 +118,16 @@ def make_known(scale: float = 1.0) -> dict[str, bytes]:
         "paragraphs.docx": make_docx(_PARAGRAPH.encode() * 1000, int(scale * 400)),
         "gigabyte.docx": make_docx(b"<w:p/>" * 170_000, int(scale * 1024) + 280),
         "nested.docx": make_docx(b"<w:tbl><w:tr><w:tc>" * (many // 3)),
+        "merged.docx": make_docx(f"<w:tbl>{_BELOW * (many // 10)}</w:tbl>".encode()),
+        "spans.html": "<table><tr>"
+        + "<td rowspan=65534 colspan=999>a" * (many // 10)
+        + "<tr><td>b" * many,
+        "tables.html": "<table><tr><td>a<td>" * 1_000 + "text " * 2 * many,
+        "lists.html": "<ol><li>" * 1_500 + "<li>x<p>y" * many,
+        "ruby.html": "<ruby>a<rt>b" * 2_000,
+        "fronts.md": "---\na:\n" + "<!--\n<pre>\n" * many,
+        "separators.csv": "a,b;c\td|e\n" * many + '"' * many,
+        "merged.xlsx": office.merged_xlsx_bytes(many // 10),
         "newlines.pdf": make_bomb(b"\n" * (1 << 20), int(scale * 1024), 3),
         "operators.pdf": make_bomb(operators, int(scale * 20) + 1, 2),
         "field.csv": 'a,b\n"' + "x" * int(scale * 10_000_000) + '",1\n',

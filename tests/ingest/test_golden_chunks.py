@@ -36,7 +36,7 @@ GOLDEN = {
     "a.jsonl": "4d11bc26db02cfdb",
     "a.csv": "976a0112c3d48b5b",
     "a.pdf": "91f2f684f68e2450",
-    "a.docx": "c6dcd324c367406c",
+    "a.docx": "57d54df6f2839081",
     "handbook": "dd4efc6ace803159",
 }
 

@@ -19,6 +19,7 @@ from kvrag.ingest.files import find_files
 from kvrag.ingest.html import html_to_text
 from kvrag.ingest.loaders import SUFFIXES, load_bytes, to_document
 from kvrag.ingest.metadata import plain_metadata
+from kvrag.ingest.pdf import join_words
 from tests.ingest.hostile import make_docx, make_pdf
 from tests.support.documents import docx_bytes
 
@@ -119,7 +120,7 @@ def test_only_encodings_of_the_web_are_known(name: str) -> None:
         ("<p>a</q></b></div></p>b", "a\n\nb"),
         ("<title>T</title><body><title>no</title><p>x", "x"),
         ("<pre>\n  a\n\n  b\n</pre>", "  a\n\n  b"),
-        ("<table><tr><td></td><td>b</td></tr><tr><td>c<td><p>d</table>", "b\nc |\n\nd"),
+        ("<table><tr><td></td><td>b</td></tr><tr><td>c<td><p>d</table>", "| b\nc | d"),
     ],
 )
 def test_markup_that_is_odd_still_gives_its_text(markup: str, text: str) -> None:
@@ -178,6 +179,44 @@ def test_csv_rows_are_documents(name: str, content: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        # The separator is the one that cuts the rows alike, whatever the first line holds.
+        ("a.tsv", "Name\tTown, county, code\nAda\tRiga\n", "Name: Ada\nTown, county, code: Riga"),
+        ("a.tsv", "Town, x\tB, y\nRiga, z\tC, w\n", "Town, x: Riga, z\nB, y: C, w"),
+        ("a.tsv", "Name,Town\nAda,Riga\n", "Name: Ada\nTown: Riga"),
+        ("a.csv", "Name, a;Name, b;Age\nAda;Byron;36\n", "Name, a: Ada\nName, b: Byron\nAge: 36"),
+        ("a.csv", "Town, x;B, y\nRiga, z;C, w\n", "Town, x: Riga, z\nB, y: C, w"),
+        ("a.csv", "day, month, year\n2, May, 2024\n", "day: 2\nmonth: May\nyear: 2024"),
+        ("a.csv", "x;y\n1,5;2,5\n", "x: 1,5\ny: 2,5"),
+        ("a.csv", "a|b\n1,2|3\n", "a: 1,2\nb: 3"),
+        ("a.csv", "a;b\n;\n\n1,2;3,4\n", "a: 1,2\nb: 3,4"),
+        # Quotes count, also over lines.
+        ("a.csv", '"City, State";Pop\n"Riga, LV";600\n', "City, State: Riga, LV\nPop: 600"),
+        ("a.csv", 'a;b\n"x, y,\nz, w";2\n', "a: x, y,\nz, w\nb: 2"),
+        # Excel's own line.
+        ("a.csv", "sep=;\nName, x;Town\nAda;Riga\n", "Name, x: Ada\nTown: Riga"),
+        ("a.csv", "\ufeffSEP=|\r\nName|Town\r\nAda|Riga\r\n", "Name: Ada\nTown: Riga"),
+        ("a.csv", "sep=\t\nName\tTown\nAda\tRiga", "Name: Ada\nTown: Riga"),
+        # An empty corner is no name.
+        ("a.csv", ",2022\nRevenue,11\n", "column 1: Revenue\n2022: 11"),
+        ("a.csv", "word\nship\n", "word: ship"),
+    ],
+)
+def test_the_separator_is_that_of_the_file(name: str, content: str, text: str) -> None:
+    *_, document = load(name, content.encode())
+    assert document.text == text
+
+
+def test_the_separator_of_a_long_file_is_that_of_its_first_rows() -> None:
+    rows = [f'"town, {number}";b, {number}' for number in range(20_000)]
+    documents = load("a.csv", "\n".join(["Town, x;B, y", *rows]).encode())
+    assert documents[-1].text == "Town, x: town, 19999\nB, y: b, 19999"
+    long_cell = ('a;b\n"' + "x, " * 100_000 + '";2\n').encode()
+    assert load("a.csv", long_cell)[0].text.endswith("\nb: 2")
+
+
 def test_bad_csv_names_the_line() -> None:
     with pytest.raises(DocumentError, match="line 2"):
         load("a.csv", b'a,b\n"x" y,1\n')
@@ -186,7 +225,7 @@ def test_bad_csv_names_the_line() -> None:
 @pytest.mark.parametrize("name", ["a.pdf", "a.docx"])
 @pytest.mark.parametrize("content", [b"not one", b"%PDF-1.4\n1 0 obj\n<<", b"PK\x03\x04rest"])
 def test_damaged_pdf_and_docx_are_refused(name: str, content: bytes) -> None:
-    with pytest.raises(DocumentError, match=r"damaged|no text layer"):
+    with pytest.raises(DocumentError, match=r"damaged|no text layer|no Word file but PDF"):
         load(name, content)
 
 
@@ -289,7 +328,7 @@ def test_a_csv_of_many_columns_and_short_rows_takes_no_more_than_its_size() -> N
 def test_word_files_keep_their_structure() -> None:
     (document,) = load("a.docx", docx_bytes())
     assert document.text == (
-        "# Varn\n\n# The clock\n\nIt\tticks loudly.\n\nship | day\nof arrival\ninner\nRia"
+        "# Varn\n\n# The clock\n\nIt\tticks loudly.\n\nship | day of arrival inner\nRia"
     )
     assert document.metadata == {"title": "Varn by the sea"}
 
@@ -330,7 +369,51 @@ def test_word_files_with_entities_are_refused() -> None:
         load("a.docx", packed.getvalue())
 
 
-def test_hyphens_at_the_end_of_pdf_lines_stay() -> None:
-    lines = b"BT /F1 12 Tf 72 700 Td (the har-) Tj 0 -14 Td (bour) Tj ET"
-    (document,) = load("a.pdf", make_pdf(lines))
-    assert document.text == "the har-\nbour"
+def pdf_text(*lines: str) -> str:
+    shown = " 0 -14 Td ".join(f"({line}) Tj" for line in lines)
+    (document,) = load("a.pdf", make_pdf(f"BT /F1 12 Tf 72 700 Td {shown} ET".encode("latin-1")))
+    return document.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (("the har-", "bour"), "the harbour"),
+        (("the har-", "bour of the Har-", "bour Office"), "the harbour of the Harbour Office"),
+        # A hyphen that belongs to the word stays, whichever way the document tells it.
+        (("well known. A well-", "known clock"), "well known. A well-known clock"),
+        (("a well-known clock, well-", "known"), "a well-known clock, well-known"),
+        (("state-of-", "the-art"), "state-of-the-art"),
+        (
+            ("the A-", "Level non-", "British COVID-", "positive"),
+            "the A-Level non-British COVID-positive",
+        ),
+        (("Haupt-", "und Nebeneingang"), "Haupt- und Nebeneingang"),
+        (("INTRO-", "DUCTION. The introduction"), "INTRODUCTION. The introduction"),
+        (("from 12-", "34"), "from 12-34"),
+        (("no cut -", "here"), "no cut -\nhere"),
+    ],
+)
+def test_words_that_a_pdf_line_cuts_are_whole(lines: tuple[str, ...], text: str) -> None:
+    assert pdf_text(*lines) == text
+
+
+def test_pdf_words_have_letters_for_ligatures_and_no_soft_hyphens() -> None:
+    text = (
+        "e\ufb03cient \ufb01\ufb02e so\u00adft har\u00ad\nbour har\u00ad\ufffebour har\u2010\nbour"
+    )
+    assert join_words(text) == "efficient fifle soft harbour harbour harbour"
+    started = time.process_time()
+    join_words("w" * 1_000_000 + "a-\n" * 200_000)
+    assert time.process_time() - started < 5
+
+
+def test_pdf_fonts_with_ligatures() -> None:
+    fpdf = pytest.importorskip("fpdf")
+    fonts = pytest.importorskip("matplotlib").get_data_path()
+    pdf = fpdf.FPDF()
+    pdf.add_page()
+    pdf.add_font("sans", fname=f"{fonts}/fonts/ttf/DejaVuSans.ttf")
+    pdf.set_font("sans", size=12)
+    pdf.multi_cell(0, 8, "an e\ufb03cient \ufb01le of the har\u2010\nbour")
+    assert load("a.pdf", bytes(pdf.output()))[0].text == "an efficient file of the harbour"
