@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
     from kvrag.cli.conversation import Conversation
     from kvrag.engine.engine import KVEngine
+    from kvrag.engine.first_places import FirstPlaces
 
 _PROMPT = "> "
 _COMMANDS = {
@@ -91,6 +92,7 @@ def chat(
     from kvrag.cli.answering import Settings, converses, make_engine
     from kvrag.cli.conversation import Conversation
     from kvrag.cli.opening import load_reranker, open_index, warm_up
+    from kvrag.engine.first_places import FirstPlaces
 
     settings = Settings(
         top_k=top_k,
@@ -119,7 +121,8 @@ def chat(
             )
         warm_up(opened)
         conversation = Conversation(history) if remembers and history != 0 else None
-        turns = _Chat(engine, settings, conversation, quiet=as_json).run()
+        with FirstPlaces(opened) as places:
+            turns = _Chat(engine, settings, conversation, places, quiet=as_json).run()
     if as_json:
         console.print_json({"turns": [turn.to_dict() for turn in turns]})
     # An interactive user has seen the error already.
@@ -138,6 +141,8 @@ class _Chat:
         How; `/ratio` changes them.
     conversation
         What prompts repeat; None asks each question alone.
+    places
+        What is prepared while nobody asks.
     quiet
         Print no answers.
     """
@@ -147,12 +152,14 @@ class _Chat:
         engine: KVEngine,
         settings: Settings,
         conversation: Conversation | None,
+        places: FirstPlaces,
         *,
         quiet: bool,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._conversation = conversation
+        self._places = places
         self._quiet = quiet
         self._last: Outcome | None = None
 
@@ -231,7 +238,8 @@ class _Chat:
         known = () if self._conversation is None else self._conversation.chunk_ids
         show = console.AnswerText(quiet=self._quiet)
         try:
-            outcome = self._answer(question, show)
+            with self._places.paused():
+                outcome = self._answer(question, show)
         except KVRagError as error:
             fail(str(error))
             return _Refused(_as_text(question), str(error))

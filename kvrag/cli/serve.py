@@ -270,6 +270,7 @@ def serve(
         max_streams=streams,
         max_waiting=waiting,
         can_upload=allow_upload,
+        prepares=True,
         reranker=load_reranker(rerank),
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),

@@ -156,14 +156,18 @@ class Encoders:
         given = self._given_model
         return str(given) if isinstance(given, str | Path) else self._config.model
 
-    def prefill(self, chunk: Chunk) -> ChunkKV:
-        """Return a chunk's KV from the model, computed after the first of its contexts."""
+    def prefill(self, chunk: Chunk, check: Callable[[], None] | None = None) -> ChunkKV:
+        """Return a chunk's KV from the model, computed after the first of its contexts.
+
+        `check` is called in each layer, and ends the work by an error; a compressor does not call
+        it.
+        """
         before = (*self._config.prefix_ids, *chunk.contexts[0])
         if self._compression is not None:
             return self._compressor.encode(before, chunk.token_ids)
         is_same_for_all = self._config.chunk_context.is_filler
         prefix = self._encode_prefix(before) if is_same_for_all and before else before
-        return self.model.prefill(prefix, [chunk.token_ids])[0]
+        return self.model.prefill(prefix, [chunk.token_ids], check=check)[0]
 
     @cached_property
     def _encode_prefix(self) -> Callable[[tuple[int, ...]], EncodedPrefix]:

@@ -105,20 +105,33 @@ class OnDemand:
         IndexFormatError
             When the catalog is damaged.
         """
-        catalog, store = self._storage.catalog, self._storage.store
+        catalog = self._storage.catalog
         chunk_ids: list[str] = []
         catalog.each_text(lambda chunk_id, _: chunk_ids.append(chunk_id))
         num_made = 0
         for num_done, chunk_id in enumerate(chunk_ids, start=1):
             for chunk in catalog.chunks([chunk_id]):
-                for alone in chunk.encodings():
-                    key = self._storage.key_of(alone)
-                    if chunk.is_optional(alone.contexts[0]) and not store.contains(key):
-                        self._store(key, alone, self._encoders.prefill(alone))
-                        num_made += 1
+                num_made += bool(self._make_missing(chunk))
             if on_progress is not None:
                 on_progress(num_done, len(chunk_ids))
         return num_made
+
+    def make(self, chunk_id: str, check: Callable[[], None]) -> int:
+        """Make and store a chunk's optional record if the store lacks it; return its bytes.
+
+        Parameters
+        ----------
+        check
+            Called before and during the work. An error that it raises ends it, with nothing stored.
+
+        Raises
+        ------
+        StoreError, IndexFormatError
+            As `make_all` does.
+        """
+        check()
+        chunks = self._storage.catalog.chunks([chunk_id])
+        return sum(self._make_missing(chunk, check) for chunk in chunks)
 
     def flush(self) -> None:
         """Wait until everything that was made is stored."""
@@ -130,6 +143,16 @@ class OnDemand:
         self._thread.shutdown()
 
     # -- private -----------------------------------------------------------------------------
+
+    def _make_missing(self, chunk: Chunk, check: Callable[[], None] | None = None) -> int:
+        """Make a chunk's optional records that the store lacks; return their bytes."""
+        num_bytes = 0
+        for alone in chunk.encodings():
+            key = self._storage.key_of(alone)
+            if chunk.is_optional(alone.contexts[0]) and not self._storage.store.contains(key):
+                more = () if check is None else (check,)
+                num_bytes += self._store(key, alone, self._encoders.prefill(alone, *more))
+        return num_bytes
 
     def _make(self, alone: Chunk, open_kv: OpenKV) -> EncodedChunk | None:
         key = self._storage.key_of(alone)
@@ -169,10 +192,11 @@ class OnDemand:
         finally:
             self._waiting.pop(key, None)
 
-    def _store(self, key: ChunkKey, alone: Chunk, kv: ChunkKV) -> None:
-        """Store a record, unless its chunk was removed meanwhile."""
+    def _store(self, key: ChunkKey, alone: Chunk, kv: ChunkKV) -> int:
+        """Store a record, unless its chunk was removed meanwhile; return its bytes."""
         storage = self._storage
         storage.reload_codec()
         record = storage.coding.present_codec.encode(key, kv)
         if storage.catalog.chunks([alone.chunk_id]):
             storage.store.put(key, record)
+        return len(record)

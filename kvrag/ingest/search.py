@@ -127,6 +127,11 @@ class Search:
         return rows
 
     @property
+    def found_chunk_ids(self) -> tuple[str, ...]:
+        """Ids of the chunks found by the latest searches, each as often as it was found."""
+        return tuple(reversed(self._recent.copy()))
+
+    @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
         """Ids of the chunks found by the latest searches, the latest and best first."""
         return tuple(dict.fromkeys(reversed(self._recent.copy())))

@@ -68,6 +68,11 @@ class SearchMethods:
         return self._search.by_words(query, k, filter)
 
     @property
+    def found_chunk_ids(self) -> tuple[str, ...]:
+        """Ids of the chunks found by the latest searches, each as often as it was found."""
+        return self._search.found_chunk_ids
+
+    @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
         """Ids of the chunks found by the latest searches, the latest and best first."""
         return self._search.recent_chunk_ids

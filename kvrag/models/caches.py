@@ -30,8 +30,9 @@ class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, before: Any | None) -> None:
+    def __init__(self, before: Any | None, check: Callable[[], None] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
         self._before = before
         self._num_before = 0 if before is None else before.keys.shape[2]
 
@@ -41,6 +42,8 @@ class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._check is not None:
+            self._check()
         if self._before is not None:
             key_states = _joined(self._before.keys, key_states)
             value_states = _joined(self._before.values, value_states)
@@ -73,11 +76,18 @@ class CaptureCache(Cache):
         Number of layers.
     before
         The cache of one sequence that all sequences of this pass continue; None: they begin here.
+    check
+        Called in each layer; an error that it raises ends the pass.
     """
 
-    def __init__(self, num_layers: int, before: CaptureCache | None = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        before: CaptureCache | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         earlier: list[Any] = [None] * num_layers if before is None else list(before.layers)
-        super().__init__(layers=[_CaptureLayer(layer) for layer in earlier])
+        super().__init__(layers=[_CaptureLayer(layer, check) for layer in earlier])
 
 
 class ProjectionDone(Exception):  # noqa: N818  # control flow, not an error

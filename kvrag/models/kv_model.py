@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -315,6 +315,8 @@ class KVModel(RowMethods):
         prefix: Sequence[int] | EncodedPrefix,
         chunks: Sequence[Sequence[int]],
         starts: Sequence[int] | None = None,
+        *,
+        check: Callable[[], None] | None = None,
     ) -> list[ChunkKV]:
         """Compute the position-free KV of several chunks in one batch.
 
@@ -331,13 +333,15 @@ class KVModel(RowMethods):
         starts
             Position of each chunk's first token, at least P; None means P. It matters only for KV
             that is bound to positions.
+        check
+            Called in each layer; an error that it raises ends the work.
 
         Returns
         -------
         list of ChunkKV
             In the order given, on the CPU.
         """
-        cache, num_prefix = self._capture(prefix, chunks, starts, step=ROWS_STEP)
+        cache, num_prefix = self._capture(prefix, chunks, starts, step=ROWS_STEP, check=check)
         width = num_prefix + max(map(len, chunks))
         tables = self._positions.tables(torch.arange(width, device=self.device))
         return [
@@ -355,6 +359,7 @@ class KVModel(RowMethods):
         starts: Sequence[int] | None,
         *,
         step: int = 1,
+        check: Callable[[], None] | None = None,
     ) -> tuple[CaptureCache, int]:
         """Return the K/V of chunks after a prefix, and the number of the prefix's tokens.
 
@@ -380,7 +385,7 @@ class KVModel(RowMethods):
         positions = None
         if starts is not None and self.is_position_bound:
             positions = shifted_positions(len(prefix_ids), lengths, starts, self.max_positions)
-        cache = CaptureCache(self.spec.num_layers, before)
+        cache = CaptureCache(self.spec.num_layers, before, check)
         rows = slice(begin, width)
         given: dict[str, Any] = {}
         if positions is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvrag
 from kvrag.arguments import shown
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.first_places import FirstPlaces
 from kvrag.errors import KVRagError
 from kvrag.ingest.ranking import Reranker
 from kvrag.server import responses as r
@@ -81,6 +83,8 @@ class ServerOptions:
         Whether to keep the page's conversations, beside the index.
     can_upload
         Whether requests may add and delete documents.
+    prepares
+        Whether to make records for the first places of prompts while there is no request.
     reranker
         What orders retrieved chunks, and the documents of ``/v1/rerank``; None: the index's search,
         and its embedding.
@@ -94,6 +98,7 @@ class ServerOptions:
     max_waiting: int = MAX_WAITING
     keeps_history: bool = False
     can_upload: bool = False
+    prepares: bool = False
     reranker: Reranker | None = None
 
 
@@ -112,10 +117,13 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     metrics = ServerMetrics(engine.index, worker)
     history = History.of(engine.index) if options.keeps_history else None
 
+    places = FirstPlaces(engine.index)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        yield {"end_answers": service.end_answers}
-        service.close()
+        with places if options.prepares else contextlib.nullcontext():
+            yield {"end_answers": service.end_answers}
+            service.close()
         if history is not None:
             history.close()
 
@@ -143,7 +151,9 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     _add_errors(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     checks_host = options.is_local and not accounts.need_a_key
-    gate = Gate(app, accounts, metrics, checks_host, options.origins)
+    gate: ASGIApp = Gate(app, accounts, metrics, checks_host, options.origins)
+    if options.prepares:
+        gate = _Pausing(gate, places)
     if not options.origins:
         return gate
     # Outside the gate: a browser sends no key with its first question.
@@ -155,6 +165,19 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         allow_headers=["*"],
         expose_headers=["x-request-id", "Retry-After"],
     )
+
+
+class _Pausing:
+    """Lets nothing be prepared while there is a request, except by those who watch the server."""
+
+    def __init__(self, app: ASGIApp, places: FirstPlaces) -> None:
+        self._app = app
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_work = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        with self._places.paused() if is_work else contextlib.nullcontext():
+            await self._app(scope, receive, send)
 
 
 def _answers(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 
 from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.engine import first_places
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.first_places import FirstPlaces, _InterruptedError
 from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import StoreError
 from kvrag.fusion.fuser import MADE, FusedPrompt
@@ -24,9 +29,12 @@ from kvrag.kvcache import ChunkKV
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.loading.cost import TierCost
 from kvrag.models.kv_model import KVModel
+from kvrag.server.app import ServerOptions
+from kvrag.store.limited import LimitedStore
 from kvrag.store.wrapper import StoreWrapper
 from tests.engine.test_decisions import FAR, NEAR, auto
 from tests.ingest.conftest import MakeIndex, stored_bytes
+from tests.support.api_server import serving
 from tests.support.models import HEAD
 
 NAMES = ("Ines", "Tomas", "Marta", "Oleg", "Runa", "Pavel", "Lien")
@@ -53,9 +61,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
     computed: list[Chunk] = []
     prefill = Encoders.prefill
 
-    def noting(self: Encoders, chunk: Chunk) -> ChunkKV:
+    def noting(self: Encoders, chunk: Chunk, *check: Callable[[], None]) -> ChunkKV:
         computed.append(chunk)
-        return prefill(self, chunk)
+        return prefill(self, chunk, *check)
 
     monkeypatch.setattr(Encoders, "prefill", noting)
     return computed
@@ -460,3 +468,109 @@ def test_a_record_that_would_be_slow_to_load_is_not_made(
     assert len(prefills) == num_made
     assert (fused.report.num_made > 0) == bool(num_made)
     assert is_whole(fused.report)
+
+
+def test_idle_time_makes_what_was_found_most_often_first(
+    index: Index, prefills: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for question in ("Runa", "Pavel", "Runa"):
+        index.search(f"{question} keeps the harbour ledger", 1)
+    places = FirstPlaces(index)
+    places.make()
+    assert len(prefills) == len(NAMES)
+    assert [chunk.source for chunk in prefills[:2]] == ["Runa", "Pavel"]
+    assert not prefills[0].contexts[0]
+    for number in range(len(NAMES)):
+        report = fuse(index, number, (number + 1) % len(NAMES)).report
+        assert (report.num_made, report.misses) == (0, {})
+    places.make()
+    FirstPlaces(index).make()
+    assert len(prefills) == len(NAMES)
+    index.add(Document("Olga", TEXTS[0].replace("Ines", "Olga")))
+    num_before = len(prefills)
+    places.make()
+    assert [chunk.source for chunk in prefills[num_before:]] == ["Olga"]
+
+
+def test_a_question_interrupts_idle_work_at_the_next_layer(index: Index) -> None:
+    places = FirstPlaces(index)
+    num_stored = len(stored_bytes(index))
+    layers: list[int] = []
+    first_check = places._check
+
+    def check() -> None:
+        first_check()
+        layers.append(len(layers))
+        if len(layers) == 3:  # before a document, before a chunk, in its first layer
+            places._num_asking += 1  # a question comes
+
+    places._check = check  # type: ignore[method-assign]
+    with pytest.raises(_InterruptedError):
+        places.make()
+    assert len(layers) == 3
+    assert index.model.lock.acquire(blocking=False)
+    index.model.lock.release()
+    assert len(stored_bytes(index)) == num_stored
+    places._num_asking = 0
+    places.make()
+    assert len(stored_bytes(index)) == num_stored + len(NAMES)
+
+
+def test_idle_work_runs_beside_questions_and_ends(index: Index) -> None:
+    num_stored = len(stored_bytes(index))
+    with FirstPlaces(index) as places:
+        with places.paused():
+            answer = KVEngine(index).generate(prompt_of(0, 1), max_tokens=2)
+        while len(stored_bytes(index)) < num_stored + len(NAMES):
+            time.sleep(0.01)
+    assert answer.report.num_tokens
+    assert not places._thread.is_alive()
+    with FirstPlaces(index) as places, places.paused():
+        pass
+    assert not places._thread.is_alive()
+
+
+@pytest.mark.parametrize("why", ["room", "disk", "limit", "refused"])
+def test_idle_work_is_bounded(
+    index: Index,
+    prefills: list[Chunk],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    most = 0
+    if why == "room":
+        monkeypatch.setattr(first_places, "_MOST_BYTES", 1)
+        most = 1
+    elif why == "disk":
+        monkeypatch.setattr(first_places, "_LEAST_FREE_BYTES", 1 << 60)
+    elif why == "limit":
+        monkeypatch.setattr(index._storage, "store", LimitedStore(index.store, 1 << 30))
+    else:
+        most = 1
+
+        def refuse(key: ChunkKey, record: bytes) -> None:
+            raise StoreError("the folder is read-only")
+
+        monkeypatch.setattr(index.store, "put", refuse)
+    places = FirstPlaces(index)
+    if why in ("room", "disk"):
+        places.make()
+    else:
+        places._run()
+        assert ("the folder is read-only" in caplog.text) == (why == "refused")
+    assert len(prefills) == most
+
+
+def test_a_server_prepares_first_places_between_requests(index: Index) -> None:
+    num_stored = len(stored_bytes(index))
+    with serving(index, ServerOptions(prepares=True)) as served:
+        assert httpx.get(f"{served.url}/models").status_code == 200
+        while len(stored_bytes(index)) < num_stored + len(NAMES):
+            time.sleep(0.01)
+        index.add(Document("Olga", TEXTS[0].replace("Ines", "Olga")))
+        # As after an upload: the end of a request shows what is new.
+        assert httpx.get(f"{served.url}/models").status_code == 200
+        while len(stored_bytes(index)) < num_stored + len(NAMES) + 2:
+            time.sleep(0.01)
+    assert "kvrag-first-places" not in [thread.name for thread in threading.enumerate()]
