@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvrag.kvcache import ChunkKV
 
 
+_EMBEDDED_AT_ONCE = 32
+
+
 @dataclass
 class Outcome:
     """Counts of the work actually done."""
@@ -73,16 +76,23 @@ def reason_against(
 
 
 def embed_chunks(
-    embedding: Embedding, chunks: Iterable[Chunk]
+    embedding: Embedding, chunks: Iterable[Chunk], between: Callable[[], object] = lambda: None
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
-    """Return vectors ``[num_windows, dim]`` by text, and reasons for the texts without any."""
+    """Return vectors ``[num_windows, dim]`` by text, and reasons for the texts without any.
+
+    `between` is called after each few texts; what it raises ends the work.
+    """
     # Passages that several documents hold are embedded once.
     texts = list(dict.fromkeys(chunk.text for chunk in chunks))
+    vectors: dict[str, NDArray[np.float32]] = {}
     with document_failures(lambda _: None):
-        return _vectors(embedding, texts), {}
+        for start in range(0, len(texts), _EMBEDDED_AT_ONCE):
+            vectors |= _vectors(embedding, texts[start : start + _EMBEDDED_AT_ONCE])
+            between()
+        return vectors, {}
     # Either a text is at fault, or the embedding, which then fails for a plain word too.
     _vectors(embedding, ["word"])
-    vectors: dict[str, NDArray[np.float32]] = {}
+    vectors = {}
     bad: dict[str, str] = {}
     for text in texts:
         with document_failures(functools.partial(bad.__setitem__, text)):

@@ -179,7 +179,7 @@ class _Run:
         for key, chunk in missing:
             if maker.make(key, chunk, writer, bad_keys):
                 self._report()
-        vectors, bad_texts = embed_chunks(work.embedding, all_chunks)
+        vectors, bad_texts = embed_chunks(work.embedding, all_chunks, self._report)
 
         def commit() -> None:
             self._committer.commit(

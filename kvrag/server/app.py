@@ -116,13 +116,19 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     service = Service(engine, worker, options.top_k, options.reranker)
     metrics = ServerMetrics(engine.index, worker)
     history = History.of(engine.index) if options.keeps_history else None
+    documents = Documents(engine.index, can_write=options.can_upload)
+
+    def end_answers() -> None:
+        documents.stop()
+        service.end_answers()
 
     places = FirstPlaces(engine.index)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         with places if options.prepares else contextlib.nullcontext():
-            yield {"end_answers": service.end_answers}
+            yield {"end_answers": end_answers}
+            await documents.close()
             service.close()
         if history is not None:
             history.close()
@@ -144,7 +150,6 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         keeps_history=options.keeps_history,
         can_upload=options.can_upload,
     )
-    documents = Documents(engine.index, can_write=options.can_upload)
     add_documents(app, service, documents, _answers)
     if history is not None:
         add_history(app, service, history, _answers)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import hashlib
 import json
+import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -18,16 +23,22 @@ from starlette.responses import Response, StreamingResponse
 from kvrag.arguments import shown
 from kvrag.errors import DocumentError
 from kvrag.ingest.index import Index
+from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import SUFFIXES
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.server import responses as r
+from kvrag.server.access import Account
 from kvrag.server.gate import DOCUMENTS
 from kvrag.server.problems import BusyError, RequestError, as_problem
 from kvrag.server.retrieving import title_of
-from kvrag.server.service import PRIVATE, Service, private
+from kvrag.server.service import PRIVATE, Service, private, record_of
 
 _MAX_NAME = 200
 _RETRY_SECONDS = 5
+# Documents that are being received or wait for their turn; a tenant may have half of either.
+_MAX_PENDING = 32
+_MAX_PENDING_FILES = 8  # as long as a file may be
+_PART = ".upload-"  # no ingestion takes a file for a document whose name begins with a dot
 _BODY = {
     "requestBody": {
         "required": True,
@@ -35,6 +46,7 @@ _BODY = {
     }
 }
 
+logger = logging.getLogger("kvrag.server")
 Event = dict[str, Any]
 Source = Annotated[str, Query(max_length=10_000)]
 
@@ -44,8 +56,15 @@ def uploads_path(index: Path) -> Path:
     return index.with_name(f"{index.name}.uploads")
 
 
+class _StoppedError(BaseException):
+    """The server stops; no error of a document, which ingestion would note and go on."""
+
+
 class Documents:
     """Adds documents to an index one at a time, and deletes them.
+
+    A body is received first, and waits for its turn on disk. Its name is taken once the index has
+    the whole file: after a kill it can be sent again.
 
     Parameters
     ----------
@@ -59,8 +78,15 @@ class Documents:
         self._index = index
         self._can_write = can_write
         self._folder = uploads_path(index.path)
-        self._adding = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self._names: set[Path] = set()
+        # By tenant: those that are received or wait, and the bytes received of them.
+        self._num_pending: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
+        if can_write:
+            _remove_parts(self._folder)
 
     def find(self) -> list[dict[str, Any]]:
         """Return the documents, ordered by source."""
@@ -76,17 +102,41 @@ class Documents:
             for one in self._index.documents()
         ]
 
-    def delete(self, source: str) -> int:
-        """Delete a document, and its file if it was uploaded; return the number of chunks."""
-        self._check_writable()
-        num_chunks = self._index.delete(sources=[source])
-        path = Path(source)
-        if path.parent == self._folder.resolve():
-            path.unlink(missing_ok=True)
-        return num_chunks
+    def kept_bytes(self, tenant: str) -> int:
+        """Return the bytes of a tenant's uploads: files, what waits, and KV."""
+        folder = self._folder_of(tenant)
+        files = folder.iterdir() if folder.is_dir() else ()
+        num_bytes = sum(one.stat().st_size for one in files if not one.name.startswith(_PART))
+        start = str(folder / "x")[:-1]
+        kv = (one.size_bytes for one in self._index.documents() if one.source.startswith(start))
+        return num_bytes + sum(kv) + self._num_bytes[tenant]
 
-    async def add(self, name: str, body: AsyncIterator[bytes]) -> AsyncIterator[Event]:
+    async def delete(self, source: str) -> int:
+        """Delete a document; return the number of chunks.
+
+        The last document of an uploaded file takes the file with it.
+        """
+        self._check_writable()
+        if self._turn.locked():
+            raise BusyError("a document is being added; try again later", _RETRY_SECONDS)
+        async with self._turn:
+            return await asyncio.to_thread(self._delete, source)
+
+    async def add(
+        self,
+        name: str,
+        body: AsyncIterator[bytes],
+        account: Account,
+        check_room: Callable[[], Awaitable[None]],
+    ) -> AsyncIterator[Event]:
         """Take a file, add it to the index, and return the events of that.
+
+        Parameters
+        ----------
+        name, body, account
+            The file, and whose it is.
+        check_room
+            Raises RequestError if the account may keep no more.
 
         Raises
         ------
@@ -94,20 +144,23 @@ class Documents:
             When the file is refused.
         """
         self._check_writable()
-        target = self._target(name)
+        target = self._target(name, account.tenant)
+        taken = RequestError(
+            409, f"there is a document {shown(name)}; delete it first", code="exists"
+        )
         async with contextlib.AsyncExitStack() as stack:
-            await self._take_turn(stack)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            # Its name begins with a dot, so no ingestion takes it for a document.
-            number, part = tempfile.mkstemp(dir=self._folder, prefix=".upload-")
-            stack.callback(Path(part).unlink, missing_ok=True)
-            with os.fdopen(number, "wb") as file:
-                async for piece in body:
-                    await asyncio.to_thread(file.write, piece)
-            os.replace(part, target)  # noqa: PTH105
-            return self._begin(target, stack.pop_all(), is_new=True)
+            stack.enter_context(self._pending(account.tenant))
+            if target in self._names:
+                raise taken
+            self._names.add(target)
+            stack.callback(self._names.discard, target)
+            if await asyncio.to_thread(self._index.catalog.file, str(target)) is not None:
+                raise taken
+            part = await self._receive(target.parent, body, account.tenant, stack)
+            await check_room()
+            return self._begin(target, part, account, stack.pop_all())
 
-    async def read_again(self, source: str) -> AsyncIterator[Event]:
+    async def read_again(self, source: str, account: Account) -> AsyncIterator[Event]:
         """Read a document's file again, and return the events of that.
 
         Unchanged content costs no model time; damaged content is written again.
@@ -120,13 +173,72 @@ class Documents:
         self._check_writable()
         path = await asyncio.to_thread(self._file_of, source)
         async with contextlib.AsyncExitStack() as stack:
-            await self._take_turn(stack)
-            return self._begin(path, stack.pop_all(), is_new=False)
+            stack.enter_context(self._pending(account.tenant))
+            return self._begin(path, None, account, stack.pop_all())
 
-    async def _take_turn(self, stack: contextlib.AsyncExitStack) -> None:
-        if self._adding.locked():
-            raise BusyError("another document is being added; try again later", _RETRY_SECONDS)
-        await stack.enter_async_context(self._adding)
+    def stop(self) -> None:
+        """End what is being added soon, each with an error; any thread may call it."""
+        self._is_stopping = True
+
+    async def close(self) -> None:
+        """Stop, and wait for the end."""
+        self.stop()
+        await asyncio.gather(*self._tasks)
+
+    # -- private -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _pending(self, tenant: str) -> Iterator[None]:
+        """Count a document that is being received or waits. Raises BusyError."""
+        own, total = self._num_pending[tenant], self._num_pending.total()
+        if own >= _MAX_PENDING // 2 or total >= _MAX_PENDING:
+            raise BusyError("too many documents are being added; try again later", _RETRY_SECONDS)
+        self._num_pending[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_pending[tenant] -= 1
+
+    async def _receive(
+        self,
+        folder: Path,
+        body: AsyncIterator[bytes],
+        tenant: str,
+        stack: contextlib.AsyncExitStack,
+    ) -> Path:
+        """Write a body to a file, which ends with the stack unless it is renamed."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        most = _MAX_PENDING_FILES * ParseLimits.max_file_bytes
+        num_bytes = 0
+
+        def release() -> None:
+            self._num_bytes[tenant] -= num_bytes
+
+        number, name = tempfile.mkstemp(dir=self._folder, prefix=_PART)
+        file = stack.enter_context(os.fdopen(number, "wb"))
+        # Another server of this index, which starts now, must not take it for a leftover.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stack.callback(Path(name).unlink, missing_ok=True)
+        stack.callback(release)
+        async for piece in body:
+            num_bytes += len(piece)
+            self._num_bytes[tenant] += len(piece)
+            if self._num_bytes[tenant] > most // 2 or self._num_bytes.total() > most:
+                message = "too many documents wait to be added; try again later"
+                raise BusyError(message, _RETRY_SECONDS)
+            await asyncio.to_thread(file.write, piece)
+        await asyncio.to_thread(file.flush)
+        return Path(name)
+
+    def _delete(self, source: str) -> int:
+        catalog = self._index.catalog
+        path = next((one for one in _paths(source) if source in catalog.documents_of_file(one)), "")
+        num_chunks = self._index.delete(sources=[source])
+        is_upload = self._folder.resolve() in Path(path).parents
+        if is_upload and not catalog.documents_of_file(path):
+            Path(path).unlink(missing_ok=True)
+        return num_chunks
 
     def _file_of(self, source: str) -> Path:
         """Return the file of a document, which the index has read. Raises RequestError."""
@@ -143,11 +255,11 @@ class Documents:
         )
 
     def _begin(
-        self, path: Path, stack: contextlib.AsyncExitStack, *, is_new: bool
+        self, path: Path, part: Path | None, account: Account, stack: contextlib.AsyncExitStack
     ) -> AsyncIterator[Event]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         # It goes on if the client leaves: a document is added whole.
-        task = asyncio.create_task(self._run(path, events, stack, is_new=is_new))
+        task = asyncio.create_task(self._run(path, part, account, events, stack))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return _until_done(events)
@@ -155,14 +267,16 @@ class Documents:
     async def _run(
         self,
         path: Path,
+        part: Path | None,
+        account: Account,
         events: asyncio.Queue[Event],
         stack: contextlib.AsyncExitStack,
-        *,
-        is_new: bool,
     ) -> None:
         loop = asyncio.get_running_loop()
 
         def tell(progress: IngestProgress) -> None:
+            if self._is_stopping:
+                raise _StoppedError
             event = {
                 "stage": progress.stage,
                 "num_tokens_done": progress.num_tokens_done,
@@ -171,18 +285,50 @@ class Documents:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         async with stack:
-            try:
-                report = await asyncio.to_thread(
-                    self._index.add, [path], force=not is_new, on_progress=tell
-                )
-                last = _outcome(report, path)
-            except DocumentError as error:
-                last = _refused(path, str(error))
-            except Exception as error:
-                last = as_problem(error).to_dict()
-            if "error" in last and is_new:
-                path.unlink(missing_ok=True)
+            if self._turn.locked():
+                events.put_nowait({"stage": "waiting"})
+            async with self._turn:
+                last, num_tokens = await asyncio.to_thread(self._add, path, part, tell)
+            account.charge(num_tokens)
         events.put_nowait(last)
+
+    def _add(
+        self, path: Path, part: Path | None, tell: Callable[[IngestProgress], None]
+    ) -> tuple[Event, int]:
+        """Add or replace a file's documents; return the last event, and the tokens computed."""
+        num_tokens = 0
+        try:
+            if self._is_stopping:
+                raise _StoppedError
+            if part is not None:
+                os.replace(part, path)  # noqa: PTH105
+            report = self._index.add([path], force=part is None, on_progress=tell)
+            num_tokens = report.num_tokens_computed
+            last = _outcome(report, path)
+        except _StoppedError:
+            message = "the server is stopping, so the document was not added; send it again"
+            last = BusyError(message, _RETRY_SECONDS).to_dict()
+        except DocumentError as error:
+            last = _refused(path, str(error))
+        except Exception as error:
+            last = as_problem(error).to_dict()
+        if "error" in last and part is not None:
+            try:
+                self._remove(path)
+            except Exception:
+                logger.exception("what was added of %s could not be removed", path)
+        return last, num_tokens
+
+    def _remove(self, path: Path) -> None:
+        """Remove a file that was not added whole, and what the index has of it."""
+        if sources := list(self._index.catalog.documents_of_file(str(path))):
+            self._index.delete(sources=sources)
+        path.unlink(missing_ok=True)
+
+    def _folder_of(self, tenant: str) -> Path:
+        """Return the folder of a tenant's uploads; its name does not show the tenant's."""
+        root = self._folder.resolve()
+        return root / hashlib.sha256(tenant.encode()).hexdigest()[:16] if tenant else root
 
     def _check_writable(self) -> None:
         if not self._can_write:
@@ -192,7 +338,7 @@ class Documents:
                 code="uploads_not_allowed",
             )
 
-    def _target(self, name: str) -> Path:
+    def _target(self, name: str, tenant: str) -> Path:
         """Return where a file goes. Raises RequestError if its name is no good."""
         is_name = name == PurePath(name).name and name.isprintable() and not name.startswith(".")
         if not is_name or "\\" in name or ":" in name or len(name.encode()) > _MAX_NAME:
@@ -202,12 +348,15 @@ class Documents:
         if PurePath(name).suffix.lower() not in SUFFIXES:
             known = ", ".join(sorted(SUFFIXES))
             raise RequestError(400, f"{shown(name)}: expected a file of the kinds {known}")
-        target = self._folder.resolve() / name
-        if target.exists():
-            raise RequestError(
-                409, f"there is a document {shown(name)}; delete it first", code="exists"
-            )
-        return target
+        return self._folder_of(tenant) / name
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove bodies that no server is receiving any more."""
+    for part in folder.glob(f"{_PART}*"):
+        with contextlib.suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
 
 
 def _outcome(report: IngestReport, path: Path) -> Event:
@@ -254,6 +403,7 @@ def add_documents(app: FastAPI, service: Service, documents: Documents, answers:
     answers
         Returns the responses of a route for the OpenAPI document, from the model of a good one.
     """
+    service.keepers.append(documents.kept_bytes)
 
     @app.get(DOCUMENTS, responses=answers(r.Documents))
     async def listed() -> Response:
@@ -264,17 +414,19 @@ def add_documents(app: FastAPI, service: Service, documents: Documents, answers:
     @app.put(DOCUMENTS + "/{name}", openapi_extra=_BODY, responses=answers(r.Added, lines=True))
     async def add(name: Annotated[str, InPath(max_length=_MAX_NAME)], http: Request) -> Response:
         """Add a file; the answer has a line of JSON for each step, and says last how it ended."""
-        return _lines(await documents.add(name, http.stream()))
+        account = record_of(http).account
+        check_room = partial(service.check_room, account)
+        return _lines(await documents.add(name, http.stream(), account, check_room))
 
     @app.post(DOCUMENTS, responses=answers(r.Added, lines=True))
-    async def read_again(source: Source) -> Response:
+    async def read_again(source: Source, http: Request) -> Response:
         """Read a document's file again; the answer is that of adding it."""
-        return _lines(await documents.read_again(source))
+        return _lines(await documents.read_again(source, record_of(http).account))
 
     @app.delete(DOCUMENTS, responses=answers(r.Deleted))
     async def delete(source: Source) -> Response:
         """Delete a document."""
-        num_chunks = await service.in_thread(lambda: documents.delete(source))
+        num_chunks = await documents.delete(source)
         if not num_chunks:
             raise _no_document(source)
         return private({"num_chunks": num_chunks})

@@ -32,7 +32,10 @@ MAX_PROMPT_BYTES = 4 << 20
 """The longest body of any other request."""
 
 UPLOAD_SECONDS = 600.0
-"""Time for the whole body of an uploaded document."""
+"""Most time for the whole body of an uploaded document, which may take longer the more arrives."""
+
+BYTES_PER_SECOND = 16 << 10
+"""How fast a body must arrive, on average, after `BODY_SECONDS`."""
 
 MAX_REQUESTS = 1024
 """Most requests in progress, of all kinds."""
@@ -246,7 +249,7 @@ def _limits(scope: Scope) -> tuple[int, float]:
 
 def _bounded(receive: Receive, max_bytes: int, max_seconds: float) -> Receive:
     """Return `receive`, which fails if a body is too long or takes too long."""
-    deadline = asyncio.get_running_loop().time() + max_seconds
+    started = asyncio.get_running_loop().time()
     num_bytes = 0
     is_complete = False
 
@@ -254,11 +257,14 @@ def _bounded(receive: Receive, max_bytes: int, max_seconds: float) -> Receive:
         nonlocal num_bytes, is_complete
         if is_complete:
             return await receive()
+        seconds = min(max_seconds, BODY_SECONDS + num_bytes / BYTES_PER_SECOND)
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(started + seconds):
                 message = await receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body took over {max_seconds:g} seconds") from None
+            raise HTTPException(
+                408, f"{num_bytes:,} bytes of the body took over {seconds:.0f} seconds"
+            ) from None
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:
             raise HTTPException(413, f"the body has over {max_bytes:,} bytes; send less")

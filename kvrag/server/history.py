@@ -121,8 +121,7 @@ class History:
         self, tenant: str, conversation: str, title: str, turns: Sequence[Mapping[str, Any]]
     ) -> None:
         """Write a conversation in place of what has its id."""
-        words = "\n".join(f"{turn['question']}\n{turn['answer']}" for turn in turns)
-        row = (tenant, conversation, title, time.time(), words, json.dumps(list(turns)))
+        row = (tenant, conversation, title, time.time(), *_packed(turns))
         with self._using() as file:
             file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?, ?)", row)
             file.execute(
@@ -130,6 +129,21 @@ class History:
                 "conversations WHERE tenant = ? ORDER BY updated DESC LIMIT -1 OFFSET ?)",
                 (tenant, tenant, MAX_CONVERSATIONS),
             )
+
+    def kept_bytes(self, tenant: str, conversation: str | None = None) -> int:
+        """Return the bytes of a tenant's conversations, or of one of them."""
+        with self._using() as file:
+            (num_bytes,) = file.execute(
+                "SELECT COALESCE(SUM(LENGTH(CAST(words || turns AS BLOB))), 0) FROM conversations "
+                "WHERE tenant = ? AND (? IS NULL OR id = ?)",
+                (tenant, conversation, conversation),
+            ).fetchone()
+        return int(num_bytes)
+
+    def growth(self, tenant: str, conversation: str, turns: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many more bytes `put` would keep."""
+        new = sum(len(one.encode("utf-8", "surrogatepass")) for one in _packed(turns))
+        return new - self.kept_bytes(tenant, conversation)
 
     def rename(self, tenant: str, conversation: str, title: str) -> bool:
         """Set a title; return whether there is such a conversation."""
@@ -156,3 +170,9 @@ class History:
                 yield self._file
             except self._sql.Error as error:
                 raise StoreError(f"cannot use {self._path}: {error}") from error
+
+
+def _packed(turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the text in which conversations are searched, and the turns as JSON."""
+    words = "\n".join(f"{turn['question']}\n{turn['answer']}" for turn in turns)
+    return words, json.dumps(list(turns))

@@ -13,7 +13,7 @@ from kvrag.server import responses as r
 from kvrag.server.history import History
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import Object, Strict
-from kvrag.server.service import Service, private
+from kvrag.server.service import Service, private, record_of
 
 _MOST_TURNS = 200
 _MOST_CITATIONS = 100
@@ -59,6 +59,7 @@ def add_history(app: FastAPI, service: Service, history: History, answers: Any) 
     answers
         Returns the responses of a route for the OpenAPI document, from the model of a good one.
     """
+    service.keepers.append(history.kept_bytes)
     root, one = "/v1/kvrag/conversations", "/v1/kvrag/conversations/{conversation}"
 
     def found(value: Any) -> Any:
@@ -91,6 +92,9 @@ def add_history(app: FastAPI, service: Service, history: History, answers: Any) 
         """Keep a conversation, in place of what has its id."""
         tenant = _tenant(http)
         turns = [turn.model_dump() for turn in asked.turns]
+        growth = await service.in_thread(lambda: history.growth(tenant, conversation, turns))
+        if growth > 0:
+            await service.check_room(record_of(http).account, growth)
         await service.in_thread(lambda: history.put(tenant, conversation, asked.title, turns))
         return done()
 
@@ -110,4 +114,4 @@ def add_history(app: FastAPI, service: Service, history: History, answers: Any) 
 
 
 def _tenant(http: Request) -> str:
-    return str(http.state.record.account.tenant)
+    return record_of(http).account.tenant

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from kvrag.arguments import cut, shown
@@ -128,6 +129,8 @@ def as_problem(error: Exception) -> RequestError:
     """Return an error as the client sees it; errors of the server itself go to the log."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, ClientDisconnect):
+        return ClientGoneError()
     if isinstance(error, PromptTooLongError):
         return RequestError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ParameterError):

@@ -30,6 +30,7 @@ from kvrag.llms.shape import Tools
 from kvrag.models.messages import merged
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
+from kvrag.server.access import Account
 from kvrag.server.answering import Generation, Question, engine_requests
 from kvrag.server.gate import Record
 from kvrag.server.items import ItemsRequest, ItemsShape
@@ -108,6 +109,8 @@ class Service:
         self._top_k = top_k
         self._created = int(time.time())
         self._fingerprint = f"kvrag-{engine.index.config.model_fingerprint[:12]}"
+        # Each returns the bytes that it keeps for a tenant.
+        self.keepers: list[Callable[[str], int]] = []
         self._threads = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="kvrag-search")
 
     @property
@@ -256,7 +259,7 @@ class Service:
 
     async def _charge(self, texts: Sequence[str], user: str | None, http: HttpRequest) -> int:
         """Count the tokens of texts against the key's limits; return their number."""
-        record = _record(http)
+        record = record_of(http)
         record.user = user
         tokenizer = self.index.tokenizer
         num_tokens = await self.in_thread(
@@ -275,6 +278,12 @@ class Service:
                 param="model",
             )
 
+    async def check_room(self, account: Account, num_bytes: int = 0) -> None:
+        """Raise RequestError if the account's tenant may not keep these bytes, too."""
+        if account.limits_bytes:
+            kept = await self.in_thread(lambda: sum(one(account.tenant) for one in self.keepers))
+            account.check_kept(kept + num_bytes)
+
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Call what may wait for a disk or a lock, while the event loop runs on."""
         run = copy_context().run
@@ -288,7 +297,7 @@ class Service:
         shape: Shape,
         form: Form = _ANY_FORM,
     ) -> Response:
-        record = _record(http)
+        record = record_of(http)
         record.user = asked.user
         account = record.account
         requests = engine_requests(questions, asked, form, account.tenant)
@@ -364,7 +373,8 @@ def private(body: Any) -> JSONResponse:
     return JSONResponse(body, headers=PRIVATE)
 
 
-def _record(http: HttpRequest) -> Record:
+def record_of(http: HttpRequest) -> Record:
+    """Return what is known about a request."""
     record: Record = http.state.record
     return record
 

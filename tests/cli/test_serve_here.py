@@ -146,6 +146,31 @@ def test_silent_connections_beyond_the_limit_of_descriptors(index_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_lines", [0, 1, 10, 30])
+def test_a_kill_during_an_upload(tmp_path: Path, num_lines: int) -> None:
+    """Killed after so many lines of progress, it takes the same file again."""
+    save_model(tmp_path / "model")
+    Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing").close()
+    table = b"name\n" + b"".join(b"Ines %d\n" % number for number in range(40))
+    for is_killed in (True, False):
+        with running(tmp_path / "index", "--allow-upload") as process:
+            where = f"{process.url}/kvrag/documents"
+            with httpx.stream("PUT", f"{where}/a.csv", content=table, timeout=60) as answer:
+                lines = answer.iter_lines()
+                if is_killed:
+                    for _ in range(num_lines):
+                        next(lines)
+                    process.kill()
+                    continue
+                assert json.loads(list(lines)[-1])["stage"] == "done"
+            listed = httpx.get(where, timeout=60).json()["documents"]
+            assert len(listed) == 40
+            for one in listed:
+                httpx.delete(where, params={"source": one["source"]}, timeout=60)
+    assert list((tmp_path / "index.uploads").iterdir()) == []
+
+
+@pytest.mark.slow
 def test_the_environments_key(index_path: Path) -> None:
     with running(index_path, KVRAG_SERVER_KEY=KEY) as process:
         where = f"{process.url}/models"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,16 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest import committing
+from kvrag.ingest.embedding import HashingEmbedding
 from kvrag.ingest.index import Index
-from kvrag.server import gate
-from kvrag.server.app import ServerOptions
-from kvrag.server.documents import uploads_path
+from kvrag.ingest.report import IngestProgress
+from kvrag.server import documents, gate
+from kvrag.server.access import ApiKey
+from kvrag.server.app import ServerOptions, make_app
+from kvrag.server.documents import Documents, uploads_path
+from kvrag.server.running import Server
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, save_model
 
@@ -155,17 +166,257 @@ def test_a_large_file_is_refused(writable: Served, monkeypatch: pytest.MonkeyPat
     assert list(uploads_path(writable.engine.index.path).iterdir()) == []
 
 
-def test_one_at_a_time(writable: Served) -> None:
+def test_a_body_is_received_before_its_turn(writable: Served) -> None:
+    """A slow one delays no other, and its name is taken meanwhile."""
+
     def slow() -> Iterator[bytes]:
         yield TEXT
-        answer = put(writable, "second.md", TEXT)
-        assert answer.status_code == 503
-        assert answer.headers["Retry-After"] == "5"
+        assert put(writable, "first.md", TEXT).status_code == 409
+        assert steps(put(writable, "second.md", TEXT + b" Twice."))[-1]["stage"] == "done"
         yield TEXT
 
     answer = put(writable, "first.md", slow())  # type: ignore[arg-type]
     assert steps(answer)[-1]["stage"] == "done"
-    delete(writable, str(uploads_path(writable.engine.index.path) / "first.md"))
+    folder = uploads_path(writable.engine.index.path)
+    for name in ("first.md", "second.md"):
+        assert delete(writable, str(folder / name)).json() == {"num_chunks": 1}
+    assert list(folder.iterdir()) == []
+
+
+def test_documents_take_turns(writable: Served) -> None:
+    """One waits while another is added, and a delete is refused meanwhile."""
+    folder = uploads_path(writable.engine.index.path)
+    with held(writable) as (released, first), ThreadPoolExecutor() as threads:
+        second = threads.submit(put, writable, "second.md", TEXT)
+        while not list(folder.glob(".upload-*")):
+            assert not second.done()
+        refused = delete(writable, "ledger")
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+        released.set()
+        assert {"stage": "waiting"} in steps(second.result())
+        assert steps(second.result())[-1]["stage"] == "done"
+        assert steps(first.result())[-1]["stage"] == "done"
+    for name in ("held.md", "second.md"):
+        delete(writable, str(folder / name))
+    assert sources(writable) == ["ledger"]
+
+
+@contextmanager
+def held(served: Served) -> Iterator[tuple[threading.Event, Future[httpx.Response]]]:
+    """Hold an upload in the middle of its ingestion until the event is set."""
+    released, reached = threading.Event(), threading.Event()
+    embed = HashingEmbedding.embed
+
+    def waiting(self: HashingEmbedding, texts: list[str]) -> Any:
+        reached.set()
+        assert released.wait(60)
+        return embed(self, texts)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as threads:
+        patch.setattr(HashingEmbedding, "embed", waiting)
+        answer = threads.submit(put, served, "held.md", TEXT * 2)
+        try:
+            assert reached.wait(60)
+            yield released, answer
+        finally:
+            released.set()
+
+
+def test_what_is_received_is_bounded(writable: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_MAX_PENDING", 2)
+
+    def slow() -> Iterator[bytes]:
+        yield TEXT
+        answer = put(writable, "second.md", TEXT)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        yield TEXT
+
+    assert put(writable, "first.md", slow()).status_code == 200  # type: ignore[arg-type]
+    folder = uploads_path(writable.engine.index.path)
+    delete(writable, str(folder / "first.md"))
+    monkeypatch.setattr(gate.ParseLimits, "max_file_bytes", 1000)
+    monkeypatch.setattr(documents, "_MAX_PENDING_FILES", 1)
+    assert put(writable, "first.md", b"a" * 600).status_code == 503
+    assert list(folder.iterdir()) == []
+    assert steps(put(writable, "first.md", TEXT))[-1]["stage"] == "done"
+    delete(writable, str(folder / "first.md"))
+
+
+def test_a_body_that_drips_is_given_up(writable: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", writable.server.port), timeout=20) as slow:
+        slow.sendall(
+            b"PUT /v1/kvrag/documents/slow.md HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 100000\r\n\r\n"
+        )
+        deadline = time.monotonic() + 20
+        slow.settimeout(0.1)
+        while True:
+            slow.sendall(b"x")
+            with suppress(TimeoutError):
+                assert slow.recv(20).split()[1] == b"408"
+                break
+            assert time.monotonic() < deadline
+    assert list(uploads_path(writable.engine.index.path).iterdir()) == []
+
+
+ROWS = b"name,place\n" + b"".join(b"Ines %d,Varn near bridge %d\n" % (i, i) for i in range(12))
+
+
+def test_the_last_row_takes_its_file_along(writable: Served) -> None:
+    path = uploads_path(writable.engine.index.path) / "table.csv"
+    assert steps(put(writable, "table.csv", ROWS))[-1]["num_chunks"] == 12
+    rows = [one for one in sources(writable) if one.startswith(str(path))]
+    for number, row in enumerate(rows):
+        assert path.exists()
+        assert delete(writable, row).json() == {"num_chunks": 1}, number
+    assert not path.exists()
+    assert steps(put(writable, "table.csv", ROWS))[-1]["num_chunks"] == 12
+    for row in rows:
+        delete(writable, row)
+    assert sources(writable) == ["ledger"]
+
+
+def test_what_is_not_in_the_index_deletes_no_file(writable: Served) -> None:
+    folder = uploads_path(writable.engine.index.path)
+    folder.mkdir(exist_ok=True)
+    orphan = folder / "orphan.md"
+    orphan.write_bytes(TEXT)
+    for source in (
+        *(str(orphan), f"{folder}/..", f"{folder}/.", str(folder), f"{folder}/" + "x" * 5000),
+        *("\0", f"{folder}/a\0.md", "..", "/", ""),
+    ):
+        assert delete(writable, source).status_code == 404
+    assert orphan.exists()
+    # Its name is free: nothing of it is in the index.
+    assert steps(put(writable, "orphan.md", TEXT))[-1]["stage"] == "done"
+    assert delete(writable, str(orphan)).status_code == 200
+    assert not orphan.exists()
+
+
+def test_after_a_kill_the_same_name_is_accepted(
+    writable: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the rows are in the index, and half of a body is on disk."""
+    index = writable.engine.index
+    folder = uploads_path(index.path)
+    folder.mkdir(exist_ok=True)
+    (folder / ".upload-left").write_bytes(b"half")
+    (folder / "table.csv").write_bytes(ROWS)
+    monkeypatch.setattr(committing, "COMMIT_TOKENS", 20)
+
+    class KilledError(BaseException):
+        pass
+
+    def kill(progress: IngestProgress) -> None:
+        if progress.num_documents_done > 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        index.add([folder / "table.csv"], on_progress=kill)
+    assert 1 < len(sources(writable)) < 13
+    with serving(index, ServerOptions(can_upload=True), writable.engine) as again:
+        assert [one.name for one in folder.iterdir()] == ["table.csv"]
+        more = ROWS + b"Tomas,the low bridge\n"
+        assert steps(put(again, "table.csv", more))[-1]["stage"] == "done"
+        assert put(again, "table.csv", more).status_code == 409
+        assert len(sources(again)) == 14
+        for source in sources(again):
+            if source != "ledger":
+                delete(again, source)
+        assert list(folder.iterdir()) == []
+
+
+def test_a_document_of_which_a_part_fails_is_not_added(
+    writable: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = HashingEmbedding.embed
+
+    def failing(self: HashingEmbedding, texts: list[str]) -> Any:
+        if any("Ines 7" in text for text in texts):
+            raise ValueError("no")
+        return embed(self, texts)
+
+    monkeypatch.setattr(HashingEmbedding, "embed", failing)
+    answer = put(writable, "table.csv", ROWS)
+    assert steps(answer)[-1]["error"]["code"] == "not_added"
+    assert sources(writable) == ["ledger"]
+    assert list(uploads_path(writable.engine.index.path).iterdir()) == []
+
+
+def test_a_stop_ends_an_ingestion(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    with Index.create(
+        tmp_path / "index", model=tmp_path / "model", embedding="hashing", chunk_tokens=20
+    ) as index:
+        engine = KVEngine(index)
+        app = make_app(engine, ServerOptions(can_upload=True))
+        server = Server(app, port=0, grace_seconds=0)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        # More than is embedded at once.
+        table = b"name\n" + b"".join(b"Ines %d\n" % number for number in range(100))
+        embed, stopping = HashingEmbedding.embed, threading.Event()
+
+        def waiting(self: HashingEmbedding, texts: list[str]) -> Any:
+            reached.set()
+            assert stopping.wait(60)
+            return embed(self, texts)
+
+        def stop(self: Documents) -> None:
+            halt(self)
+            stopping.set()
+
+        reached, halt = threading.Event(), Documents.stop
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as threads:
+            patch.setattr(HashingEmbedding, "embed", waiting)
+            patch.setattr(Documents, "stop", stop)
+            answer = threads.submit(put, Served(server, engine), "table.csv", table)
+            assert reached.wait(60)
+            server.stop()
+            thread.join()
+            last = steps(answer.result())[-1]
+        assert "the server is stopping" in last["error"]["message"]
+        assert index.documents() == []
+        assert list(uploads_path(index.path).iterdir()) == []
+
+
+def test_bytes_that_a_tenant_keeps(tmp_path: Path) -> None:
+    keys = [
+        ApiKey(name=name, key=f"key-of-{name}-0123456789", kept_bytes=most)
+        for name, most in (("a", 40_000), ("b", None))
+    ]
+    of_a, of_b = ({"Authorization": f"Bearer {one.key}"} for one in keys)
+    turn = {"question": "a", "answer": "b" * 20_000, "finish": "stop", "settings": ""}
+    told = {"title": "t", "turns": [turn | {"citations": []}]}
+    save_model(tmp_path / "model")
+    with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
+        options = ServerOptions(keys=keys, can_upload=True, keeps_history=True)
+        with serving(index, options) as served:
+
+            def keep(number: int, headers: dict[str, str]) -> httpx.Response:
+                where = f"{served.url}/kvrag/conversations/{number:032x}"
+                return httpx.put(where, json=told, headers=headers)
+
+            assert keep(1, of_a).status_code == 507  # in words and in turns: over 40,000 bytes
+            turn["answer"] = "b" * 10_000
+            told["turns"] = [turn | {"citations": []}]
+            assert keep(1, of_a).status_code == 200
+            assert keep(1, of_a).status_code == 200  # in place of itself
+            refused = keep(2, of_a)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
+            assert keep(2, of_b).status_code == 200
+            assert put(served, "a.md", b"Ines. " * 4000, headers=of_a).status_code == 507
+            assert list(uploads_path(index.path).glob("*/*")) == []
+            # The same name in two tenants' folders; KV counts.
+            for headers in (of_b, of_a):
+                assert steps(put(served, "a.md", TEXT, headers=headers))[-1]["stage"] == "done"
+            assert len(list(uploads_path(index.path).glob("*/a.md"))) == 2
+            assert keep(1, of_a).status_code == 200
+            documents = Documents(index, can_write=False)
+            assert documents.kept_bytes("a") > len(TEXT)
+            kv = {one.source: one.size_bytes for one in index.documents()}
+            assert sum(kv.values()) == sum(documents.kept_bytes(t) - len(TEXT) for t in "ab")
 
 
 def test_pages_of_other_sites_change_nothing(writable: Served) -> None:
