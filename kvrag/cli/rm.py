@@ -50,13 +50,13 @@ def rm(
         # An empty path would mean the working directory, with everything in it.
         raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")
     with open_catalog(index, store) as opened:
-        rows = {row.source: row for row in opened.documents()}
+        rows = opened.documents()
         num_damaged = opened.catalog.num_noted
         found: dict[str, DocumentRow] = {}
         unmatched = []
         for one in sources:
-            matching = matching_sources(one, rows)
-            found.update((source, rows[source]) for source in matching)
+            matching = matching_documents(one, rows)
+            found.update((row.source, row) for row in matching)
             if not matching:
                 unmatched.append(one)
         num_chunks = sum(row.num_chunks for row in found.values())
@@ -66,7 +66,7 @@ def rm(
         if os.path.abspath(one).strip("/") == "":  # noqa: PTH100  (it is compared as text)
             fail(f"{one}: the root folder would mean every file; for that, write the pattern '/**'")
             continue
-        alike = similar.suggestion(_alike(one, rows))
+        alike = similar.suggestion(_alike(one, [row.source for row in rows]))
         fail(f"{one}: no document of the index has this name{alike}")
     if as_json:
         console.print_json(
@@ -88,8 +88,8 @@ def rm(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
-    """Return the sources that a name, file, folder or pattern matches.
+def matching_documents(pattern: str, known: Sequence[DocumentRow]) -> list[DocumentRow]:
+    """Return the documents that a name, file, folder or pattern matches.
 
     A name is matched literally before it is matched as a pattern, and a relative name is also
     looked up in the working directory. A file, or a pattern that matches it, means all documents
@@ -103,9 +103,8 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
     """
     if not pattern.strip():
         return []
-    known = list(sources)
     head, tail, raw = _split(pattern)
-    if ".." in tail and pattern not in known:
+    if ".." in tail and all(one.source != pattern for one in known):
         raise ParameterError(
             f"{pattern}: expected no '..' after a wildcard, since nobody can say which folder it "
             "means; name that folder"
@@ -114,7 +113,11 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
     spellings = dict.fromkeys((pattern, os.path.abspath(pattern), os.path.realpath(pattern)))  # noqa: PTH100
     for name in spellings:
         stem = name.rstrip("/")
-        found = [one for one in known if one == name or one.startswith((f"{stem}#", f"{stem}/"))]
+        found = [
+            one
+            for one in known
+            if one.source == name or one.whole == stem or one.source.startswith(f"{stem}/")
+        ]
         if stem and found:
             return found
     if not tail:
@@ -129,7 +132,7 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
             name.startswith("/") == each.startswith("/")
             and _matches(name.split("/"), each.split("/"))
             for each in patterns
-            for name in _names(one)
+            for name in {one.source, one.whole}
         )
     ]
 
@@ -141,13 +144,6 @@ def _split(pattern: str) -> tuple[str, list[str], str]:
     tail = [part for part in parts[len(literal) :] if part not in ("", ".")]
     head = "/".join(["", *literal] if literal == [""] else literal) or "."
     return head, tail, "/".join([*literal, *tail])
-
-
-def _names(source: str) -> tuple[str, ...]:
-    """Return a document's source, and the file that it is part of (for ``table.csv#3``)."""
-    folder, slash, name = source.rpartition("/")
-    file, number, _ = name.rpartition("#")
-    return (source, f"{folder}{slash}{file}") if number and file else (source,)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -98,6 +98,12 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         return {one.source: one.digest if self._is_whole(one) else "" for one in documents}
 
     @checked
+    def file_of(self, source: str) -> str | None:
+        """Return the file that a document was read from; None if it was given, or is unknown."""
+        documents = self._sound_documents("WHERE source = ?", (source,))
+        return documents[0].file if documents else None
+
+    @checked
     def digest_of(self, source: str) -> str | None:
         """Return a document's digest, "" if it is damaged, or None if it is not indexed."""
         for one in self._sound_documents("WHERE source = ?", (source,)):
@@ -131,7 +137,9 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
             chunks, tokens, stored = numbers.get(one.source, (0, 0, 0))
             metadata = unpack_json(one.metadata)
             found.append(
-                DocumentRow(one.source, chunks, tokens, stored * bytes_per_token, metadata)
+                DocumentRow(
+                    one.source, one.file, chunks, tokens, stored * bytes_per_token, metadata
+                )
             )
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrag.arguments import shown
@@ -345,11 +346,17 @@ def _what(row: Sequence[Any]) -> str:
 
 
 def _file_of(source: str, known: set[str]) -> str | None:
-    """Return the file that a document was read from, if it is among the known ones."""
+    """Return the file that a damaged document was read from, if it is among the known ones.
+
+    Only the document's row says for certain which file that is.
+    """
+    from kvrag.ingest.loaders import SUFFIXES
+
     if source in known:
         return source
-    path = source.rpartition("#")[0] if isinstance(source, str) else ""
-    return path if path in known else None
+    path, _, part = source.rpartition("#") if isinstance(source, str) else ("", "", "")
+    is_file = Path(part).suffix.lower() in SUFFIXES  # of its own, which is not known any more
+    return path if path in known and not is_file else None
 
 
 def _fill(connection: Any, table: str, columns: str, rows: Iterable[Sequence[Any]]) -> None:

@@ -50,6 +50,8 @@ class DocumentRow:
     ----------
     source
         Its absolute path (``path#row`` for rows of a table) or its given id.
+    file
+        The path of the file that it was read from; None if it was given.
     num_chunks, num_tokens
         Number of its chunks, and of their tokens.
     size_bytes
@@ -60,10 +62,19 @@ class DocumentRow:
     """
 
     source: str
+    file: str | None
     num_chunks: int
     num_tokens: int
     size_bytes: int
     metadata: Mapping[str, Any]
+
+    @property
+    def whole(self) -> str:
+        """What it is a part of: its file, or for a given document the id before the last ``#``.
+
+        A file's own name may have a ``#``, so the name of a document does not tell its file.
+        """
+        return self.file or self.source.rpartition("#")[0] or self.source
 
 
 @dataclass(frozen=True)

@@ -90,14 +90,13 @@ class Documents:
 
     def find(self) -> list[dict[str, Any]]:
         """Return the documents, ordered by source."""
-        files = set(self._index.catalog.files_under("/"))
         return [
             {
                 "source": one.source,
                 "title": title_of(one)[:_MAX_NAME],
                 "num_chunks": one.num_chunks,
                 "num_tokens": one.num_tokens,
-                "is_file": not files.isdisjoint(_paths(one.source)),
+                "is_file": one.file is not None,
             }
             for one in self._index.documents()
         ]
@@ -245,9 +244,9 @@ class Documents:
         catalog = self._index.catalog
         if catalog.digest_of(source) is None:
             raise _no_document(source)
-        for path in _paths(source):
-            if catalog.file(path) is not None:
-                return Path(path)
+        path = catalog.file_of(source)
+        if path is not None:
+            return Path(path)
         raise RequestError(
             400,
             f"{shown(source)} was not read from a file, so it cannot be read again",
@@ -369,11 +368,6 @@ def _refused(path: Path, reason: str) -> Event:
     """Return the error that says why, without the names of the server's folders."""
     message = reason.replace(str(path), path.name)
     return RequestError(400, message, code="not_added").to_dict()
-
-
-def _paths(source: str) -> tuple[str, str]:
-    """Return the paths that a document's file may have: ``path#row`` is a row of a table."""
-    return source, source.rpartition("#")[0]
 
 
 def _no_document(source: str) -> RequestError:

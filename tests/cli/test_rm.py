@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvrag.cli.rm import matching_sources
+from kvrag.cli.rm import matching_documents
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
+from kvrag.ingest.rows import DocumentRow
 from tests.cli.conftest import Run
 
 
@@ -78,6 +80,45 @@ def test_a_name_begins_no_line_and_hides_nothing(
             assert one not in shown.out + shown.err, command
     (row,) = run("ls", "-i", index, "--json").json
     assert Path(row["source"]).name == name
+
+
+def matching_sources(pattern: str, sources: list[str]) -> list[str]:
+    """Return the sources of matching documents: paths, rows of files, and ids that were given."""
+    files = {one: re.sub(r"#\d+$", "", one) if "/" in one else None for one in sources}
+    rows = [DocumentRow(one, files[one], 1, 1, 1, {}) for one in sources]
+    return [row.source for row in matching_documents(pattern, rows)]
+
+
+def test_a_file_named_like_a_row_is_no_row(
+    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, index = tmp_path / "d", ("-i", tmp_path / "i")
+    folder.mkdir()
+    (folder / "a.csv").write_text("name\nInes\nTomas\n")
+    (folder / "a.csv#2.txt").write_text("The fox keeps the ledger.")
+    monkeypatch.chdir(folder)
+
+    def names() -> set[str]:
+        return {Path(row["source"]).name for row in run("ls", *index, "--json").json}
+
+    def ingest() -> None:
+        run("ingest", folder, *index, "-m", model_folder, "--embedding", "hashing")
+        assert names() == {"a.csv#1", "a.csv#2", "a.csv#2.txt"}
+
+    for given in ("a.csv", folder / "a.csv", "*.csv"):
+        ingest()
+        assert run("rm", given, *index).code == 0
+        assert names() == {"a.csv#2.txt"}
+    ingest()
+    for given in ("a.csv#2", "a.csv#2.txt"):
+        assert len(run("rm", given, *index, "--json").json["removed"]) == 1
+    assert names() == {"a.csv#1"}
+
+
+def test_parts_of_a_given_id_are_named_by_it() -> None:
+    rows = [DocumentRow(one, None, 1, 1, 1, {}) for one in ("book#1", "book#2", "books", "#3")]
+    assert matching_documents("book", rows) == rows[:2]
+    assert matching_documents("#3", rows) == rows[3:]
 
 
 def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,4 +242,4 @@ def test_a_pattern_means_the_parts_of_a_file(monkeypatch: pytest.MonkeyPatch) ->
     assert matching_sources("/d/*.md", sources) == sources[2:3]
     assert matching_sources("/d/**/*.jsonl", sources) == sources[3:4]
     assert matching_sources("/d/*", sources) == sources[:3]
-    assert matching_sources("/d/?", sources) == sources[2:3]
+    assert matching_sources("/d/?", sources) == []  # "b" is no file

@@ -172,6 +172,28 @@ def test_damaged_files_are_read_again(index: Index, docs: Path) -> None:
     assert index.upkeep.verify().ok
 
 
+def test_a_damaged_file_named_like_a_row_stays_in_the_index(index: Index, tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "a.csv").write_text("name\nInes\nTomas\n")
+    (folder / "a.csv#2.txt").write_text("The fox keeps the ledger.")
+    index.add(folder)
+    names = {"a.csv#1", "a.csv#2", "a.csv#2.txt"}
+    path = str(folder / "a.csv#2.txt")
+    damage(index, "UPDATE documents SET digest = 'x' WHERE source = ?", path)
+    damage(index, "DELETE FROM files WHERE path = ?", path)
+    damage(index, "UPDATE documents SET digest = 'x' WHERE source = ?", f"{folder}/a.csv#2")
+    index.upkeep.verify(repair=True)
+    assert names <= {Path(row.source).name for row in index.documents()}
+    index.add(folder)
+    assert {row.source: row.file for row in index.documents() if "/" in row.source} == {
+        f"{folder}/a.csv#1": f"{folder}/a.csv",
+        f"{folder}/a.csv#2": f"{folder}/a.csv",
+        path: path,
+    }
+    assert index.upkeep.verify().ok
+
+
 def test_a_repair_reads_documents_again_from_their_files(index: Index, docs: Path) -> None:
     index.add([docs, Document("own", "a document of its own")])
     path = str(docs / "ledger.txt")

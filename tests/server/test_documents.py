@@ -137,6 +137,21 @@ def test_a_file_is_read_again(writable: Served, tmp_path: Path) -> None:
         delete(writable, source)
 
 
+def test_a_file_named_like_a_row_is_read_again_itself(writable: Served, tmp_path: Path) -> None:
+    table, text = tmp_path / "t.csv", tmp_path / "t.csv#1.md"
+    table.write_text("name\nInes\n")
+    text.write_bytes(TEXT)
+    writable.engine.index.add([table, text])
+    text.write_bytes(TEXT.replace(b"three grey", b"seven white"))
+    table.write_text("name\nTomas\n")
+    assert steps(read_again(writable, str(text)))[-1]["num_chunks"] == 1
+    catalog = writable.engine.index.catalog
+    assert "seven white" in catalog.chunks(catalog.chunk_ids_of(str(text)))[0].text
+    assert "Ines" in catalog.chunks(catalog.chunk_ids_of(f"{table}#1"))[0].text
+    for source in (str(text), f"{table}#1"):
+        delete(writable, source)
+
+
 def test_what_cannot_be_read_again(writable: Served, served: Served, tmp_path: Path) -> None:
     answer = read_again(writable, "ledger")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_a_file")
