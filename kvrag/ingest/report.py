@@ -153,8 +153,8 @@ class IndexStats:
     catalog_bytes, vectors_bytes
         Size of the catalog, and of the vectors' cache.
     num_vectors, vectors_memory_bytes
-        Number of vectors in that cache, and the memory that they take in each process that
-        searches; 0 if no search or ingestion has written it yet.
+        Number of the chunks' vectors, and the memory that they take in each process that
+        searches.
     has_graph
         Whether a graph finds the nearest vectors; otherwise all are compared.
     """

@@ -9,7 +9,7 @@ from kvrag.ingest.config import VECTORS_NAME
 from kvrag.ingest.kept import kept_keys
 from kvrag.ingest.report import IndexStats
 from kvrag.ingest.storage import Storage
-from kvrag.ingest.vectorheader import vector_stats
+from kvrag.ingest.vectorheader import ROW_BYTES, vector_stats
 
 
 def stats_of(storage: Storage) -> IndexStats:
@@ -25,7 +25,9 @@ def stats_of(storage: Storage) -> IndexStats:
     }
     stored = sorted(sizes)
     size_bytes = sum(sizes.values())
-    vectors = vector_stats(storage.path)
+    num_vectors = storage.catalog.num_vectors(config.embedding_dim)
+    cached = vector_stats(storage.path)
+    compared_bytes = num_vectors * (4 * config.embedding_dim + ROW_BYTES)
     # Identical chunks share one record.
     stored_tokens = sum(needed[digest] for digest in stored if digest in needed)
     return IndexStats(
@@ -51,9 +53,9 @@ def stats_of(storage: Storage) -> IndexStats:
         stored_bytes_per_token=size_bytes / stored_tokens if stored_tokens else 0.0,
         catalog_bytes=_size_of(storage.path / catalogs.FILE_NAME),
         vectors_bytes=_size_of(storage.path / VECTORS_NAME),
-        num_vectors=vectors.num_vectors,
-        vectors_memory_bytes=vectors.memory_bytes,
-        has_graph=vectors.is_graph,
+        num_vectors=num_vectors,
+        vectors_memory_bytes=cached.memory_bytes if cached.is_graph else compared_bytes,
+        has_graph=cached.is_graph,
         generation=storage.catalog.generation(),
     )
 

@@ -18,6 +18,9 @@ VERSION = 4
 HEADER = struct.Struct("<8sIIQQQq16s16s16s")
 """Magic, version, dim, is a graph, count, memory, generation, documents, digest, seal."""
 
+ROW_BYTES = 17
+"""Memory of a vector beside its numbers: its row, its mark, and whether it is of a gone chunk."""
+
 
 @dataclass(frozen=True)
 class VectorStats:

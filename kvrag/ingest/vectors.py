@@ -130,7 +130,7 @@ class VectorIndex:
     @property
     def size_bytes(self) -> int:
         """Memory of the vectors, their rows, and the graph's links."""
-        return self.body.size_bytes + 17 * len(self.rows)
+        return self.body.size_bytes + vectorheader.ROW_BYTES * len(self.rows)
 
     def search(
         self, vector: Vectors, k: int, wanted: Rows | None = None

@@ -28,6 +28,14 @@ def test_stats(run: Run, index_folder: Path) -> None:
     assert run("stats", "--index", index_folder).code == 0
     values = run("stats", "--index", index_folder, "--json").json
     assert values["num_documents"] == len(TEXTS)
+    # No search has written the cache of vectors, and a search finds them all the same.
+    assert not (index_folder / "vectors.cache").exists()
+    assert values["num_vectors"] == values["num_chunks"]
+    assert values["vectors_memory_bytes"] > 4 * 384 * values["num_vectors"]
+    assert run("search", "river", "--index", index_folder, "--dense").code == 0
+    again = run("stats", "--index", index_folder, "--json").json
+    for name in ("num_vectors", "vectors_memory_bytes"):
+        assert again[name] == values[name]
 
 
 def test_verify_of_a_sound_index(run: Run, index_folder: Path) -> None:
