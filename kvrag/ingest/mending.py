@@ -355,7 +355,7 @@ def _file_of(source: str, known: set[str]) -> str | None:
     if source in known:
         return source
     path, _, part = source.rpartition("#") if isinstance(source, str) else ("", "", "")
-    is_file = Path(part).suffix.lower() in SUFFIXES  # of its own, which is not known any more
+    is_file = Path(part).suffix.lower() in SUFFIXES  # another file, which is not known any more
     return path if path in known and not is_file else None
 
 

@@ -19,10 +19,9 @@ import contextlib
 import hashlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from kvrag.errors import StoreError
 from kvrag.ingest.filters import Filter, values_of
@@ -172,7 +171,7 @@ class WordIndex:
             return
         self.close()
         try:
-            if self.damage() or (self._tail() or b"")[:SEAL_BYTES] != texts.mark():
+            if (self._tail() or b"")[:SEAL_BYTES] != texts.mark():
                 self._write(texts)
         except (self._sql.DatabaseError, OSError):
             self.discard()
@@ -210,8 +209,11 @@ class WordIndex:
         self._mark = mark
         return self._connection
 
-    def _tail(self, version: bytes = _VERSION) -> bytes | None:
-        """Return the file's last bytes; None if it is missing, damaged, or of another version."""
+    def _tail(self, version: bytes = _VERSION, copy: IO[bytes] | None = None) -> bytes | None:
+        """Return the file's last bytes; None if it is missing, damaged, or of another version.
+
+        `copy` gets what is before them.
+        """
         digest = hashlib.blake2b(digest_size=SEAL_BYTES)
         try:
             with open_regular(self._path) as file:
@@ -221,6 +223,8 @@ class WordIndex:
                     if not part:
                         return None
                     digest.update(part)
+                    if copy is not None:
+                        copy.write(part)
                     left -= len(part)
                 tail = file.read()
         except OSError:
@@ -234,9 +238,10 @@ class WordIndex:
         """Replace the file by one for the current catalog."""
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            if self._tail() is not None:  # of an earlier catalog: most of it is still valid
-                shutil.copyfile(self._path, temporary)
-                os.truncate(temporary, temporary.stat().st_size - _TAIL_BYTES)
+            with temporary.open("wb") as file:
+                is_sound = self._tail(copy=file) is not None
+            if not is_sound:  # otherwise of an earlier catalog, and most of it is still valid
+                os.truncate(temporary, 0)
             with contextlib.closing(self._sql.connect(temporary, **_OPTIONS)) as connection:
                 unlock(connection, self._cipher_key)
                 # No other process sees the file, and a partial one is thrown away.
