@@ -329,6 +329,29 @@ def test_a_batch_is_a_list_and_an_error_takes_its_answers_place(served: Index) -
     assert isinstance(answers[1], ParameterError)
 
 
+def test_messages_and_sampling_reach_vllm_as_they_reach_the_engine(
+    served: Index, oracle: KVEngine
+) -> None:
+    asked: list[EngineRequest] = []
+
+    class Noting(_Short):
+        def stream(self, request: EngineRequest) -> Iterator[Piece]:
+            asked.append(request)
+            yield from super().stream(request)
+
+    engine = VLLMEngine(served, lambda: Noting("http://127.0.0.1:1/v1"))
+    said = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": said},
+        {"role": "user", "content": "Who?"},
+    ]
+    penalties: Any = {"frequency_penalty": 0.5, "presence_penalty": -0.25, "min_p": 0.125}
+    engine.generate(messages, temperature=1.0, **penalties)
+    system = {"role": "system", "content": "Be brief."}
+    assert tuple(asked[0].token_ids) == oracle.prompt_ids([system, messages[1]])
+    assert penalties.items() <= asked[0].sampling_values().items()
+
+
 # -- versions and set-ups ------------------------------------------------------------------------
 
 
