@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 16
 MAX_INPUTS = 2048
+MAX_TOKEN_IDS = 1 << 19
 MAX_STOP = 4
 MAX_STOP_LENGTH = 200
 MAX_MESSAGES = 2048
@@ -373,6 +374,15 @@ class ChatRequest(Generating):
         return shape(tokenizer, tools, choice, form)
 
 
+def _few_tokens(value: Any) -> Any:
+    # Checking each of eight million, which a body may have, stops the server for a second.
+    if isinstance(value, list):
+        num = sum(len(one) if isinstance(one, list) else 1 for one in value)
+        if num > MAX_TOKEN_IDS:
+            raise ValueError(f"{num:,} token ids; expected at most {MAX_TOKEN_IDS:,}")
+    return value
+
+
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)
 ]
@@ -381,12 +391,13 @@ TokenIds = Annotated[
 class CompletionRequest(Generating):
     """The body of ``POST /v1/completions``."""
 
-    prompt: (
+    prompt: Annotated[
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-    )
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
+        BeforeValidator(_few_tokens),
+    ]
     best_of: _One = None
     echo: False_ = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -431,12 +442,13 @@ class EmbeddingRequest(Strict):
     """The body of ``POST /v1/embeddings``."""
 
     model: str = Field(max_length=500)
-    input: (
+    input: Annotated[
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-    )
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)],
+        BeforeValidator(_few_tokens),
+    ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     user: str | None = Field(default=None, max_length=200)

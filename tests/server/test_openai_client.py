@@ -288,6 +288,8 @@ def test_token_ids_are_decoded(client: OpenAI, served: Served, rag: Rag) -> None
     for call in (embedded, completed):
         with pytest.raises(openai.BadRequestError, match=r"no token 999999: .* tokenizer has"):
             call([[5, 999_999]])
+        with pytest.raises(openai.BadRequestError, match="600,000 token ids; expected at most"):
+            call([[5] * 300_000] * 2)
         for wrong in ([], [[]], [5, "a"], [-1], [True], [[1.5]]):
             with pytest.raises(openai.BadRequestError):
                 call(wrong)
