@@ -270,7 +270,7 @@ def test_embeddings_are_the_indexs(client: OpenAI, served: Served, encoding: Any
 def test_token_ids_are_decoded(client: OpenAI, served: Served, rag: Rag) -> None:
     def embedded(given: Any) -> list[list[float]]:
         return [
-            one.embedding for one in client.embeddings.create(model="hashing", input=given).data
+            one.embedding for one in client.embeddings.create(model="hashing-2", input=given).data
         ]
 
     def completed(given: Any) -> tuple[list[str], int]:
@@ -354,6 +354,6 @@ def test_other_models_and_long_prompts_are_refused(client: OpenAI, served: Serve
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model=served.rag, prompt="x")
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="2048") as long:
+        with pytest.raises(openai.BadRequestError, match="2,048") as long:
             ask(model="model", messages=[{"role": "user", "content": "fox " * 3000}], stream=stream)
         assert long.value.code == "context_length_exceeded"
