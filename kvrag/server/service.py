@@ -183,7 +183,9 @@ class Service:
         else:
             _refuse_retrieving(asked)
             question = Question(turns)
-        calls = tool_format(self._engine.index.tokenizer) if asked.calls_tools else None
+        calls = None
+        if asked.calls_tools:
+            calls = await self.in_thread(lambda: tool_format(self._engine.index.tokenizer))
         cites = asked.model == self.names.rag
         shape = (make_shape or partial(ChatShape, asked))(
             self.index.tokenizer, self._fingerprint, cites=cites, calls=calls
