@@ -27,9 +27,16 @@ CREATE TABLE IF NOT EXISTS conversations (
     updated REAL NOT NULL,
     words TEXT NOT NULL,
     turns TEXT NOT NULL,
+    place INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID
 """
+# Files of earlier versions have no places: the order was that of the clock, which may go back.
+_ADD_PLACES = (
+    "ALTER TABLE conversations ADD COLUMN place INTEGER NOT NULL DEFAULT 0",
+    "UPDATE conversations SET place = (SELECT COUNT(*) FROM conversations AS earlier "
+    "WHERE earlier.updated <= conversations.updated)",
+)
 
 
 def history_path(index: Path) -> Path:
@@ -65,6 +72,10 @@ class History:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._file, _ = connect(path, key)
             self._file.execute(_SCHEMA)
+            columns = self._file.execute("PRAGMA table_info(conversations)").fetchall()
+            if "place" not in [column[1] for column in columns]:
+                for statement in _ADD_PLACES:
+                    self._file.execute(statement)
         except (OSError, self._sql.Error) as error:
             why = getattr(error, "strerror", None) or error
             raise ParameterError(
@@ -96,7 +107,7 @@ class History:
         with self._using() as file:
             rows = file.execute(
                 "SELECT id, title, updated FROM conversations WHERE tenant = ? "
-                "AND (title LIKE ? ESCAPE '\\' OR words LIKE ? ESCAPE '\\') ORDER BY updated DESC",
+                "AND (title LIKE ? ESCAPE '\\' OR words LIKE ? ESCAPE '\\') ORDER BY place DESC",
                 (tenant, f"%{escaped}%", f"%{escaped}%"),
             ).fetchall()
         return [{"id": row[0], "title": row[1], "updated": row[2]} for row in rows]
@@ -123,10 +134,14 @@ class History:
         """Write a conversation in place of what has its id."""
         row = (tenant, conversation, title, time.time(), *_packed(turns))
         with self._using() as file:
-            file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?, ?)", row)
+            file.execute(
+                "INSERT OR REPLACE INTO conversations SELECT ?, ?, ?, ?, ?, ?, "
+                "1 + COALESCE(MAX(place), 0) FROM conversations",
+                row,
+            )
             file.execute(
                 "DELETE FROM conversations WHERE tenant = ? AND id IN (SELECT id FROM "
-                "conversations WHERE tenant = ? ORDER BY updated DESC LIMIT -1 OFFSET ?)",
+                "conversations WHERE tenant = ? ORDER BY place DESC LIMIT -1 OFFSET ?)",
                 (tenant, tenant, MAX_CONVERSATIONS),
             )
 

@@ -137,6 +137,39 @@ def test_the_file_is_private_and_bounded(
         history.find("a")
 
 
+def test_a_clock_that_goes_back_loses_no_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CONVERSATIONS", 2)
+    history = History(tmp_path / "h.sqlite")
+    for number, now in enumerate((5000.0, 6000.0, 1000.0, 900.0)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        history.put("north", str(number), f"t{number}", [turn("a")])
+        assert [one["id"] for one in history.find("north")][0] == str(number)
+    assert [one["title"] for one in history.find("north")] == ["t3", "t2"]
+    history.close()
+
+
+def test_a_file_of_an_earlier_version_keeps_its_order(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "h.sqlite") as file:
+        file.execute(
+            "CREATE TABLE conversations (tenant TEXT NOT NULL, id TEXT NOT NULL, title TEXT NOT "
+            "NULL, updated REAL NOT NULL, words TEXT NOT NULL, turns TEXT NOT NULL, "
+            "PRIMARY KEY (tenant, id)) WITHOUT ROWID"
+        )
+        rows = [("n", name, name, when, "", "[]") for name, when in (("b", 2.0), ("a", 1.0))]
+        file.executemany("INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)", rows)
+    file.close()
+    for _ in range(2):
+        history = History(tmp_path / "h.sqlite")
+        assert [one["id"] for one in history.find("n")] == ["b", "a"]
+        history.close()
+    history = History(tmp_path / "h.sqlite")
+    history.put("n", "a", "a", [turn("again")])
+    assert [one["id"] for one in history.find("n")] == ["a", "b"]
+    history.close()
+
+
 def test_a_damaged_file_and_a_missing_folder(tmp_path: Path) -> None:
     path = tmp_path / "conversations.sqlite"
     path.write_bytes(b"no database " * 100)
