@@ -17,6 +17,8 @@ from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import Any
 
+from kvrag.process import after_fork
+
 # The parent's own search path: the child finds the same kvrag.
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {0}; {0}.main()"
 _MAX_ANSWER_BYTES = 1 << 28
@@ -45,8 +47,7 @@ class Child:
         self._module = module
         self._seconds = seconds
         self._forget()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+        after_fork(self._forget)
 
     def _forget(self) -> None:
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@
     ├── IndexMismatchError        the index was made with another model, tokenizer or embedding
     ├── IndexLockedError          another process writes to the index
     ├── IndexClosedError          the index was closed
+    ├── ProcessError              an index or engine was copied, or taken to a forked process
     ├── RecordError               stored bytes are not a valid record
     ├── StoreError                a store cannot be used
     │   └── StoreUnreachableError     it does not answer, but may later
@@ -115,6 +116,10 @@ class IndexMismatchError(KVRagError):
 
 class IndexClosedError(KVRagError):
     """The index was closed; open it again to use it."""
+
+
+class ProcessError(KVRagError, TypeError):
+    """An index or engine was copied, pickled, or used in a process that was forked."""
 
 
 class IndexLockedError(KVRagError):

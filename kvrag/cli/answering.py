@@ -42,6 +42,7 @@ class Settings:
     ttft: float | None = None
     session_bytes: int | None = None
     session_store_bytes: int | None = None
+    store_patience: float | None = None
     instruction: str = ""
     reranker: Reranker | None = None
     filter: dict[str, Any] | None = None
@@ -122,6 +123,7 @@ def make_engine(index: Index, settings: Settings, *, max_batch: int = 1) -> KVEn
         ttft=settings.ttft,
         max_batch=max_batch,
         session_store_bytes=settings.session_store_bytes or 0,
+        store_patience=settings.store_patience,
         **({} if settings.session_bytes is None else {"session_bytes": settings.session_bytes}),
     )
 

@@ -228,6 +228,18 @@ LinksOption = Annotated[
         show_default=False,
     ),
 ]
+StorePatienceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--store-patience",
+        metavar="SECONDS",
+        parser=above_zero,
+        help="How long a prompt waits for a stored chunk before it computes what is not loaded. "
+        "Default: the price of computing, for stores on other machines.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
 TTFTOption = Annotated[
     float | None,
     typer.Option(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # They set how reused KV is repaired and how tokens are sampled; plain prefill does neither.
 _NOT_PLAIN = (
-    *("policy", "ratio", "boundary_tokens", "eviction", "links", "ttft"),
+    *("policy", "ratio", "boundary_tokens", "eviction", "links", "ttft", "store_patience"),
     *("temperature", "seed"),
 )
 
@@ -42,6 +42,7 @@ def query(
     eviction: o.EvictionOption = None,
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
+    store_patience: o.StorePatienceOption = None,
     max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
     temperature: o.TemperatureOption = 0.0,
     seed: o.SeedOption = None,
@@ -72,6 +73,7 @@ def query(
         eviction=eviction,
         links=links,
         ttft=ttft,
+        store_patience=store_patience,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -36,6 +36,7 @@ _ONLY = {
             "eviction",
             "links",
             "ttft",
+            "store_patience",
             "session_bytes",
             "session_store_bytes",
             "max_tokens",
@@ -78,6 +79,7 @@ def serve(
     eviction: o.EvictionOption = None,
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
+    store_patience: o.StorePatienceOption = None,
     session_bytes: o.SessionBytesOption = None,
     session_store_bytes: o.SessionStoreBytesOption = None,
     max_tokens: Annotated[
@@ -258,6 +260,7 @@ def serve(
         eviction=eviction,
         links=links,
         ttft=ttft,
+        store_patience=store_patience,
         session_bytes=session_bytes,
         session_store_bytes=session_store_bytes,
         max_tokens=max_tokens,

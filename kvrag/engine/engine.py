@@ -39,9 +39,10 @@ from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
 from kvrag.loading import MAX_LOAD_THREADS, threads
 from kvrag.models.adapter import without_adapters
+from kvrag.process import OfProcess, working
 
 
-class KVEngine:
+class KVEngine(OfProcess):
     """Answers prompts over an index at the cost of what the index does not hold.
 
     Any prompt is valid. The engine recognises chunks of the index anywhere in the prompt's text.
@@ -91,6 +92,11 @@ class KVEngine:
     session_store_bytes
         Room in the index's store for what falls out of that memory, until the engine or the index
         ends; 0 writes nothing. KV tells what was said: see ``docs/conversations.md``.
+    store_patience
+        Seconds that a prompt gives each stored chunk. If opening and reading one takes longer, the
+        prompt computes what it has not loaded, and counts misses. None takes the price of computing
+        all its stored tokens, at least two seconds, for stores on other machines, and waits for
+        local ones.
 
     Raises
     ------
@@ -120,6 +126,7 @@ class KVEngine:
         max_batch: int = MAX_BATCH,
         session_bytes: int = SESSION_BYTES,
         session_store_bytes: int = 0,
+        store_patience: float | None = None,
     ) -> None:
         self._reader = PromptReader(index)
         self.index = index
@@ -127,7 +134,9 @@ class KVEngine:
         if load_threads is not None:
             load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
         sizes = session_bytes, session_store_bytes
-        self._fuser = PromptFuser(index, self._links, load_threads, *sizes)
+        if store_patience is not None:
+            store_patience = arguments.number(store_patience, "store_patience", above=0)
+        self._fuser = PromptFuser(index, self._links, load_threads, *sizes, store_patience)
         self.defaults = Request(
             "",
             policy=policy,
@@ -166,6 +175,7 @@ class KVEngine:
         prompt, hints, tools
             See `generate`.
         """
+        self.require_here()
         return self._reader.token_ids(prompt, hints, tools)
 
     def fuse(
@@ -194,13 +204,15 @@ class KVEngine:
         StoppedError
             If the result is no longer wanted.
         """
+        self.require_here()
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
-        laid_out = self._reader.lay_out(request)
-        seconds = time.perf_counter() - started
-        work = self._fuser.fuse(request, choice, laid_out, seconds, keeps=False)
-        return whole(work, is_wanted)[0]
+        with working():
+            laid_out = self._reader.lay_out(request)
+            seconds = time.perf_counter() - started
+            work = self._fuser.fuse(request, choice, laid_out, seconds, keeps=False)
+            return whole(work, is_wanted)[0]
 
     def give_back(self, fused: FusedPrompt) -> None:
         """Return a prompt's buffer for the next prompt; do not use `fused` afterwards."""
@@ -289,6 +301,7 @@ class KVEngine:
         options
             The other fields of `Request`, for each prompt.
         """
+        self.require_here()  # here: the batch's own thread is the parent's
         context = copy_context()
         starts = [
             partial(self._start_later, context, one, options) for one in checked_batch(prompts)
@@ -320,6 +333,7 @@ class KVEngine:
         One thread writes all answers that event loops wait for, and ends with the last of them. A
         stream that is closed leaves the batch at the next step.
         """
+        self.require_here()
         start = self._reading(prompt, options)
         async with aclosing(waiting.apieces(self._scheduler, start)) as pieces:
             async for delta in pieces:
@@ -352,16 +366,19 @@ class KVEngine:
         AnswerDelta or None
             All pieces since the last one, joined, or None if the last step brought none.
         """
+        self.require_here()
         return waiting.pieces(self._scheduler, self._reading(prompt, options), once=True)
 
     def _start_now(self, prompt: Prompt | Request, options: RequestOptions) -> Start:
         """Check and read a prompt; return what fuses it later."""
+        self.require_here()
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         eviction = self._checked_eviction(request, choice)
-        laid_out = self._reader.lay_out(request)
-        allowed = self._allowed(request)
+        with working():
+            laid_out = self._reader.lay_out(request)
+            allowed = self._allowed(request)
         layout_seconds = time.perf_counter() - started
 
         def start(begun: float) -> Slices[OpenAnswer]:

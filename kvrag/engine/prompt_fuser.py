@@ -23,12 +23,14 @@ from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse_in_slices
 from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.plan import Loading, usable
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
+from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS, Patience
 from kvrag.loading.streaming import StreamEstimates
 
 _GROWTH = 1.5
@@ -69,10 +71,12 @@ class PromptFuser:
         load_threads: int | None,
         session_bytes: int,
         session_store_bytes: int,
+        store_patience: float | None = None,
     ) -> None:
         self._index = index
         self._links = links
         self._load_threads = load_threads
+        self._store_patience = store_patience
         self._estimates = StreamEstimates()
         session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
         session_store_bytes = arguments.whole(session_store_bytes, "session_store_bytes", 0)
@@ -144,7 +148,7 @@ class PromptFuser:
             fused = yield from fuse_in_slices(
                 index.model,
                 layout,
-                open_kv or index.on_demand.opener(index.open_kv, layout),
+                open_kv or self._opener(request, layout),
                 choice,
                 buffer,
                 self._links.on_model if layout.links else None,
@@ -275,6 +279,19 @@ class PromptFuser:
         else:
             self.sessions.keep(session, earlier.kept)
         return buffer
+
+    def _opener(self, request: Request, layout: Layout) -> OpenKV:
+        """Return what opens the records of a prompt, for as long as it has patience."""
+        index, seconds = self._index, self._store_patience
+        patience = None
+        # A target for the first token is a limit already.
+        if request.ttft is None and (seconds is not None or not threads.is_local(index.store)):
+            if seconds is None:
+                num_tokens = sum(span.length for span in layout.spans)
+                price = self._estimates.computing.seconds(num_tokens * index.model.spec.num_layers)
+                seconds = UNKNOWN_SECONDS if price is None else max(price, LEAST_SECONDS)
+            patience = Patience(seconds)
+        return index.on_demand.opener(partial(index.open_kv, patience=patience), layout)
 
     def _loading(self, request: Request, layout_seconds: float, *, is_placed: bool) -> Loading:
         index, num_threads = self._index, self._load_threads

@@ -24,6 +24,7 @@ from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.fusion.decoding import step_all
 from kvrag.fusion.slices import Slices
+from kvrag.process import working
 
 MAX_BATCH = 8
 _REST_SECONDS = 0.05
@@ -169,11 +170,13 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Fuse a slice of the prompt that joins, then write one token of each running answer."""
-        self._drop_cancelled()
-        self._fuse()
-        if self._running:
-            self._step()
-        elif self._joining is None:
+        with working():
+            self._drop_cancelled()
+            self._fuse()
+            if self._running:
+                self._step()
+                return
+        if self._joining is None:
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._cancelled or any(job.is_read for job in self._waiting),

@@ -13,11 +13,22 @@ from pathlib import Path
 from kvrag import arguments
 from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
+from kvrag.process import after_fork
 
 # index.json identifies an opened index. It is written once, so a folder that was deleted and made
 # again is another index.
 _opened: dict[tuple[str, str | None, str | None], tuple[tuple[int, ...] | None, Index]] = {}
 _opening = threading.Lock()
+
+
+def _forget() -> None:
+    """Forget the indexes of a forked process's parent."""
+    global _opening
+    _opening = threading.Lock()
+    _opened.clear()
+
+
+after_fork(_forget)
 
 
 def shared_index(

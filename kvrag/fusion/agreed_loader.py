@@ -11,6 +11,7 @@ from kvrag.fusion.loader import (
     MISS_ABSENT,
     MISS_DAMAGED,
     MISS_PROFILE,
+    MISS_SLOW,
     MISS_UNREADABLE,
     LostError,
     OpenKV,
@@ -21,7 +22,7 @@ from kvrag.models.ranks import Ranks
 from kvrag.positions.rotary import RotaryTable
 
 # What ranks say of a record is the number of the reason, from 1 on; 0 if they have it.
-_REASONS = (None, MISS_PROFILE, MISS_UNREADABLE, MISS_ABSENT, MISS_DAMAGED)
+_REASONS = (None, MISS_PROFILE, MISS_UNREADABLE, MISS_ABSENT, MISS_DAMAGED, MISS_SLOW)
 
 
 class AgreedLoader(SpanLoader):

@@ -12,6 +12,7 @@ from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.made import MadeChunk, NotMadeError
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
+from kvrag.loading.patience import SlowStoreError
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.deferred import DeferredTable
 from kvrag.positions.rotary import RotaryTable
@@ -20,6 +21,7 @@ MISS_ABSENT = "KV not in the store"
 MISS_DAMAGED = "record damaged"
 MISS_UNREADABLE = "store unreadable"
 MISS_PROFILE = "codec profile missing"
+MISS_SLOW = "store slower than computing"
 
 DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
 """Errors that a store or record may raise; the span is then computed, and counted as a miss."""
@@ -299,4 +301,6 @@ def reason_of(error: Exception) -> str:
     """Return the reason, for a report, why a span is not available."""
     if isinstance(error, ProfileError):
         return MISS_PROFILE
+    if isinstance(error, SlowStoreError):
+        return MISS_SLOW
     return MISS_UNREADABLE if isinstance(error, StoreError) else MISS_DAMAGED

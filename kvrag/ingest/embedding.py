@@ -25,6 +25,7 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.ingest.folding import asked_words
 from kvrag.ingest.sentences import load_sentences, loading
+from kvrag.process import after_fork, working
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -221,7 +222,7 @@ class SentenceEmbedding(Embedding):
         # On a CPU, a vector's last bits depend on how far its batch is padded, and batches save
         # hardly any time.
         batch_size = 1 if self._model.device.type == "cpu" else _BATCH_SIZE
-        with self._reading:
+        with working(), self._reading:
             vectors = encode(
                 texts,
                 batch_size=batch_size,
@@ -337,6 +338,9 @@ def _embedding_by_name(name: str) -> Embedding:
     if _HUB_NAME.fullmatch(name) and not folder.exists():
         return SentenceEmbedding(name, _load_sentence_model(name))
     raise ParameterError(f"there is no embedding {arguments.shown(name)}: {_EXPECTED}")
+
+
+after_fork(_embedding_by_name.cache_clear)  # a thread may have held its lock
 
 
 def default_embedding() -> str:

@@ -31,7 +31,9 @@ from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.upkeep import Upkeep
 from kvrag.ingest.writer import Writer
+from kvrag.loading.patience import Patience
 from kvrag.models.control import ControlTokens
+from kvrag.process import OfProcess
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from kvrag.models.kv_model import KVModel
 
 
-class Index(SearchMethods):
+class Index(OfProcess, SearchMethods):
     """Chunks of documents with precomputed position-free KV, in one folder.
 
     `create` makes an index and `open` opens one. Several threads and processes may read while one
@@ -431,11 +433,16 @@ class Index(SearchMethods):
         return self._storage.key_of(chunk)
 
     def open_kv(
-        self, chunk_id: str, context_ids: tuple[int, ...] | None = None
+        self,
+        chunk_id: str,
+        context_ids: tuple[int, ...] | None = None,
+        *,
+        patience: Patience | None = None,
     ) -> EncodedChunk | None:
         """Open a chunk's KV, or return None if there is none.
 
         Opens the record that was encoded after `context_ids`; None means the chunk's first record.
+        With `patience`, opening and reading it take no longer.
 
         Raises
         ------
@@ -446,7 +453,7 @@ class Index(SearchMethods):
         StoreError
             When the store cannot be read.
         """
-        return self._storage.open_kv(chunk_id, context_ids)
+        return self._storage.open_kv(chunk_id, context_ids, patience=patience)
 
     @cached_property
     def on_demand(self) -> OnDemand:

@@ -30,6 +30,8 @@ from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.rows import DocumentRow
+from kvrag.loading.patience import Patience
+from kvrag.process import OfProcess
 from kvrag.store.base import Store
 from kvrag.store.capabilities import LocatesTier, Pins, capability, tiers_of
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvrag")
 
 
-class Storage:
+class Storage(OfProcess):
     """The opened folder of one index.
 
     Attributes
@@ -62,6 +64,8 @@ class Storage:
     log
         The log of a shared index, whose view the folder is; None for other indexes.
     """
+
+    _kind = "Index"
 
     def __init__(
         self, path: Path, config: IndexConfig, catalog: Catalog, store: Store, lost: str = ""
@@ -90,7 +94,8 @@ class Storage:
             self.log.close()
 
     def require_open(self) -> None:
-        """Raise IndexClosedError if the index is closed."""
+        """Raise IndexClosedError if the index is closed, ProcessError after a fork."""
+        self.require_here()
         if self._is_closed:
             raise IndexClosedError(
                 f"the index in {self.path} was closed: open it again, with Index.open"
@@ -189,7 +194,11 @@ class Storage:
         return key_of(self.config, self.compression, chunk)
 
     def open_kv(
-        self, chunk_id: str, context_ids: tuple[int, ...] | None = None
+        self,
+        chunk_id: str,
+        context_ids: tuple[int, ...] | None = None,
+        *,
+        patience: Patience | None = None,
     ) -> EncodedChunk | None:
         """Open a chunk's KV (`Index.open_kv`)."""
         from kvrag.ingest.watched import WatchedChunk
@@ -214,7 +223,8 @@ class Storage:
             return None
         note_damage = partial(self._note_record_damage, key, chunk.is_optional(context))
         try:
-            record = self.store.open(key)
+            opening = partial(self.store.open, key)
+            record = opening() if patience is None else patience.open(opening)
         except RecordError:
             note_damage()
             raise

@@ -110,6 +110,9 @@ class EngineSettings(BaseModel):
     session_store_bytes
         Room in the index's store for what falls out of that memory; None writes nothing; see
         `kvrag.KVEngine`.
+    store_patience
+        Seconds that a prompt gives each stored chunk; None means the price of computing; see
+        `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
@@ -148,6 +151,7 @@ class EngineSettings(BaseModel):
     ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     session_bytes: int | None = Field(default=None, ge=0)
     session_store_bytes: int | None = Field(default=None, ge=0)
+    store_patience: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
@@ -379,7 +383,10 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            names = ("eviction", "links", "ttft", "session_bytes", "session_store_bytes")
+            names = (
+                *("eviction", "links", "ttft"),
+                *("session_bytes", "session_store_bytes", "store_patience"),
+            )
             values = {name: getattr(self, name) for name in names}
             given = {name: value for name, value in values.items() if value is not None}
             engine = self._engines[model] = KVEngine(index, **given)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from kvrag.loading import LOAD_THREADS
+from kvrag.process import after_fork
 from kvrag.store.base import Store
 from kvrag.store.capabilities import InFolder, capability, is_in_memory, tiers_of
 
@@ -43,12 +44,16 @@ def suitable(store: Store, device: torch.device) -> int:
     need one. Without an idle core they hold up the threads that compute, which wait for each other
     after each operator: more is lost than hidden.
     """
-    is_local = all(
-        capability(tier, InFolder) is not None or is_in_memory(tier) for tier in tiers_of(store)
-    )
-    if device.type != "cpu" or not is_local:
+    if device.type != "cpu" or not is_local(store):
         return LOAD_THREADS
     return min(max(num_cores() - torch.get_num_threads(), 0), LOAD_THREADS)
+
+
+def is_local(store: Store) -> bool:
+    """Return whether all of a store is in this machine's memory or folders."""
+    return all(
+        capability(tier, InFolder) is not None or is_in_memory(tier) for tier in tiers_of(store)
+    )
 
 
 def start(work: Callable[[], T], kind: str = LOADING) -> Future[T]:
@@ -123,5 +128,4 @@ def _forget() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)

@@ -38,6 +38,7 @@ from kvrag.models.implementations import (
 from kvrag.models.scaling import ScaledKeys
 from kvrag.native import ATTENTION_TYPES, Mass, VisibleKeys, attend
 from kvrag.positions.rotary import RotaryTable
+from kvrag.process import after_fork
 
 _NAME = "kvrag_rows"
 _WHOLE_NAME = "kvrag_whole"
@@ -466,6 +467,16 @@ def lock_of(model: PreTrainedModel) -> threading.RLock:
     """Return the lock of a loaded model; all `KVModel`s over it share this lock."""
     with _making_locks:
         return _locks.setdefault(model, threading.RLock())
+
+
+def _forget() -> None:
+    """Forget the locks: those who held them are not in a forked process."""
+    global _making_locks
+    _making_locks = threading.Lock()
+    _locks.clear()
+
+
+after_fork(_forget)
 
 
 @contextmanager

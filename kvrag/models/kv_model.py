@@ -55,6 +55,7 @@ from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowRunner
 from kvrag.models.schemes import find_positions
+from kvrag.process import after_fork, working
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,16 @@ class EncodedPrefix:
 
 _loaded: WeakValueDictionary[tuple[str, str, str, str | None], KVModel] = WeakValueDictionary()
 _loading = threading.Lock()
+
+
+def _forget() -> None:
+    """Share nothing with the parent of a forked process: its threads may hold a model's lock."""
+    global _loading
+    _loading = threading.Lock()
+    _loaded.clear()
+
+
+after_fork(_forget)
 
 
 class KVModel(RowMethods):
@@ -394,7 +405,7 @@ class KVModel(RowMethods):
         attending = nullcontext() if self.family.attends_itself else whole_attention(self.hf)
         # In the weights' own type: what is stored must not depend on how this process answers.
         own = fast_modules(self.hf, str(self.spec.dtype).removeprefix("torch."))
-        with self.lock, without_adapters(self.hf), attending, own:
+        with working(), self.lock, without_adapters(self.hf), attending, own:
             self._base(
                 input_ids=padded[:, rows].to(self.device),
                 **{CACHE_ARGUMENT: cache},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
 from kvrag.foreign import reason
+from kvrag.process import working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,16 +61,17 @@ def encode(
         When the tokenizer fails: its files can make it panic over some texts.
     """
     try:
-        encoded = tokenizer(
-            list(texts),
-            add_special_tokens=add_special_tokens,
-            return_offsets_mapping=tokenizer.is_fast,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            padding=False,
-            truncation=False,
-            verbose=False,
-        )
+        with working():
+            encoded = tokenizer(
+                list(texts),
+                add_special_tokens=add_special_tokens,
+                return_offsets_mapping=tokenizer.is_fast,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                padding=False,
+                truncation=False,
+                verbose=False,
+            )
     except (TypeError, UnicodeError):  # no text: the caller's fault
         raise
     except BaseException as error:

@@ -30,6 +30,7 @@ from kvrag.pml.parser import parse_schema
 from kvrag.pml.placing import as_layout, place_prompt
 from kvrag.pml.prompt import Prompt, parse_prompt, schema_name
 from kvrag.pml.schema import Path, Schema
+from kvrag.process import OfProcess
 
 KEPT_PREFIX = "pml-"
 
@@ -65,7 +66,7 @@ class EncodedSchema:
         return found
 
 
-class PMLEngine:
+class PMLEngine(OfProcess):
     """Answers prompts of schemas over one index.
 
     Parameters

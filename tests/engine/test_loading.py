@@ -12,8 +12,9 @@ import torch
 from kvrag.chunk import ChunkKey
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, StoreError
-from kvrag.fusion.loader import MISS_ABSENT, MISS_UNREADABLE
+from kvrag.fusion.loader import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
 from kvrag.ingest.index import Index
+from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 from kvrag.testing.bench_top import TEXTS, relative_difference
 from tests.support.threads import at_work
@@ -105,6 +106,77 @@ def test_layers_are_read_while_others_are_computed(index: Index, watched) -> Non
     assert made.report.num_chunks == 1
     assert seen == [True]
     assert made.report.hidden_load_seconds > 0
+
+
+@pytest.mark.parametrize("load_threads", [0, 2])
+@pytest.mark.parametrize("blocks", ["opening", "reading"])
+def test_a_store_that_does_not_answer_is_given_up(
+    index: Index, watched, monkeypatch: pytest.MonkeyPatch, load_threads: int, blocks: str
+) -> None:
+    answering, asked = threading.Event(), threading.Event()
+
+    def wait(number: int) -> None:
+        if number == 1:
+            asked.set()
+            assert answering.wait(60)
+
+    store = watched(wait if blocks == "reading" else lambda _: None)
+    if blocks == "opening":
+        opened = store.open
+
+        def open_late(key: ChunkKey):
+            record = opened(key)
+            wait(len(store.opened) - 1)
+            return record
+
+        monkeypatch.setattr(store, "open", open_late)
+    engine = KVEngine(index, load_threads=load_threads, store_patience=0.3, session_bytes=0)
+    fused = engine.fuse(PROMPT, policy="none")
+    expected = KVEngine(index).fuse(PROMPT, reuse=False)
+    assert asked.is_set()
+    assert not answering.is_set()
+    # All chunks of the prompt, the one that stands there twice too.
+    assert sum(fused.report.misses.values()) == len(TEXTS) + 1
+    assert fused.report.misses[MISS_SLOW] == len(TEXTS) + 1
+    assert relative_difference(fused.logits, expected.logits) < 1e-4
+    # Another prompt loads as ever, while the read is still pending.
+    other = KVEngine(index, store_patience=600, session_bytes=0).fuse(PROMPT, policy="none")
+    assert not other.report.misses
+    kept = [layer.clone() for layer in fused.kv.keys]
+    answering.set()
+    while at_work("kvrag-store"):  # the abandoned read ends, and writes nothing to the prompt
+        time.sleep(0.01)
+    assert all(map(torch.equal, kept, fused.kv.keys))
+
+
+def test_patience_is_the_price_of_computing(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+    opened = index.open_kv
+
+    def note(chunk_id, context_ids=None, *, patience=None):
+        given.append(None if patience is None else patience.seconds)
+        return opened(chunk_id, context_ids, patience=patience)
+
+    monkeypatch.setattr(index, "open_kv", note)
+    engine = KVEngine(index, session_bytes=0)
+    engine.fuse(PROMPT, policy="none")
+    assert set(given) == {None}  # a folder of this machine
+    monkeypatch.setattr("kvrag.loading.threads.is_local", lambda _: False)
+    given.clear()
+    engine = KVEngine(index, session_bytes=0)
+    engine.fuse(PROMPT, policy="none")
+    assert set(given) == {UNKNOWN_SECONDS}
+    given.clear()
+    engine.fuse(PROMPT, policy="none")
+    assert set(given) == {LEAST_SECONDS}
+    given.clear()
+    monkeypatch.setattr(engine._fuser._estimates.computing, "seconds", lambda rows: rows * 1.0)
+    engine.fuse(PROMPT, policy="none")
+    (seconds,) = set(given)
+    assert seconds is not None
+    assert seconds > 100 * index.model.spec.num_layers
+    with pytest.raises(ParameterError, match="store_patience 0: expected a number above 0"):
+        KVEngine(index, store_patience=0)
 
 
 def test_chunks_are_read_at_the_same_time(index: Index, watched) -> None:

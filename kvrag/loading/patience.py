@@ -1,0 +1,175 @@
+"""How long a prompt waits for a store: no longer than computing what it stores would take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kvrag.errors import StoreError
+from kvrag.process import after_fork
+from kvrag.store.base import StoredRecord
+from kvrag.store.wrapper import RecordWrapper, cancel_reading
+
+LEAST_SECONDS = 2.0
+"""The shortest default: a store that answers sooner is not given up, however small the model."""
+UNKNOWN_SECONDS = 10.0
+"""The default until a prompt has shown what computing costs."""
+
+# Threads that wait for stores, or were abandoned to one; with all of them abandoned, none waits.
+_MAX_HANDS = 256
+
+T = TypeVar("T")
+
+
+class SlowStoreError(StoreError):
+    """Reading a record was given up, for this prompt."""
+
+
+class Patience:
+    """The time that one prompt gives each of its stored records; any thread may use it.
+
+    Once a record has taken longer, all others are given up too: a prompt waits in vain only once.
+
+    Parameters
+    ----------
+    seconds
+        The time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.is_over = False
+
+    def open(self, open_record: Callable[[], StoredRecord | None]) -> StoredRecord | None:
+        """Open a record whose reads, and the opening itself, raise SlowStoreError in time."""
+        left = _TimeLeft(self)
+        record = left.call(open_record, lambda late: late and late.close())
+        return None if record is None else _PatientRecord(record, left)
+
+
+class _TimeLeft:
+    """What is left of one record's time."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._seconds = patience.seconds
+
+    def call(self, work: Callable[[], T], drop: Callable[[T], object]) -> T:
+        """Return what `work` returns in another thread; `drop` gets it if it comes too late."""
+        if self._patience.is_over:
+            raise SlowStoreError("another record of the prompt was given up before")
+        task = _Task(work, drop)
+        started = time.perf_counter()
+        if not (_hands.take(task) and task.wait(self._seconds)):
+            self._patience.is_over = True
+            raise SlowStoreError(f"a record took more than {self._patience.seconds:.3g} s")
+        self._seconds -= time.perf_counter() - started
+        if task.error is not None:
+            raise task.error
+        found: T = task.result
+        return found
+
+
+class _PatientRecord(RecordWrapper):
+    """A record that is read into memory of its reader's, which an abandoned one may fill late."""
+
+    def __init__(self, inner: StoredRecord, left: _TimeLeft) -> None:
+        super().__init__(inner)
+        self._left = left
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` starting at `offset`. Raises SlowStoreError."""
+        inner = self.inner
+
+        def read() -> bytearray:
+            content = bytearray(buffer.nbytes)
+            inner.read_into(offset, memoryview(content))
+            return content
+
+        try:
+            content = self._left.call(read, lambda _: inner.close())
+        except SlowStoreError:
+            cancel_reading(inner)
+            raise
+        buffer.cast("B")[:] = content
+
+
+class _Task:
+    """Work of a thread that its caller may abandon."""
+
+    def __init__(self, work: Callable[[], Any], drop: Callable[[Any], object]) -> None:
+        self._work = work
+        self._drop = drop
+        self._done = threading.Event()
+        self._deciding = threading.Lock()
+        self._is_abandoned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, in the thread."""
+        try:
+            self.result = self._work()
+        except BaseException as error:
+            self.error = error
+        with self._deciding:
+            self._done.set()
+            is_late = self._is_abandoned
+        if is_late and self.error is None:
+            self._drop(self.result)
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether it is done in time; otherwise it is abandoned."""
+        self._done.wait(max(seconds, 0.0))
+        with self._deciding:
+            self._is_abandoned = not self._done.is_set()
+        return not self._is_abandoned
+
+
+class _Hands:
+    """Threads that are kept; they end with the process, whatever they wait for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[Any]] = []
+        self._num = 0
+
+    def take(self, task: _Task) -> bool:
+        """Let a thread do it; return False if all are abandoned."""
+        with self._lock:
+            if self._idle:
+                hand = self._idle.pop()
+            elif self._num < _MAX_HANDS:
+                hand = SimpleQueue()
+                # A loop without Python frames: a thread that waits is in no code of kvrag.
+                loop = map(self._run, iter(hand.get, None))
+                threading.Thread(
+                    target=deque, args=(loop, 0), name="kvrag-store", daemon=True
+                ).start()
+                self._num += 1
+            else:
+                return False
+        hand.put((hand, task))
+        return True
+
+    def _run(self, job: tuple[Any, _Task]) -> None:
+        hand, task = job
+        task.run()
+        with self._lock:
+            self._idle.append(hand)
+
+
+_hands = _Hands()
+
+
+def _forget() -> None:
+    """Forget the threads: a forked process has none of them."""
+    global _hands
+    _hands = _Hands()
+
+
+after_fork(_forget)
