@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrag.arguments import shown
+from kvrag import similar
+from kvrag.arguments import cut, shown
 from kvrag.cli import options as o
 from kvrag.cli.command import given
 from kvrag.errors import ParameterError
@@ -219,8 +220,13 @@ def serve(
         raise ParameterError(f"--engine {shown(engine)}: expected {_TRANSFORMERS!r} or {_VLLM!r}")
     (other,) = _ONLY.keys() - {engine}
     unfit = given(context, *_ONLY[other])
-    if engine == _TRANSFORMERS:
-        unfit += context.args
+    if engine == _TRANSFORMERS and context.args:
+        known = [name for one in context.command.params for name in one.opts]
+        named = cut(context.args[0].partition("=")[0])
+        raise ParameterError(
+            f"there is no option {named}{similar.like(named, known)}; options of 'vllm serve' are "
+            "for --engine vllm"
+        )
     if unfit:
         raise ParameterError(f"{unfit[0]} is for --engine {other}; leave it out")
     if engine == _VLLM:

@@ -137,6 +137,5 @@ def _bits(name: str, level: str) -> float:
         return bits
     raise ParameterError(
         f"codec {shown(name)}: the level of {shown(name.partition(':')[0])} must be a number of "
-        "bits, "
-        f"{LEAST_BITS} to {MOST_BITS:g}, such as 2 or 0.5"
+        f"bits, {LEAST_BITS} to {MOST_BITS:g}, such as 2 or 0.5"
     )

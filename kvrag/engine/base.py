@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Protocol, Unpack
+from typing import Literal, Protocol, Unpack, overload
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.request import Prompt, Request, RequestOptions
@@ -42,13 +42,31 @@ class Engine(Protocol):
         """Answer a prompt piece by piece; see `kvrag.KVEngine.stream`."""
         ...
 
+    @overload
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]: ...
+
+    @overload
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer | Exception]: ...
+
     def generate_batch(
         self,
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: bool = False,
         **options: Unpack[RequestOptions],
-    ) -> list[Answer]:
+    ) -> list[Answer] | list[Answer | Exception]:
         """Answer several prompts together; see `kvrag.KVEngine.generate_batch`."""
         ...
 

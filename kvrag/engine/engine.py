@@ -9,7 +9,7 @@ from contextlib import aclosing
 from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
@@ -282,13 +282,31 @@ class KVEngine(OfProcess):
             raise answer
         return answer
 
+    @overload
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]: ...
+
+    @overload
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer | Exception]: ...
+
     def generate_batch(
         self,
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: bool = False,
         **options: Unpack[RequestOptions],
-    ) -> list[Answer]:
+    ) -> list[Answer] | list[Answer | Exception]:
         """Answer several prompts together; the answers are those of `generate`, in order.
 
         Parameters
@@ -310,7 +328,7 @@ class KVEngine(OfProcess):
         errors = [one for one in answers if isinstance(one, Exception)]
         if errors and not return_exceptions:
             raise errors[0]
-        return answers  # type: ignore[return-value]  # as the caller wants it
+        return answers
 
     async def agenerate(
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]

@@ -225,6 +225,11 @@ def _loader_of(
     model: KVModel, plan: FusePlan, open_kv: OpenKV, linked: LinkedRows, loading: Loading
 ) -> SpanLoader:
     if model.ranks.size > 1:
+        if loading.streaming is not None or plan.layout.links:
+            raise ParameterError(
+                f"{model.ranks.size} processes compute the model together: a target for the first "
+                "token (ttft) and link tokens need one process; leave them out (links='off')"
+            )
         return AgreedLoader(model.ranks, open_kv, loading.num_threads)
     if loading.streaming is None:
         return SpanLoader(open_kv, linked.write_kv, loading.num_threads)

@@ -225,6 +225,5 @@ class Encoders:
         return IndexMismatchError(
             f"{self._path} was made with the {what} of {self._config.model or 'a model object'!r} "
             f"(fingerprint {expected}), but that of {shown(name)} has fingerprint {found}; give "
-            "the "
-            "model it was made with, or ingest into a new folder"
+            "the model it was made with, or ingest into a new folder"
         )

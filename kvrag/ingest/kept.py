@@ -44,7 +44,7 @@ def kept_keys(folder: Path) -> dict[str, int]:
             raise StoreError(f"{path}: cannot be read ({error})") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise IndexFormatError(
-                f"{path}: not a list of kept records ({error}); encode its schema again, "
-                "or delete it"
+                f"{path}: not a list of kept records ({error}); write it again, with 'kvrag pml "
+                "encode' and the schema's file, or delete it if nobody uses that schema"
             ) from error
     return found

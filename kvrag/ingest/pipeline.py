@@ -127,6 +127,8 @@ class _Run:
         self._started = time.perf_counter()
         self._outcome = Outcome()
         self._num_documents_done = 0
+        # Of documents that failed when they were read again.
+        self._num_unread = self._num_tokens_unread = 0
         self._reread = Rereader(work.parser, work.chunk)
         self._maker = RecordMaker(work.store, work.prefill, self._outcome)
         # The writer's thread uses it too.
@@ -154,6 +156,9 @@ class _Run:
                 with document_failures(functools.partial(self._committer.fail, planned)):
                     chunks = self._reread(planned)
             if chunks is None:
+                self._num_unread += 1
+                self._num_tokens_unread += planned.num_tokens
+                self._report()
                 continue
             planned.chunks = None  # the window holds them now, and only as long as needed
             window.append((planned, chunks))
@@ -208,10 +213,12 @@ class _Run:
 
     def _progress(self, stage: str) -> IngestProgress:
         seconds = time.perf_counter() - self._started
-        done, total = self._outcome.num_tokens_computed, self._plan.num_tokens_to_compute
+        done = self._outcome.num_tokens_computed
+        # Texts of a failed document may be stored already, or another document's too.
+        total = max(done, self._plan.num_tokens_to_compute - self._num_tokens_unread)
         return IngestProgress(
             stage=stage,
-            num_documents_done=self._num_documents_done,
+            num_documents_done=self._num_documents_done + self._num_unread,
             num_documents=len(self._plan.documents),
             num_tokens_done=done,
             num_tokens=total,

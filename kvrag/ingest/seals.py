@@ -1,8 +1,9 @@
 """Seals: keyed digests that show whether a row of the catalog is unchanged.
 
 Each seal is a 16-byte BLAKE2b digest, separated by table, with a key derived from the tenant's salt
-and the index's id. Nobody can make one without the salt. (In an encrypted catalog, the key
-authenticates the pages as well.)
+and the index's id. It is a checksum against accidents and rows of other indexes: ``index.json``
+holds the salt, so whoever may write to the folder can make one. (In an encrypted catalog, the key
+authenticates the pages.)
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ class Writer:
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
         with parser, lock_taken:
+            before = storage.config
             try:
                 return self._add(sources, parser, dry_run, force, on_progress, runner)
             except BaseException:
@@ -84,6 +85,9 @@ class Writer:
                     with contextlib.suppress(Exception):
                         self._restore_removed()
                 raise
+            finally:
+                if dry_run:  # it may have chosen a filler, from documents that are not added
+                    storage.config = before
 
     def read_again(self, paths: Sequence[str]) -> IngestReport:
         """Read files again, even unchanged ones; the caller holds the writer's lock."""

@@ -47,8 +47,13 @@ class Patience:
     def open(self, open_record: Callable[[], StoredRecord | None]) -> StoredRecord | None:
         """Open a record whose reads, and the opening itself, raise SlowStoreError in time."""
         left = _TimeLeft(self)
-        record = left.call(open_record, lambda late: late and late.close())
+        record = left.call(open_record, _close)
         return None if record is None else _PatientRecord(record, left)
+
+
+def _close(record: StoredRecord | None) -> None:
+    if record is not None:
+        record.close()
 
 
 class _TimeLeft:

@@ -78,8 +78,7 @@ class RecordServer:
         if not token and not is_loopback(host):
             raise ParameterError(
                 f"serving at {shown(host)} without a token would let everybody on the network read "
-                "the "
-                "store: give a token, or serve at 127.0.0.1"
+                "the store: give a token, or serve at 127.0.0.1"
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(

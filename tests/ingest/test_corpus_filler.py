@@ -59,6 +59,14 @@ def test_later_documents_leave_it_as_it_is(tmp_path: Path) -> None:
     assert IndexConfig.load(tmp_path / "index").corpus_filler == first
 
 
+def test_a_dry_run_chooses_nothing(tmp_path: Path) -> None:
+    with made(tmp_path / "index", []) as index, made(tmp_path / "other", DOCUMENTS) as other:
+        assert index.add(DOCUMENTS[:1], dry_run=True).added
+        assert index.config.corpus_filler == ""
+        index.add(DOCUMENTS)
+        assert index.config.corpus_filler == other.config.corpus_filler
+
+
 def test_another_open_index_takes_the_same(tmp_path: Path) -> None:
     with (
         Index.create(

@@ -192,6 +192,26 @@ def test_a_dry_run_writes_nothing_and_foretells(index: Index, docs: Path) -> Non
     assert foretold.size_bytes == estimate <= report.size_bytes
 
 
+def test_progress_reaches_the_end_without_what_fails_when_it_is_read_again(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", -1)
+    seen: list[IngestProgress] = []
+    path = next(path for path in sorted(docs.rglob("*")) if path.is_file())
+
+    def note(progress: IngestProgress) -> None:
+        seen.append(progress)
+        if progress.stage == "read" and progress.num_documents_done == progress.num_documents:
+            path.write_text("Another text.")
+
+    report = index.add(docs, on_progress=note)
+    assert len(report.failed) == 1
+    last = [one for one in seen if one.stage == "compute"][-1]
+    assert last.num_documents_done == last.num_documents == 3
+    assert last.num_tokens_done == last.num_tokens == report.num_tokens_computed
+    assert last.eta_seconds == 0.0
+
+
 def test_progress_reaches_the_end(index: Index, docs: Path) -> None:
     seen: list[IngestProgress] = []
     report = index.add(docs, on_progress=seen.append)

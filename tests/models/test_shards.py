@@ -14,13 +14,14 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.heads import HeadRange
 from kvrag.codec.registry import get_codec
-from kvrag.errors import RecordError, UnsupportedModelError
+from kvrag.errors import ParameterError, RecordError, UnsupportedModelError
 from kvrag.fusion.controller import make_choice
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import MISS_DAMAGED
 from kvrag.fusion.plan import Loading
 from kvrag.kvcache import FusedKV
+from kvrag.loading.streaming import StreamEstimates, Streaming
 from kvrag.models.kv_model import KVModel
 from kvrag.models.ranks import Ranks
 from kvrag.models.shards import check_shards, keep_part
@@ -103,6 +104,17 @@ def fused_by(model: KVModel, open_kv: Any, policy: str) -> FusedPrompt:
     layout = make_layout()
     buffer = FusedKV(model.spec, len(layout.token_ids), len(layout.token_ids))
     return fuse(model, layout, open_kv, make_choice(policy), buffer, None, Loading(num_threads=0))
+
+
+def test_what_ranks_cannot_share_is_refused() -> None:
+    whole = KVModel(make_model(), make_tokenizer())
+    open_kv = stored(whole)
+    whole.ranks = ThreadRanks(0, Threads())
+    layout = make_layout()
+    buffer = FusedKV(whole.spec, len(layout.token_ids), len(layout.token_ids))
+    loading = Loading(0, streaming=Streaming(1.0, 0.0, StreamEstimates()))
+    with pytest.raises(ParameterError, match=r"2 processes compute the model together.*ttft"):
+        fuse(whole, layout, open_kv, make_choice("none"), buffer, None, loading)
 
 
 def in_ranks(work: Callable[[Ranks], Any]) -> tuple[list[Any], Threads]:

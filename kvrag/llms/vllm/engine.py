@@ -6,9 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
@@ -100,13 +100,31 @@ class VLLMEngine:
         """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
 
+    @overload
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]: ...
+
+    @overload
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer | Exception]: ...
+
     def generate_batch(
         self,
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: bool = False,
         **options: Unpack[RequestOptions],
-    ) -> list[Answer]:
+    ) -> list[Answer] | list[Answer | Exception]:
         """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
         batch = checked_batch(prompts)
         if not batch:
@@ -115,7 +133,7 @@ class VLLMEngine:
             asked = [pool.submit(self.generate, prompt, **options) for prompt in batch]
         if not return_exceptions:
             return [one.result() for one in asked]
-        return [one.exception() or one.result() for one in asked]  # type: ignore[misc]
+        return [_outcome(one) for one in asked]
 
     async def astream(
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
@@ -258,3 +276,10 @@ def _report(last: Piece, params: RequestParams, num_prompt: int, num_layers: int
         rows_by_layer=(num_prompt - num_cached,) * num_layers,
         misses={because: 1} if because else {},
     )
+
+
+def _outcome(asked: Future[Answer]) -> Answer | Exception:
+    try:
+        return asked.result()
+    except Exception as error:
+        return error
