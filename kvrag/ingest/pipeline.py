@@ -127,7 +127,7 @@ class _Run:
         self._started = time.perf_counter()
         self._outcome = Outcome()
         self._num_documents_done = 0
-        # Of documents that failed when they were read again.
+        # Documents that failed when they were read again, and their tokens.
         self._num_unread = self._num_tokens_unread = 0
         self._reread = Rereader(work.parser, work.chunk)
         self._maker = RecordMaker(work.store, work.prefill, self._outcome)
