@@ -19,7 +19,7 @@ from typing import Any
 _LOCAL = {"mm-dd-yy": "yyyy-mm-dd", "m/d/yy h:mm": "yyyy-mm-dd hh:mm"}
 _TOKEN = re.compile(
     r"""(?P<literal>"[^"]*"|\\.|[_*].)|\[\$(?P<sign>[^\]-]*)[^\]]*\]|\[(?P<total>h+|m+|s+)\]
-    |\[(?P<test>[<>=]+)(?P<than>-?[\d.]+)\]|\[[^\]]*\]
+    |\[(?P<test>[<>=]+)(?P<than>-?\d+(?:\.\d+)?)\]|\[[^\]]*\]
     |(?P<general>general)|(?P<half>am/pm|a/p)|(?P<exponent>e[+-]0+)
     |(?P<date>y+|m+|d+|h+|s+(?:\.0+)?)|(?P<digit>[0\#?])|(?P<other>.)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
@@ -72,14 +72,14 @@ def shown(value: Any, form: str, is_1904: bool = False) -> str:
     if not isinstance(value, int | float):
         text = str(value)
         if len(sections) == 4 or (len(sections) == 1 and sections[0].has("text")):
-            parts = (text if kind == "text" else token for kind, token in sections[-1].tokens)
-            return "".join(parts)
+            return _with(sections[-1], text)
         return text
     section, number = _chosen(sections, value)
     try:
-        if section is None or section.has("general", "text"):
-            text = _general(number)
-            return _with(section, text) if section else text
+        if section is None:
+            return _general(number)
+        if section.has("general", "text"):
+            return _with(section, _general(number))
         if section.has("date", "total"):
             return _date(section, number, is_1904)
         if not section.has("digit"):
@@ -116,7 +116,7 @@ def _sections(form: str) -> tuple[_Section, ...]:
                 tokens.append(("literal", " " if text[0] == "_" else text[1:]))
         elif match["test"]:
             if match["test"] in _TESTS:
-                test = match["test"], float(match["than"].rstrip("."))
+                test = match["test"], float(match["than"])
         elif match["sign"]:
             tokens.append(("literal", match["sign"]))
         elif match.lastgroup == "other":

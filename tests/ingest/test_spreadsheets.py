@@ -68,6 +68,9 @@ def text_of(book: Any) -> str:
         # What is not rendered is as it would be without a format.
         (0.75, "# ?/?", "0.75"),
         (7, "0" * 100, "7"),
+        (7, "[>1.2.3]0.0", "7.0"),
+        (float("inf"), "yyyy", "inf"),
+        (7, ";;;", ""),
         (True, "General", "TRUE"),
         ("00042", "@", "00042"),
         ("kg", '0;0;0;"in "@', "in kg"),
