@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from kvrag import errors
+from kvrag.models.families import FAMILIES
+from tools import models
 from tools.structure import PICTURE, ROOT, circles, draw, module_graph, package_graph, with_files
 
 GRAPH = module_graph()
@@ -28,6 +30,12 @@ def test_imports_for_typing_and_inside_functions_count() -> None:
 
 def test_the_picture_is_current() -> None:
     assert PICTURE.read_text() == draw(package_graph(GRAPH)), "run 'python -m tools.structure'"
+
+
+def test_the_page_of_models_is_current() -> None:
+    page = models.PAGE.read_text()
+    assert models.with_tables(page) == page, "run 'python -m tools.models'"
+    assert all(f"| `{name}` |" in page for name in FAMILIES)
 
 
 def test_the_list_of_files_is_current() -> None:

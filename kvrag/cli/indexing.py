@@ -113,11 +113,14 @@ def index_into(
         is_hidden = adding.get("runner") is not None  # Ray has its own bars
         with opened, IngestBar(opened.path, is_hidden=is_hidden) as bar:
             check_lasting(opened.store)  # also for an index that was created elsewhere
+            is_new = not any(opened.catalog.counts())
             report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)
             if first_records and not dry_run:
                 num_made = opened.on_demand.make_all(bar.update_first)
                 console.note(f"first places: {console.count(num_made, 'record')} stored")
-            embedding = opened.embedding.described() if report.added or report.changed else ""
+            # Once for an index, and without how a longer text is read, which `doctor` explains.
+            is_told = is_new and bool(report.added)
+            embedding = opened.embedding.described().partition(": ")[0] if is_told else ""
     if as_json:
         console.print_json({**console.plain(report), **more(report)})
     else:
