@@ -232,7 +232,7 @@ class Documents:
 
     def _delete(self, source: str) -> int:
         catalog = self._index.catalog
-        path = next((one for one in _paths(source) if source in catalog.documents_of_file(one)), "")
+        path = catalog.file_of(source) or ""
         num_chunks = self._index.delete(sources=[source])
         is_upload = self._folder.resolve() in Path(path).parents
         if is_upload and not catalog.documents_of_file(path):
