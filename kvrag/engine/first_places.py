@@ -75,7 +75,7 @@ class FirstPlaces:
                 self._changed.notify_all()
 
     def make(self) -> None:
-        """Make all that are missing, as far as there is room. Raises as `OnDemand.make` does."""
+        """Make what is missing, as far as there is room. Raises as `OnDemand.make` does."""
         for chunk_id in self._wanted():
             if self._room <= 0 or shutil.disk_usage(self._index.path).free < _LEAST_FREE_BYTES:
                 return

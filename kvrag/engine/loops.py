@@ -16,7 +16,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _MARK = re.compile(r"[^\w ]")
 # In rows of tables, code and JSON, hardly in sentences.
 _NO_PROSE = re.compile(r"[{}\[\]<>=|\t\\`;_]")
-# Different words of what is repeated, and how often it has to stand there.
+# Different words of what is repeated, and how often it has to follow itself.
 _SENTENCE, _CLAUSE = (6, 3), (3, 4)
 _MOST_OF_A_WORD = 24
 
@@ -52,7 +52,7 @@ def is_loop(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
 
 
 def _times(token_ids: Sequence[int], period: int) -> int:
-    """Return how often the last `period` tokens stand at the end, one after the other."""
+    """Return how often the last `period` tokens end the answer, one after the other."""
     span, times = list(token_ids[-period:]), 1
     end = len(token_ids) - period
     while end >= period and list(token_ids[end - period : end]) == span:
