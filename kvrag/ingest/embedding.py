@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -25,6 +24,7 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.ingest.folding import asked_words
 from kvrag.ingest.sentences import load_sentences, loading
+from kvrag.ingest.turns import Turns, before_turn
 from kvrag.process import after_fork, working
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ class HashingEmbedding(Embedding):
         """Return unit vectors ``[len(texts), 1024]``; a text without words gives zeros."""
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for vector, text in zip(vectors, texts, strict=True):
+            before_turn.get()()
             for feature, weight in _features(self.words(text)).items():
                 digest = xxhash.xxh3_64_intdigest(feature.encode("utf-8", "surrogatepass"))
                 sign = 1.0 if digest >> 63 else -1.0
@@ -153,7 +154,7 @@ class SentenceEmbedding(Embedding):
         self._model: Any = model
         self.tokenizer = getattr(model, "tokenizer", None)
         # Embedding and cutting set the truncation of one tokenizer, each to its own.
-        self._reading = threading.Lock()
+        self._reading = Turns()
         dim = self._model.get_embedding_dimension()
         if not isinstance(dim, int):
             raise ParameterError(f"the sentence-transformers model {name} states no dimension")
@@ -222,15 +223,19 @@ class SentenceEmbedding(Embedding):
         # On a CPU, a vector's last bits depend on how far its batch is padded, and batches save
         # hardly any time.
         batch_size = 1 if self._model.device.type == "cpu" else _BATCH_SIZE
-        with working(), self._reading:
-            vectors = encode(
-                texts,
-                batch_size=batch_size,
-                show_progress_bar=False,
-                convert_to_numpy=True,
-                normalize_embeddings=True,
-            )
-        return np.ascontiguousarray(vectors, dtype=np.float32)
+        vectors = []
+        for first in range(0, len(texts), batch_size):
+            with working(), self._reading:
+                vectors += [
+                    encode(
+                        texts[first : first + batch_size],
+                        batch_size=batch_size,
+                        show_progress_bar=False,
+                        convert_to_numpy=True,
+                        normalize_embeddings=True,
+                    )
+                ]
+        return np.ascontiguousarray(np.concatenate(vectors), dtype=np.float32)
 
 
 class FrameworkEmbedding(Embedding):
@@ -255,7 +260,10 @@ class FrameworkEmbedding(Embedding):
 
     def embed(self, texts: list[str]) -> Vectors:
         """Return unit vectors ``[len(texts), dim]``."""
-        rows = self._documents(texts) if texts else []
+        rows = []
+        for first in range(0, len(texts), _BATCH_SIZE):
+            before_turn.get()()
+            rows += self._documents(texts[first : first + _BATCH_SIZE])
         return _normalised(np.asarray(rows, dtype=np.float32).reshape(len(texts), self.dim))
 
     def embed_query(self, text: str) -> Vectors:

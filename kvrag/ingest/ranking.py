@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.ingest.sentences import load_sentences
+from kvrag.ingest.turns import Turns
 
 if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
@@ -20,6 +20,7 @@ Ranking = list[tuple[int, float]]
 
 CANDIDATES = 100
 """Chunks of each ranking that take part in a fusion, at least."""
+_BATCH_SIZE = 32
 RERANKED = 30
 """Chunks that a reranker reads, at least; each takes it a pass of its model or more."""
 
@@ -82,7 +83,7 @@ class Reranker:
             else model
         )
         # Each call sets the truncation of one tokenizer.
-        self._reading = threading.Lock()
+        self._reading = Turns()
         if not hasattr(self._model, "predict"):
             raise ParameterError(
                 f"{type(model).__name__} is not a cross-encoder: expected a folder, a hub name or "
@@ -100,8 +101,11 @@ class Reranker:
         pairs = [(question, window) for windows in texts for window in windows]
         if not pairs:
             return []
-        with self._reading:
-            predicted = self._model.predict(pairs, show_progress_bar=False).tolist()
+        predicted: list[Any] = []
+        for first in range(0, len(pairs), _BATCH_SIZE):
+            batch = pairs[first : first + _BATCH_SIZE]
+            with self._reading:
+                predicted += self._model.predict(batch, show_progress_bar=False).tolist()
         if not all(isinstance(one, float) and math.isfinite(one) for one in predicted):
             raise ParameterError(
                 f"the reranker {type(self._model).__name__} predicts "

@@ -25,6 +25,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import CosineRanker, Reranker
+from kvrag.ingest.turns import before_turn
 from kvrag.llms.shape import Shape as Form
 from kvrag.llms.shape import Tools
 from kvrag.models.messages import merged
@@ -32,6 +33,7 @@ from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.access import Account
 from kvrag.server.answering import Generation, Question, engine_requests
+from kvrag.server.batches import Batches
 from kvrag.server.gate import Record
 from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.problems import RequestError, as_problem
@@ -52,6 +54,8 @@ _FIRST_SECONDS = 5.0
 # Proxies close connections on which nothing happens.
 _PING_SECONDS = 15.0
 _SEARCH_THREADS = 4
+_GRAMMAR_THREADS = 2
+_MOST_CHARACTERS = 100_000  # in a text; embeddings and rerankers read far less at once
 _ANY_FORM = Form()
 
 PRIVATE = {"Cache-Control": "no-store"}
@@ -112,11 +116,14 @@ class Service:
         # Each returns the bytes that it keeps for a tenant.
         self.keepers: list[Callable[[str], int]] = []
         self._threads = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="kvrag-search")
+        # A question's search waits for nobody's grammar, and for no batch of texts.
+        self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="kvrag-form")
+        self._batches = Batches()
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would be accepted now."""
-        return self._worker.is_ready
+        return self._worker.is_ready and self._batches.is_ready
 
     def end_answers(self) -> None:
         """End the answers that are not finished, each with an error; there will be no others."""
@@ -126,6 +133,8 @@ class Service:
         """Stop the worker and the threads; the caller closes the engine's index."""
         self.end_answers()
         self._threads.shutdown(cancel_futures=True)
+        self._grammars.shutdown(cancel_futures=True)
+        self._batches.close()
 
     @property
     def index(self) -> Index:
@@ -171,7 +180,9 @@ class Service:
         """Answer a conversation; `make_shape` writes the answer in another form than a chat's."""
         self._require(asked.model, self.names.model, self.names.rag)
         turns = merged(one.turn for one in asked.messages)
-        form = await self.in_thread(lambda: asked.shaped(self._engine.index.tokenizer))
+        form = await self.in_thread(
+            lambda: asked.shaped(self._engine.index.tokenizer), self._grammars
+        )
         search_seconds = None
         if asked.model == self.names.rag:
             k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
@@ -215,23 +226,28 @@ class Service:
                 param="dimensions",
             )
         tokenizer = index.embedding.tokenizer or index.tokenizer
-        texts = await self.in_thread(lambda: inputs_of(tokenizer, asked.inputs))
+        texts = await self._batches.run(http, lambda: inputs_of(tokenizer, asked.inputs))
         _check_texts(texts, "input")
         num_tokens = await self._charge(texts, asked.user, http)
-        vectors = await self.in_thread(lambda: index.embedding.embed(texts))
         is_base64 = asked.encoding_format == "base64"
-        data = [
-            r.Embedding(
-                index=number,
-                embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
-                if is_base64
-                else vector.tolist(),
-            )
-            for number, vector in enumerate(vectors)
-        ]
         usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        body = r.EmbeddingList(data=data, model=asked.model, usage=usage)
-        return JSONResponse(body.model_dump(mode="json"))
+        rest = r.EmbeddingList(data=[], model=asked.model, usage=usage).model_dump_json()
+        before, after = rest.split("[]", 1)
+
+        def written() -> str:
+            # Text by text: one call for all would hold the interpreter's lock for seconds.
+            data = [
+                r.Embedding(
+                    index=number,
+                    embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                    if is_base64
+                    else vector.tolist(),
+                ).model_dump_json()
+                for number, vector in enumerate(index.embedding.embed(texts))
+            ]
+            return f"{before}[{','.join(data)}]{after}"
+
+        return Response(await self._batches.run(http, written), media_type="application/json")
 
     async def rerank(self, asked: RerankRequest, http: HttpRequest) -> Response:
         """Order texts by how well they fit a question."""
@@ -241,8 +257,8 @@ class Service:
         _check_texts(texts, "documents")
         num_tokens = await self._charge([asked.query, *texts], asked.user, http)
         windows = self.index.embedding.windows
-        scores = await self.in_thread(
-            lambda: self._ranker.scores(asked.query, [windows(text) for text in texts])
+        scores = await self._batches.run(
+            http, lambda: self._ranker.scores(asked.query, [windows(text) for text in texts])
         )
         best = sorted(range(len(texts)), key=lambda number: -scores[number])[: asked.top_n]
         results = [
@@ -264,9 +280,15 @@ class Service:
         record = record_of(http)
         record.user = user
         tokenizer = self.index.tokenizer
-        num_tokens = await self.in_thread(
-            lambda: sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
-        )
+
+        def counted() -> int:
+            num_tokens = 0
+            for text in texts:
+                before_turn.get()()
+                num_tokens += len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return num_tokens
+
+        num_tokens = await self._batches.run(http, counted)
         record.account.check_prompt(num_tokens)
         record.account.charge(num_tokens)
         return num_tokens
@@ -286,10 +308,12 @@ class Service:
             kept = await self.in_thread(lambda: sum(one(account.tenant) for one in self.keepers))
             account.check_kept(kept + num_bytes)
 
-    async def in_thread(self, call: Callable[[], T]) -> T:
+    async def in_thread(
+        self, call: Callable[[], T], threads: ThreadPoolExecutor | None = None
+    ) -> T:
         """Call what may wait for a disk or a lock, while the event loop runs on."""
         run = copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run, call)
+        return await asyncio.get_running_loop().run_in_executor(threads or self._threads, run, call)
 
     async def _answer(
         self,
@@ -386,6 +410,13 @@ def _check_texts(texts: Sequence[str], param: str) -> None:
         arguments.text(text, param)
         if not text.strip():
             raise RequestError(400, f"{param}: a text is empty; leave it out", param=param)
+        if len(text) > _MOST_CHARACTERS:
+            raise RequestError(
+                400,
+                f"{param}: a text has {len(text):,} characters, and at most {_MOST_CHARACTERS:,} "
+                "are read; cut it",
+                param=param,
+            )
 
 
 def _refuse_retrieving(asked: Generating) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ logger = logging.getLogger("kvrag.server")
 
 MAX_STREAMS = 8
 MAX_WAITING = 128
+STUCK_SECONDS = 30.0
+"""Without a step of any answer for so long, the server is not ready."""
 # A client that is refused may try again after this time.
 _RETRY_SECONDS = 2
 _STOPPING = "the server is stopping"
@@ -72,6 +75,7 @@ class Worker:
         self._num_due = 0
         self._changed = threading.Condition()
         self._stopping = False
+        self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvrag-worker", daemon=True)
         self._thread.start()
 
@@ -92,7 +96,9 @@ class Worker:
         """Whether it would accept an answer now."""
         with self._changed:
             has_room = not self._stopping and self._count_waiting() < self._room
-        return has_room and self._thread.is_alive()
+            is_busy = self._num_open.total() > 0 or bool(self._waiting)
+        is_stuck = is_busy and time.monotonic() - self._moved > STUCK_SECONDS
+        return has_room and not is_stuck and self._thread.is_alive()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue a tenant's jobs, all or none.
@@ -151,6 +157,7 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            self._moved = time.monotonic()
             if self._advance(job):
                 with self._changed:
                     self._open.append(job)
@@ -187,6 +194,7 @@ class Worker:
                     self._num_due = max(0, self._num_due - 1)
                     return self._open.popleft()
                 self._changed.wait()
+                self._moved = time.monotonic()
             return None
 
     def _advance(self, job: Job) -> bool:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
+from kvrag.ingest import turns as turns_module
 from kvrag.ingest import words
-from kvrag.ingest.embedding import Embedding, Vectors
+from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import WORDS_WEIGHT, Reranker, fused
+from kvrag.ingest.turns import Turns
 from kvrag.models.kv_model import KVModel
 from tests.support.properties import examples
 
@@ -187,3 +194,78 @@ def test_what_is_no_cross_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ParameterError, match="no CrossEncoder that can be loaded"):
         Reranker(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("kind", ["embedding", "reranker"])
+def test_one_question_goes_between_two_batches(kind: str) -> None:
+    """A batch of texts may be thousands: they share the model with whoever asks meanwhile."""
+    read: list[str] = []
+    may_read = threading.Semaphore(0)
+
+    class Model:
+        device = torch.device("cpu")
+        max_seq_length = None
+
+        def get_embedding_dimension(self) -> int:
+            return 2
+
+        def encode_document(self, texts: list[str], **_: Any) -> Any:
+            assert may_read.acquire(timeout=60)
+            read.extend(texts)
+            return np.ones((len(texts), 2), np.float32)
+
+        encode_query = encode_document
+
+        def predict(self, pairs: list[tuple[str, str]], **_: Any) -> Any:
+            self.encode_document([pairs[0][0]])
+            return np.ones(len(pairs))
+
+    if kind == "embedding":
+        embedding = SentenceEmbedding("model", Model())  # type: ignore[arg-type]
+        turns, many = embedding._reading, partial(embedding.embed, ["a", "a", "a"])
+        one = partial(embedding.embed_query, "question")
+    else:
+        reranker = Reranker(Model())
+        turns, many = reranker._reading, partial(reranker.scores, "a", [["b"]] * 70)
+        one = partial(reranker.scores, "question", [["b"]])
+    threads = [threading.Thread(target=call) for call in (many, one)]
+    threads[0].start()
+    _wait_until(lambda: turns._is_taken)
+    threads[1].start()
+    _wait_until(lambda: bool(turns._waiting))
+    may_read.release(4)
+    for thread in threads:
+        thread.join(60)
+    assert read == ["a", "question", "a", "a"]
+    assert not turns._is_taken
+
+
+def test_an_interrupt_gives_its_turn_back() -> None:
+    turns = Turns()
+
+    class Interrupted:
+        def __init__(self) -> None:
+            self.acquired = 0
+
+        def acquire(self) -> None:
+            self.acquired += 1
+            if self.acquired == 2:
+                raise KeyboardInterrupt
+
+    real = turns_module.threading.Lock
+    with turns:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(turns_module, "threading", SimpleNamespace(Lock=Interrupted))
+            with pytest.raises(KeyboardInterrupt):
+                turns.__enter__()
+        assert turns_module.threading.Lock is real
+        assert not turns._waiting
+    with turns:
+        pass
+
+
+def _wait_until(is_so: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

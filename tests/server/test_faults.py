@@ -46,11 +46,17 @@ def wait_until(is_so: Any) -> None:
         time.sleep(0.02)
 
 
-def raw(served: Served, content: bytes, *, length: int | None = None) -> socket.socket:
-    """Send a chat request over a socket of its own."""
+def raw(
+    served: Served,
+    content: bytes,
+    *,
+    length: int | None = None,
+    path: str = "/v1/chat/completions",
+) -> socket.socket:
+    """Send a request over a socket of its own."""
     connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=20)
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
         f"\r\nContent-Length: {len(content) if length is None else length}\r\n\r\n"
     )
     connection.sendall(head.encode() + content)

@@ -1,0 +1,121 @@
+"""Many texts for one request: others are answered meanwhile; work ends when its client leaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrag.ingest.embedding import HashingEmbedding
+from kvrag.server import batches
+from kvrag.server.app import ServerOptions
+from tests.server.test_faults import JSON, metric, raw, wait_until
+from tests.support.api_server import Served, serving
+from tests.support.rag import Rag
+
+SLOW = "slow "
+
+
+class Reading:
+    """Which of the slow texts were read, each with permission."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.may_read = threading.Semaphore(0)
+
+    def read(self, text: str) -> Any:
+        if text.startswith(SLOW):
+            self.begun.append(text)
+            assert self.may_read.acquire(timeout=60)
+        return text.split()
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+    made = Reading()
+    monkeypatch.setattr(HashingEmbedding, "words", staticmethod(made.read))
+    return made
+
+
+@pytest.fixture
+def apart(rag: Rag) -> Iterator[Served]:
+    with serving(rag.index, ServerOptions(top_k=1)) as served:
+        yield served
+
+
+def body(number: int, num_texts: int = 3) -> bytes:
+    texts = [f"{SLOW}{number} {one}" for one in range(num_texts)]
+    return json.dumps({"model": "hashing-2", "input": texts}).encode()
+
+
+def test_questions_are_answered_beside_texts(apart: Served, reading: Reading) -> None:
+    clients = [raw(apart, body(number), path="/v1/embeddings") for number in range(8)]
+    wait_until(lambda: len(reading.begun) == 2)
+    asked = {
+        "model": apart.rag,
+        "messages": [{"role": "user", "content": "Who keeps the ledger?"}],
+        "max_tokens": 2,
+    }
+    answer = httpx.post(f"{apart.url}/chat/completions", json=asked, timeout=60).json()
+    assert answer["choices"][0]["message"]["annotations"]
+    assert len(reading.begun) == 2
+    reading.may_read.release(1000)
+    for client in clients:
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+def test_work_ends_when_its_client_leaves(
+    apart: Served, reading: Reading, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    ready = f"{apart.server.url}/readyz"
+    asked = json.loads(body(1, 50))
+    if path == "/v1/rerank":
+        asked = {"model": "hashing-2", "query": "a", "documents": asked["input"]}
+    clients = [raw(apart, json.dumps(asked).encode(), path=path) for _ in range(4)]
+    wait_until(lambda: len(reading.begun) == 2)
+    monkeypatch.setattr(batches, "MAX_BATCHES", 1)
+    for client in clients:
+        client.close()
+    gone = f'kvrag_server_requests_total{{route="{path}",status="499"'
+    wait_until(lambda: metric(apart, gone) == 4)
+    assert httpx.get(ready).status_code == 503  # two may still read
+    reading.may_read.release(2)
+    wait_until(lambda: httpx.get(ready).status_code == 200)
+    assert len(reading.begun) == 2
+
+
+def test_readiness_says_when_nothing_moves(
+    apart: Served, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = f"{apart.server.url}/readyz"
+    assert httpx.get(ready).status_code == 200
+    monkeypatch.setattr(batches, "MAX_BATCHES", 2)
+    first = raw(apart, body(1), path="/v1/embeddings")
+    wait_until(lambda: len(reading.begun) == 1)
+    assert httpx.get(ready).status_code == 200
+    monkeypatch.setattr(batches, "STUCK_SECONDS", 0.0)
+    assert httpx.get(ready).status_code == 503
+    monkeypatch.setattr(batches, "STUCK_SECONDS", 60.0)
+    second = raw(apart, body(2), path="/v1/embeddings")
+    wait_until(lambda: len(reading.begun) == 2)
+    assert httpx.get(ready).status_code == 503
+    refused = httpx.post(f"{apart.url}/embeddings", content=body(3), headers=JSON)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+    reading.may_read.release(1000)
+    for client in (first, second):
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.close()
+    assert httpx.get(ready).status_code == 200
+
+
+def test_a_text_is_as_long_as_a_question_may_be(apart: Served) -> None:
+    asked: dict[str, Any] = {"model": "hashing-2", "input": ["a " * 50_000, "a " * 50_001]}
+    answer = httpx.post(f"{apart.url}/embeddings", json=asked, timeout=60)
+    assert answer.status_code == 400
+    assert "100,002 characters, and at most 100,000" in answer.json()["error"]["message"]
