@@ -126,7 +126,7 @@ class PromptReader:
         if len(tokens.token_ids) >= holds and index.compression is None:
             # Before its chunks are looked for, which takes as long again.
             raise PromptTooLongError(
-                f"the prompt has {len(tokens.token_ids):,} tokens, but the model holds {holds:,} "
+                f"the prompt has {len(tokens.token_ids)} tokens, but the model holds {holds} "
                 "with at least one to answer in; shorten it, or retrieve fewer chunks"
             )
         if tokens.num_control:
