@@ -109,6 +109,9 @@ class KVEngine(OfProcess):
     You can call the engine from several threads and keep several streams open at once. Forward
     passes take turns, and a stream holds no lock between two pieces. Open answers are written
     together, a token of each at a time: the thread that waits for a piece advances all of them.
+
+    An engine and its index belong to one process. Copying or pickling them, and using them in a
+    forked process, raises ProcessError: start processes by ``spawn``, and open the index in each.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Each seal is a 16-byte BLAKE2b digest, separated by table, with a key derived from the tenant's salt
 and the index's id. It is a checksum against accidents and rows of other indexes: ``index.json``
-holds the salt, so anyone who may write to the folder can make one. (In an encrypted catalog, the key
-authenticates the pages.)
+holds the salt, so anyone who may write to the folder can make one. (In an encrypted catalog, the
+key authenticates the pages.)
 """
 
 from __future__ import annotations

@@ -57,6 +57,11 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
             f"{reference}/config.json: {wrong[0]} is {wrong[1]:,}, but the files beside it hold "
             f"{len(shapes):,} weights with at most {most:,} rows or columns; restore config.json"
         )
+    if config.num_hidden_layers < 1:
+        raise ModelLoadError(
+            f"{reference}/config.json: num_hidden_layers is {config.num_hidden_layers}, expected at "
+            "least 1; restore config.json"
+        )
     if not is_decoder:
         return
     with torch.device("meta"):

@@ -103,6 +103,7 @@ def test_an_encoders_own_python_never_runs(
     ("fields", "message"),
     [
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"hidden_size": 10**9}, "hidden_size is 1,000,000,000"),
         ({"intermediate_size": 2**40}, "intermediate_size is"),
         ({"num_key_value_heads": 0}, "could not load|config.json"),
