@@ -21,6 +21,7 @@ from kvrag.server.requests import (
     False_,
     KVRagOptions,
     Labelled,
+    Object,
     Strict,
 )
 from kvrag.server.shapes import ChatShape
@@ -37,8 +38,8 @@ class ItemPart(Strict):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[dict[str, Any]] | None = None
-    logprobs: list[dict[str, Any]] | None = None
+    annotations: list[Object] | None = None
+    logprobs: list[Object] | None = None
 
 
 _Content = (
@@ -100,7 +101,7 @@ class FunctionTool(Strict):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -117,7 +118,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     name: _Name | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Object | None = Field(default=None, alias="schema")
     strict: bool | None = None
     regex: str | None = None
     lark: str | None = None

@@ -29,6 +29,8 @@ key = "{KEY}"
 tenant = "research"
 """
 
+FEW_FILES = ("sh", "-c", 'ulimit -n 256; exec "$0" "$@"')
+
 
 @pytest.fixture(scope="module")
 def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -133,8 +135,7 @@ def test_a_collector_that_is_not_there(index_path: Path) -> None:
 
 
 def test_silent_connections_beyond_the_limit_of_descriptors(index_path: Path) -> None:
-    few = ("sh", "-c", 'ulimit -n 256; exec "$0" "$@"')
-    with running(index_path, before=few) as process, ExitStack() as stack:
+    with running(index_path, before=FEW_FILES) as process, ExitStack() as stack:
         address = httpx.URL(process.url)
         for _ in range(400):
             where = (address.host, address.port)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +21,7 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.ingest import committing
+from kvrag.ingest import committing, pipeline
 from kvrag.ingest.embedding import HashingEmbedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.report import IngestProgress
@@ -25,6 +29,7 @@ from kvrag.server import documents, gate
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions, make_app
 from kvrag.server.documents import Documents, uploads_path
+from kvrag.server.history import History
 from kvrag.server.running import Server
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, save_model
@@ -432,6 +437,41 @@ def test_bytes_that_a_tenant_keeps(tmp_path: Path) -> None:
             assert documents.kept_bytes("a") > len(TEXT)
             kv = {one.source: one.size_bytes for one in index.documents()}
             assert sum(kv.values()) == sum(documents.kept_bytes(t) - len(TEXT) for t in "ab")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "model")
+    opened = History.of
+
+    def small(index: Index) -> History:
+        history = opened(index)
+        history._file.execute("PRAGMA max_page_count = 20")  # SQLite then says what a disk makes it
+        return history
+
+    monkeypatch.setattr(History, "of", small)
+    turn = {"question": "a", "answer": "b" * 90_000, "finish": "stop", "settings": ""}
+    told = {"title": "t", "turns": [turn | {"citations": []}]}
+    with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
+        options = ServerOptions(can_upload=True, keeps_history=True)
+        with serving(index, options) as served:
+            answers = [httpx.put(f"{served.url}/kvrag/conversations/{'0' * 32}", json=told)]
+
+            def full(*_: Any, **__: Any) -> Any:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/secret")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(tempfile, "mkstemp", full)
+                answers.append(put(served, "a.md", TEXT))
+            for answer in answers:
+                assert answer.status_code == 507
+                assert answer.json()["error"]["code"] == "disk_full"
+                assert "secret" not in answer.text
+            with monkeypatch.context() as patch:
+                patch.setattr(pipeline.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+                last = steps(put(served, "a.md", TEXT))[-1]
+            assert last["error"]["code"] == "disk_full"
+            assert list(uploads_path(index.path).iterdir()) == []
+            assert steps(put(served, "a.md", TEXT))[-1]["stage"] == "done"
 
 
 def test_pages_of_other_sites_change_nothing(writable: Served) -> None:

@@ -267,6 +267,16 @@ def test_deep_objects_are_refused(served: Served, depth: int) -> None:
         answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | wrong)
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith(f"{place}: objects and lists in it")
+    for wrong, place in (
+        ({"tools": [{"type": "function", "name": "f", "parameters": deep}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": deep}}}, "text"),
+    ):
+        body = {"model": "model", "input": "fox"} | wrong
+        answer = httpx.post(f"{served.url}/responses", json=body)
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message.startswith(place)
+        assert "nested over 100 deep" in message
     turn = {"question": "a", "answer": "b", "finish": "stop", "settings": "", "citations": []}
     told = {"title": "t", "turns": [turn | {"details": deep}]}
     history = f"{served.url}/kvrag/conversations/{'0' * 32}"
