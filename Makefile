@@ -22,7 +22,7 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all install-vllm test-vllm check docs format install clean sanitize train-tiny \
+.PHONY: help demo test test-all install-vllm test-vllm check size docs format install clean sanitize train-tiny \
 	wheels release matrix notebooks bench-regress
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-all make check and make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types, layers, spelling and the English of the pages"
+	@echo "make size     how large the code, the tests and the pages are; fails if they grew without a reason"
 	@echo "make docs     build the documentation's site in build/site"
 	@echo "make notebooks  run docs/notebooks and write their pages, with what they print and draw"
 	@echo "make bench-regress  ratios of speed and quality against the last release's (seven minutes of processor time)"
@@ -75,7 +76,7 @@ $(VLLM_STAMP): tests/vllm/install.sh pyproject.toml bench/pyproject.toml $(NATIV
 	tests/vllm/install.sh $(VLLM_VENV) $(TORCH_FLAGS)
 	@touch $@
 
-check: $(STAMP)
+check: $(STAMP) size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -83,6 +84,10 @@ check: $(STAMP)
 	$(BIN)/codespell *.md docs kvrag bench tools
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.prose --python
+
+# How large the house is; it fails if that grew. REASON="..." records why it may; SAVE=1 records what fell.
+size: $(STAMP)
+	$(BIN)/python -m tools.size $(if $(REASON)$(SAVE),--save) $(if $(REASON),--reason "$(REASON)") $(if $(TEST_SECONDS),--seconds $(TEST_SECONDS))
 
 # The site asks nothing of other sites; a warning fails the build.
 docs: $(STAMP)
