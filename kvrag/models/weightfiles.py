@@ -59,8 +59,8 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         )
     if config.num_hidden_layers < 1:
         raise ModelLoadError(
-            f"{reference}/config.json: num_hidden_layers is {config.num_hidden_layers}, expected at "
-            "least 1; restore config.json"
+            f"{reference}/config.json: num_hidden_layers is {config.num_hidden_layers}, expected "
+            "at least 1; restore config.json"
         )
     if not is_decoder:
         return
