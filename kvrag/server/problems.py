@@ -18,6 +18,7 @@ from kvrag.errors import (
     ParameterError,
     PromptTooLongError,
     StoreError,
+    UnsupportedModelError,
 )
 
 logger = logging.getLogger("kvrag.server")
@@ -133,7 +134,7 @@ def as_problem(error: Exception) -> RequestError:
         return ClientGoneError()
     if isinstance(error, PromptTooLongError):
         return RequestError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, ParameterError):
+    if isinstance(error, ParameterError | UnsupportedModelError):
         return RequestError(400, str(error))
     if isinstance(error, IndexLockedError):
         return BusyError("the index is being written to at the moment; try again later", 5)

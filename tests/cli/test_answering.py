@@ -35,6 +35,11 @@ def settings(**values: Any) -> Settings:
     return Settings(**{"top_k": 1, "max_tokens": 1, "policy": "deviation", **values})
 
 
+def test_patience_with_the_store_reaches_the_engine() -> None:
+    with pytest.raises(ParameterError, match="store_patience -1: expected a number above 0"):
+        make_engine(cast(Index, StubIndex()), settings(store_patience=-1))
+
+
 @pytest.mark.parametrize(
     ("index", "use_chat_template", "expected"),
     [

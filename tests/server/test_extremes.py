@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.support.api_server import Served
+from tests.support.rag import Rag
 
 HALF = "x\ud800"
 JSON = {"Content-Type": "application/json"}
@@ -52,6 +53,21 @@ def test_half_a_surrogate_pair(served: Served, path: str, body: dict[str, Any]) 
     answer = post(served, path, body)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_a_template_that_loops_over_what_a_message_says(
+    served: Served, rag: Rag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = rag.index.tokenizer.chat_template
+    template = f"{{% if 'again' in messages[-1].content %}}{loops}{{% endif %}}{template}"
+    monkeypatch.setattr(rag.index.tokenizer, "chat_template", template)
+    again = CHAT | {"messages": [{"role": "user", "content": "again"}]}
+    for body, status in ((again, 400), (CHAT, 200), (again, 400)):
+        answer = post(served, "chat/completions", body)
+        assert answer.status_code == status, answer.text
+    assert "chat template" in answer.json()["error"]["message"]
+    assert "takes more than 1 s" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-30, 1e-3, 11, 1e300, -1.0])
