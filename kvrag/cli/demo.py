@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,15 +34,35 @@ _WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True)
 class _Material:
-    """What is asked about, and how it is cut: prompts get `top_k` chunks."""
+    """What is asked about, and how it is cut: prompts get `top_k` chunks.
+
+    The first `_NUM_QUESTIONS` are asked about `pages` alone, so that the first answer comes soon.
+    """
 
     documents: str
     questions: str
     chunk_tokens: int
     top_k: int
+    pages: tuple[str, ...] = ()
 
 
-_HANDBOOK = _Material("handbook", "handbook-questions.json", chunk_tokens=256, top_k=11)
+_NUM_QUESTIONS = 8
+_PAGES = (
+    "complaints.md",
+    "computers.md",
+    "fleet.md",
+    "freight.md",
+    "galley.md",
+    "history.md",
+    "lost-property.md",
+    "people.md",
+    "routes-and-timetable.md",
+    "uniform.md",
+    "welcome.md",
+)
+_HANDBOOK = _Material(
+    "handbook", "handbook-questions.json", chunk_tokens=256, top_k=11, pages=_PAGES
+)
 # kvrag-tiny answers only questions like those it was trained on.
 _NOTES = _Material("documents", "questions.json", chunk_tokens=64, top_k=5)
 
@@ -99,8 +119,14 @@ def demo(
     ] = None,
     ratio: o.RatioOption = None,
     num_questions: Annotated[
-        int, typer.Option("--num-questions", "-n", min=1, help="Number of questions to ask.")
-    ] = 8,
+        int,
+        typer.Option(
+            "--num-questions",
+            "-n",
+            min=1,
+            help="Number of questions to ask. For more than 8, all pages are indexed.",
+        ),
+    ] = _NUM_QUESTIONS,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -116,6 +142,9 @@ def demo(
     chosen = model or _best_model()
     material = _NOTES if chosen == _FALLBACK else _HANDBOOK
     folder = documents or _shipped(material.documents)
+    pages = [folder]
+    if documents is None and questions is None and num_questions <= _NUM_QUESTIONS:
+        pages = [folder / page for page in material.pages] or pages
     asked = read_questions(questions or _shipped(material.questions))[:num_questions]
     settings = Settings(
         top_k=top_k or material.top_k,
@@ -134,10 +163,13 @@ def demo(
         opened = _open_or_create(index, chosen, material.chunk_tokens, device)
     with opened:
         with watch.part("indexing"):
-            ingested = _ingest(opened, folder)
+            ingested = _ingest(opened, folder, pages)
         engine = make_engine(opened, settings)
         with watch.part("loading"):
             warm_up(opened)
+        with watch.part("indexing"):
+            _make_first(opened, asked, settings)
+        with watch.part("loading"):
             _warm_up(opened, engine, asked[0], settings)
         stats = opened.stats()
         view.begin(stats, folder, chosen)
@@ -188,8 +220,8 @@ def _open_or_create(path: Path, model: str, chunk_tokens: int, device: str | Non
             return Index.create(path, model=model, chunk_tokens=chunk_tokens, device=device)
 
 
-def _ingest(index: Index, folder: Path) -> IngestReport:
-    """Add the pages; what is indexed already costs nothing.
+def _ingest(index: Index, folder: Path, pages: Sequence[Path]) -> IngestReport:
+    """Add pages of a folder; what is indexed already costs nothing.
 
     Raises
     ------
@@ -206,10 +238,27 @@ def _ingest(index: Index, folder: Path) -> IngestReport:
             f"{console.short_path(others[0])}; give the demo another folder with --index"
         )
     with IngestBar(index.path) as bar:
-        report = index.add([folder], on_progress=bar.update)
-        # So that the first run is as fast as all later ones.
-        index.on_demand.make_all(bar.update_first)
-        return report
+        return index.add(pages, on_progress=bar.update)
+
+
+def _make_first(index: Index, asked: Sequence[DemoQuestion], settings: Settings) -> None:
+    """Store the chunks that prompts begin with as a first place has them.
+
+    The first run is then as fast as all later ones.
+    """
+    from kvrag.cli.answering import retrieve
+    from kvrag.cli.progress import IngestBar
+    from kvrag.engine.prompts import reading_order
+
+    found = [
+        reading_order(index.catalog.chunks(retrieve(index, one.question, settings).chunk_ids))
+        for one in asked
+    ]
+    firsts = {chunks[0].chunk_id for chunks in found if chunks}
+    with IngestBar(index.path) as bar:
+        for number, chunk_id in enumerate(firsts, start=1):
+            index.on_demand.make(chunk_id, check=lambda: None)
+            bar.update_first(number, len(firsts))
 
 
 def _warm_up(index: Index, engine: KVEngine, asked: DemoQuestion, settings: Settings) -> None:

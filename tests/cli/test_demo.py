@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvrag.cli import console
+from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES
 from kvrag.cli.demo_questions import DemoQuestion, read_questions
 from kvrag.errors import KVRagError
+from kvrag.ingest.index import Index
 from kvrag.weights.named import NamedModel, named_model
 from tests.cli.conftest import Run
 
@@ -61,6 +63,26 @@ def test_json(run: Run, documents: Path, questions: Path, model_folder: Path) ->
     assert plain["num_tokens_computed"] == sum(one["plain"]["prompt_tokens"] for one in asked)
     assert 0 < fused["num_tokens_computed"] < plain["num_tokens_computed"]
     assert set(done.json["seconds"]) == {"loading", "indexing", "kvrag", "plain prefill"}
+
+
+def test_first_places_are_stored_for_what_prompts_begin_with(
+    run: Run, questions: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    # By default, models of long prompts alone have such records.
+    Index.create(
+        "kvrag-index", model=model_folder, chunk_tokens=96, context="filler:40", embedding="hashing"
+    ).close()
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    for name in _PAGES[:3]:
+        (pages / name).write_bytes((EXAMPLES / "handbook" / name).read_bytes())
+    options = ("--documents", pages, "--questions", questions, "--model", model_folder)
+    done = run("demo", *options, "-k", 2, "--json")
+    assert done.code == 0, done.err
+    assert [one["kvrag"]["report"]["num_made"] for one in done.json["questions"]] == [0, 0]
+    with Index.open("kvrag-index", model=model_folder) as index:
+        num_chunks = index.stats().num_chunks
+        assert num_chunks - 2 <= index.on_demand.make_all() < num_chunks
 
 
 def test_for_a_person(run: Run, documents: Path, questions: Path, model_folder: Path) -> None:
@@ -162,9 +184,14 @@ def test_the_shipped_questions_can_be_read() -> None:
 
 def test_the_handbook_answers_its_questions() -> None:
     pages = [page.read_text("utf-8") for page in (EXAMPLES / "handbook").glob("*.md")]
-    for question in read_questions(EXAMPLES / "handbook-questions.json"):
+    questions = read_questions(EXAMPLES / "handbook-questions.json")
+    for question in questions:
         assert question.answers
         assert any(question.is_right(page) for page in pages), question.question
+    shown = [(EXAMPLES / "handbook" / page).read_text("utf-8") for page in _PAGES]
+    assert len(shown) < len(pages)
+    for question in questions[:_NUM_QUESTIONS]:
+        assert any(question.is_right(page) for page in shown), question.question
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"q": "?"}]', '{"a": 1}'])
