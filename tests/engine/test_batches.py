@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from kvrag.native import REFERENCE, instruction_set
 from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import examples
+from tests.support.waiting import wait_until
 
 PROMPTS = [
     f"{TEXTS[i % len(TEXTS)]}\n\n{TEXTS[(2 * i + 1) % len(TEXTS)]}\n\nWho keeps it {i}?"
@@ -325,12 +325,12 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
     del stream, streams, half
     assert len(buffers) == 4
     # A thread that reads a record ahead may hold its buffer for a moment.
-    for _ in range(100):
+
+    def are_freed() -> bool:
         gc.collect()
-        if [one() for one in buffers] == [None] * 4:
-            break
-        time.sleep(0.05)
-    assert [one() for one in buffers] == [None] * 4
+        return [one() for one in buffers] == [None] * 4
+
+    wait_until(are_freed)
     assert engine._scheduler.num_open == 0
 
 
@@ -344,7 +344,7 @@ def test_threads_share_a_batch(engine: KVEngine, alone: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert [answers[n].text for n in range(len(PROMPTS))] == [
         alone[n, 0] for n in range(len(PROMPTS))
     ]
@@ -403,6 +403,6 @@ def _interrupt(*_: Any, **__: Any) -> None:
 def _wait_until_idle(engine: KVEngine) -> None:
     for one in threading.enumerate():
         if one.name == "kvrag-batch":
-            one.join(30)
+            one.join(120)
     assert not threads_left()
     assert engine._scheduler.num_open == 0

@@ -469,7 +469,7 @@ def test_thousands_of_control_strings_cost_little(make_bench: Callable[..., Benc
     bench = make_bench("byte-level", Document("evil", evil), chunk_tokens=64)
     hints = bench.index.catalog.chunk_ids_of("evil")
     rewrapped = template(evil.replace(" ", "  \n") * 3)
-    started = time.perf_counter()
+    started = time.process_time()
     ids = bench.engine.prompt_ids(rewrapped, hints=hints)
-    assert time.perf_counter() - started < 3.0
+    assert time.process_time() - started < 3.0
     assert ids.count(bench.tokenizer.convert_tokens_to_ids("<|im_end|>")) < 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -78,25 +79,23 @@ def test_threads_change_no_bit(index: Index, policy: str) -> None:
 
 
 def test_layers_are_read_while_others_are_computed(index: Index, watched) -> None:
-    """The reader of the last layer waits for the first layer's computation, and sees it begin."""
-    computing = threading.Event()
+    """The first computation waits for the reading of another layer to begin, and that for it."""
+    computing, reading = threading.Event(), threading.Event()
     forward = type(index.model).forward_rows
     seen: list[bool] = []
 
     def note(*arguments, **named):
-        computing.set()
+        if not computing.is_set():
+            computing.set()
+            seen.append(reading.wait(120))
         return forward(*arguments, **named)
 
-    num_reads = 0
-    lock = threading.Lock()
+    num_reads = itertools.count(1)
 
     def on_read(_: int) -> None:
-        nonlocal num_reads
-        with lock:
-            num_reads += 1
-            is_last = num_reads == index.model.spec.num_layers * 1
-        if is_last:
-            seen.append(computing.wait(30))
+        if next(num_reads) == 2:
+            reading.set()
+            seen.append(computing.wait(120))
 
     watched(on_read)
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +103,7 @@ def test_layers_are_read_while_others_are_computed(index: Index, watched) -> Non
         prompt = f"{TEXTS[0]}\n\nWho keeps it?"
         made = KVEngine(index, load_threads=2).fuse(prompt, policy="none")
     assert made.report.num_chunks == 1
-    assert seen == [True]
+    assert seen == [True, True]
     assert made.report.hidden_load_seconds > 0
 
 

@@ -63,7 +63,7 @@ def test_counts_add_up_over_processes(tmp_path: Path) -> None:
     assert value(tmp_path, "store_read_bytes", tier="0", store="memory") == 2000
     seconds = value(tmp_path, "store_seconds", tier="0", store="memory")
     assert seconds is not None
-    assert 0 < seconds < 1
+    assert seconds > 0
 
 
 def test_decisions_and_streams(tmp_path: Path) -> None:

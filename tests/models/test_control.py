@@ -245,9 +245,9 @@ def test_a_text_of_nothing_but_control_strings_takes_no_longer(name: str) -> Non
     control = _CONTROL[name]
     strings = sorted(control.strings)
     text = "".join(itertools.islice(itertools.cycle(strings), 5000))
-    started = time.perf_counter()
+    started = time.process_time()
     (tokens,) = control.documents([text])
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
     assert tokens.num_neutralised >= 4000
     assert not control_ids(name).intersection(tokens.token_ids)
 

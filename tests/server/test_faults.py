@@ -22,6 +22,7 @@ from kvrag.server.problems import as_problem, validation_problem
 from kvrag.server.requests import MAX_FIELDS, ChatRequest
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
+from tests.support.waiting import wait_until
 
 CHAT: dict[str, Any] = {
     "model": "model",
@@ -37,13 +38,6 @@ def metric(served: Served, name: str) -> float:
     text = httpx.get(f"{served.server.url}/metrics").text
     lines = [line for line in text.splitlines() if line.startswith(name)]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def raw(
@@ -79,16 +73,18 @@ def test_a_client_that_goes_away_stops_its_answer(served: Served, stream: bool) 
 
 def test_a_client_that_leaves_the_queue_is_never_answered(rag: Rag) -> None:
     with serving(rag.index, ServerOptions(max_streams=1)) as served:
+        prompts = metric(served, "kvrag_prompts_total")
         first = raw(served, json.dumps(LONG).encode())
         wait_until(lambda: metric(served, "kvrag_server_answers_open") == 1)
-        prompts = metric(served, "kvrag_prompts_total")
+        # A prompt counts when it has been read.
+        wait_until(lambda: metric(served, "kvrag_prompts_total") == prompts + 1)
         second = raw(served, json.dumps(LONG | {"n": 3}).encode())
         wait_until(lambda: metric(served, "kvrag_server_answers_waiting") == 3)
         second.close()
         wait_until(lambda: metric(served, "kvrag_server_answers_waiting") == 0)
         first.close()
         wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
-        assert metric(served, "kvrag_prompts_total") == prompts
+        assert metric(served, "kvrag_prompts_total") == prompts + 1
 
 
 def test_a_reader_that_pauses_delays_nobody_and_loses_nothing(served: Served) -> None:

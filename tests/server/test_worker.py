@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from kvrag.engine.answer import AnswerDelta
 from kvrag.server.problems import BusyError, RequestError
 from kvrag.server.worker import Job, Worker
+from tests.support.waiting import wait_until
 
 LAST: Any = object()
 
@@ -35,7 +35,7 @@ class Script:
         def start() -> Iterator[AnswerDelta]:
             try:
                 for number in range(1, num_pieces + 1):
-                    assert self.may_go.acquire(timeout=20)
+                    assert self.may_go.acquire(timeout=120)
                     self.happened.append(f"{name}{number}")
                     if error is not None:
                         raise error
@@ -55,10 +55,7 @@ class Script:
 
     def wait_for(self, num_pieces: int) -> None:
         """Wait until so many pieces have been generated."""
-        deadline = time.monotonic() + 20
-        while len(self.happened) < num_pieces:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: len(self.happened) >= num_pieces)
 
 
 @contextmanager
@@ -71,16 +68,9 @@ def working(**bounds: int) -> Iterator[tuple[Worker, Script]]:
         worker.stop()
 
 
-def wait_until_open(worker: Worker) -> None:
-    deadline = time.monotonic() + 20
-    while worker.num_open == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def finish(script: Script) -> list[str]:
     script.go()
-    assert all(one.wait(20) for one in script.ended.values())
+    assert all(one.wait(120) for one in script.ended.values())
     return script.happened
 
 
@@ -106,7 +96,7 @@ def test_a_cancelled_answer_is_closed_before_others_advance() -> None:
         worker.cancel(cancelled)
         script.go(1)
         # "a" waits for permission, and would be before "c".
-        assert script.closed["c"].wait(20)
+        assert script.closed["c"].wait(120)
         script.ended["c"].set()
         script.wait_for(8)
         assert script.happened[7:] == ["b3"]
@@ -137,7 +127,7 @@ def test_the_tenant_with_fewer_open_answers_is_next() -> None:
 def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
     with working(max_streams=1, max_waiting=2) as (worker, script):
         worker.submit([script.job("a")])
-        wait_until_open(worker)
+        wait_until(lambda: worker.num_open)
         worker.submit([script.job("b")])
         with pytest.raises(BusyError, match="too many answers are waiting") as caught:
             worker.submit([script.job("c"), script.job("d")])
@@ -163,7 +153,7 @@ def test_a_cancelled_answer_is_closed_and_others_continue() -> None:
         for name in "aw":
             script.ended[name].set()
         finish(script)
-        assert script.closed["a"].wait(20)
+        assert script.closed["a"].wait(120)
         assert script.happened.count("b3") == 1
         assert len([one for one in script.happened if one.startswith("a")]) < 5
         assert not [one for one in script.happened if one.startswith("w")]
@@ -187,7 +177,7 @@ def test_a_stopped_worker_takes_nothing_and_closes_what_is_open() -> None:
         stopping = threading.Thread(target=worker.stop)
         stopping.start()
         script.go(1)
-        stopping.join(20)
+        stopping.join(120)
         assert not stopping.is_alive()
         assert script.closed["a"].is_set()
         assert not worker.is_ready
@@ -198,7 +188,7 @@ def test_a_stopped_worker_takes_nothing_and_closes_what_is_open() -> None:
 def test_a_tenant_that_fills_the_queue_keeps_nobody_out() -> None:
     with working(max_streams=1, max_waiting=4) as (worker, script):
         worker.submit([script.job(f"a{n}", "ann", 1) for n in range(5)])
-        wait_until_open(worker)
+        wait_until(lambda: worker.num_open)
         worker.submit([script.job("b0", "bob", 1), script.job("b1", "bob", 1)])
         for tenant in ("ann", "bob"):
             with pytest.raises(BusyError):

@@ -28,6 +28,7 @@ from tests.store.test_objects import credentials  # noqa: F401 (a fixture)
 from tests.support.kv_server import TOKEN, KVServer
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import RedisServer, S3Server
+from tests.support.waiting import wait_until
 
 KEY = key_number(0)
 MODES = ("slow", "silent", "dead", "half-closed", "throttled", "wrong")
@@ -91,14 +92,13 @@ def read(store: Store, key: ChunkKey) -> bytes | None:
 
 
 def wait_until_read(store: Store, key: ChunkKey, expected: bytes) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+    def is_read() -> bool:
         try:
-            if read(store, key) == expected:
-                return
+            return read(store, key) == expected
         except (StoreError, RecordError):
-            assert time.monotonic() < deadline
-        time.sleep(0.05)
+            return False
+
+    wait_until(is_read)
 
 
 @pytest.mark.parametrize("mode", MODES)

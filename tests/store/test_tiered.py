@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 from kvrag.testing.codec_contract import spec_of
 from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from tests.support.waiting import wait_until
 
 KEY = key_number(0)
 ROOT = Path(__file__).parents[2]
@@ -36,13 +37,6 @@ def check(key: ChunkKey, record: bytes) -> None:
 
 def anything(key: ChunkKey, record: bytes) -> None:
     pass
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Remote(StoreWrapper):

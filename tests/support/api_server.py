@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
+
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.app import ServerOptions, make_app
 from kvrag.server.running import Server
+
+# A client of the tests gives up after 5 seconds, which an answer of a busy machine may take.
+vars(DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write", "pool"), 120.0))
 
 
 @dataclass(frozen=True)
