@@ -89,6 +89,31 @@ def test_licence_is_apache() -> None:
     assert "Copyright 2026 the kvrag authors" in text
 
 
+def commands_of_ci(checkout: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", checkout / ".ci" / "run", "--commands"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_ci_runs_the_first_block_of_the_readme(tmp_path: Path) -> None:
+    assert commands_of_ci(ROOT).stdout.split("\n") == ["make demo", "make test", ""]
+    copied = tmp_path / ".ci" / "run"
+    copied.parent.mkdir()
+    copied.write_bytes((ROOT / ".ci" / "run").read_bytes())
+    page, block = tmp_path / "README.md", "```sh\nmake a  # shows\n\n# more\nmake b X=1 # it\n```\n"
+    page.write_text(f"# Title\n\n```python\nmake = 1\n```\n{block}\n```sh\nmake c\n```\n")
+    assert commands_of_ci(tmp_path).stdout == "make a\nmake b X=1\n"
+    for other in ("", "make a", "make a\nmake b\nmake c", "make a\npip install x", "make\nmake b"):
+        page.write_text(f"```sh\n{other}\n```\n{block}")
+        done = commands_of_ci(tmp_path)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert "README.md: expected two lines in its first ```sh block" in done.stderr
+
+
 def test_dependencies_are_bounded_on_both_sides() -> None:
     listed = []
     for project in (project_of(ROOT), project_of(ROOT / "bench")):
