@@ -86,7 +86,7 @@ def test_closing_does_not_wait_for_what_may_not_begin_yet() -> None:
 
 
 def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_pool", ThreadPoolExecutor(2))
+    monkeypatch.setitem(threads._pools, threads.LOADING, ThreadPoolExecutor(2))
     work = Recorder()
     work.gate.release(1000)
     waiting = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
