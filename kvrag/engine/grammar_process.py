@@ -50,7 +50,7 @@ def _answer(grammar: str) -> str:
     """Return what is wrong with a grammar, or nothing."""
     said: list[str] = []
     # Its end too is in the small stack: the library frees a grammar as deeply as it has read it.
-    thread = threading.Thread(target=lambda: said.append(_check(grammar)))
+    thread = threading.Thread(target=lambda: said.append(_check(grammar)), name="kvrag-grammar")
     thread.start()
     thread.join()
     if not said:

@@ -19,7 +19,7 @@ from kvrag.process import after_fork
 from kvrag.store.base import Store
 from kvrag.store.capabilities import InFolder, capability, is_in_memory, tiers_of
 
-LOADING, READING = "kvrag-load", "kvrag-read"
+LOADING, READING = "load", "read"
 _MOST = {LOADING: 256, READING: 4}
 """The most threads of each kind, for all prompts together. Further work waits for a free one."""
 
@@ -65,7 +65,7 @@ def start(work: Callable[[], T], kind: str = LOADING) -> Future[T]:
     """
     with _lock:
         if kind not in _pools:
-            _pools[kind] = ThreadPoolExecutor(_MOST[kind], kind)
+            _pools[kind] = ThreadPoolExecutor(_MOST[kind], f"kvrag-{kind}")
         try:
             return _pools[kind].submit(work)
         except RuntimeError as error:

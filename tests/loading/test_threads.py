@@ -78,7 +78,7 @@ def test_where_no_thread_is_to_be_had_the_caller_works(monkeypatch: pytest.Monke
     """The interpreter is about to end, and a thread of the user's still answers."""
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
-    monkeypatch.setattr(threads, "_pool", pool)
+    monkeypatch.setitem(threads._pools, threads.LOADING, pool)
     assert threads.each(lambda n: n + 1, [1, 2, 3], 3) == [2, 3, 4]
     with pytest.raises(ZeroDivisionError):
         threads.each(lambda n: 1 // n, [1, 0, 3], 3)
