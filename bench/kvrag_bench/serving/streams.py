@@ -125,7 +125,9 @@ def measure_streams(options: StreamsOptions, say: Callable[[str], None]) -> list
             engine = KVEngine(index, max_tokens=options.max_tokens)
             asked = {prompt: engine.generate(prompt).text for prompt in prompts}
         rows = []
-        with _serving(path, options) as url:
+        limits = ["--streams", str(options.max_streams), "--waiting", str(options.num_clients)]
+        # The clients ask few prompts, again and again.
+        with serving_index(path, *limits, "--session-bytes", "0") as url:
             for num_clients, share in ((1, _ALONE_SHARE), (options.num_clients, 1.0)):
                 say(f"{num_clients} streams at a time")
                 seen = asyncio.run(
@@ -141,11 +143,10 @@ def _prompt(index: Index, question: str, num_chunks: int) -> str:
 
 
 @contextlib.contextmanager
-def _serving(index: Path, options: StreamsOptions) -> Iterator[str]:
-    """Yield the address of a server in another process."""
+def serving_index(index: Path, *options: str) -> Iterator[str]:
+    """Yield the address of `kvrag serve` with these options, in another process."""
     command = [sys.executable, "-m", "kvrag", "serve", "--index", str(index), "--port", "0"]
-    command += ["--streams", str(options.max_streams), "--waiting", str(options.num_clients)]
-    command += ["--session-bytes", "0"]  # the clients ask few prompts, again and again
+    command += options
     environment = {name: one for name, one in os.environ.items() if name != "KVRAG_SERVER_KEY"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
