@@ -145,7 +145,7 @@ def test_a_clock_that_goes_back_loses_no_conversation(
     for number, now in enumerate((5000.0, 6000.0, 1000.0, 900.0)):
         monkeypatch.setattr("time.time", lambda now=now: now)
         history.put("north", str(number), f"t{number}", [turn("a")])
-        assert [one["id"] for one in history.find("north")][0] == str(number)
+        assert next(one["id"] for one in history.find("north")) == str(number)
     assert [one["title"] for one in history.find("north")] == ["t3", "t2"]
     history.close()
 
