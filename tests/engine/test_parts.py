@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from collections import Counter
 
 import pytest
@@ -56,8 +58,8 @@ def test_a_chunk_whose_record_is_gone_is_fresh(rag: Rag, monkeypatch: pytest.Mon
     lost = next(one for one in reversed(whole.sources))
     open_kv = rag.index.open_kv
 
-    def opened(chunk_id: str, *context: object) -> object:
-        return None if chunk_id == lost.chunk_id else open_kv(chunk_id, *context)
+    def opened(chunk_id: str, *context: Any, **options: Any) -> object:
+        return None if chunk_id == lost.chunk_id else open_kv(chunk_id, *context, **options)
 
     monkeypatch.setattr(rag.index, "open_kv", opened)
     engine = KVEngine(rag.index, max_tokens=2)

@@ -205,7 +205,7 @@ def test_the_server_retrieves_and_cites(client: OpenAI, served: Served, is_strea
         ({"tool_choice": "required"}, 400, "without tools"),
         ({"text": {"format": {"type": "json_schema"}}}, 400, "Field required"),
         ({"model": "gpt-5"}, 404, "no model 'gpt-5'"),
-        ({"input": "fox " * 3000}, 400, "2,048"),
+        ({"input": "fox " * 3000}, 400, "2048"),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
