@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from kvrag.ingest.turns import before_turn
+from kvrag.server.pools import Pool, asking
 from kvrag.server.problems import BusyError, ClientGoneError
 
 MAX_BATCHES = 32
-"""Most requests whose texts are worked on, or wait for that."""
+"""Most requests whose texts are worked on, or wait for that; tenants share it evenly."""
 STUCK_SECONDS = 10.0
 """Without a turn of any of them for so long, the server is not ready."""
-_THREADS = 2
+_THREADS = 4  # a tenant has two
 _RETRY_SECONDS = 5
 
 T = TypeVar("T")
@@ -28,19 +29,20 @@ class Batches:
     """Runs such work in its own threads, and ends it when its client leaves."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-texts")
-        self._open: set[Future[Any]] = set()
+        self._pool = Pool("kvrag-texts", _THREADS)
+        self._open: Counter[str] = Counter()
         self._moved = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
         """Whether it would take more, and what it has taken goes on."""
-        is_stuck = bool(self._open) and time.monotonic() - self._moved > STUCK_SECONDS
-        return len(self._open) < MAX_BATCHES and not is_stuck
+        num_open = self._open.total()
+        is_stuck = num_open > 0 and time.monotonic() - self._moved > STUCK_SECONDS
+        return num_open < MAX_BATCHES and not is_stuck
 
     def close(self) -> None:
         """Stop the threads after the work in progress."""
-        self._threads.shutdown(cancel_futures=True)
+        self._pool.close()
 
     async def run(self, http: Request, call: Callable[[], T]) -> T:
         """Return what `call` returns; it ends before its next batch when the client leaves.
@@ -52,7 +54,9 @@ class Batches:
         ClientGoneError
             When the client has left.
         """
-        if len(self._open) >= MAX_BATCHES:
+        tenant = asking.get()
+        num_tenants = len(self._open.keys() | {tenant})
+        if self._open[tenant] >= math.ceil(MAX_BATCHES / num_tenants):
             raise BusyError("too many texts are being read; try again later", _RETRY_SECONDS)
         has_left = False
 
@@ -66,13 +70,19 @@ class Batches:
             turn()
             return call()
 
-        if not self._open:
+        def ended(task: asyncio.Task[T]) -> None:
+            self._open[tenant] -= 1
+            self._open += Counter()  # drops tenants without any
+            if not task.cancelled():
+                task.exception()  # else asyncio logs it when the client has left
+
+        if not self._open.total():
             self._moved = time.monotonic()
-        future = self._threads.submit(copy_context().run, work)
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
+        self._open[tenant] += 1
+        # It is not cancelled: a thread that works goes on until its next batch.
+        done = asyncio.create_task(self._pool.run(work))
+        done.add_done_callback(ended)
         leaving = asyncio.create_task(_left(http))
-        done = asyncio.wrap_future(future)
         try:
             await asyncio.wait((done, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
@@ -81,7 +91,6 @@ class Batches:
         finally:
             has_left = True
             leaving.cancel()
-            done.cancel()
 
 
 async def _left(http: Request) -> None:

@@ -19,6 +19,7 @@ from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts
 from kvrag.server.answering import Generation
 from kvrag.server.metrics import ServerMetrics
+from kvrag.server.pools import asking
 from kvrag.server.problems import CLIENT_GONE, BusyError, RequestError
 from kvrag.store.server_requests import is_loopback
 
@@ -154,6 +155,7 @@ class Gate:
                 await problem.response()(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
+            asking.set(record.account.tenant)
             await self._app(scope, _bounded(receive, *_limits(scope)), send_noted)
         except asyncio.CancelledError:
             if record.status:

@@ -364,6 +364,12 @@ class ChatRequest(Generating):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer must have a form, which may take a second to read."""
+        is_free = self.response_format is None or self.response_format.type == "text"
+        return not is_free or self.tool_choice not in (None, "auto", "none")
+
     def shaped(self, tokenizer: PreTrainedTokenizerBase) -> Shape:
         """Return the tools and the constraint that the request asks for."""
         choice, form = (

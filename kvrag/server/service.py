@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import PurePath
@@ -36,6 +33,7 @@ from kvrag.server.answering import Generation, Question, engine_requests
 from kvrag.server.batches import Batches
 from kvrag.server.gate import Record
 from kvrag.server.items import ItemsRequest, ItemsShape
+from kvrag.server.pools import Pool
 from kvrag.server.problems import RequestError, as_problem
 from kvrag.server.requests import (
     ChatRequest,
@@ -53,7 +51,7 @@ from kvrag.server.worker import Worker
 _FIRST_SECONDS = 5.0
 # Proxies close connections on which nothing happens.
 _PING_SECONDS = 15.0
-_SEARCH_THREADS = 4
+_SEARCH_THREADS = 8
 _GRAMMAR_THREADS = 2
 _MOST_CHARACTERS = 100_000  # in a text; embeddings and rerankers read far less at once
 _ANY_FORM = Form()
@@ -115,9 +113,9 @@ class Service:
         self._fingerprint = f"kvrag-{engine.index.config.model_fingerprint[:12]}"
         # Each returns the bytes that it keeps for a tenant.
         self.keepers: list[Callable[[str], int]] = []
-        self._threads = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="kvrag-search")
+        self._threads = Pool("kvrag-search", _SEARCH_THREADS)
         # A question's search waits for nobody's grammar, and for no batch of texts.
-        self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="kvrag-form")
+        self._grammars = Pool("kvrag-form", _GRAMMAR_THREADS)
         self._batches = Batches()
 
     @property
@@ -132,8 +130,8 @@ class Service:
     def close(self) -> None:
         """Stop the worker and the threads; the caller closes the engine's index."""
         self.end_answers()
-        self._threads.shutdown(cancel_futures=True)
-        self._grammars.shutdown(cancel_futures=True)
+        self._threads.close()
+        self._grammars.close()
         self._batches.close()
 
     @property
@@ -181,7 +179,8 @@ class Service:
         self._require(asked.model, self.names.model, self.names.rag)
         turns = merged(one.turn for one in asked.messages)
         form = await self.in_thread(
-            lambda: asked.shaped(self._engine.index.tokenizer), self._grammars
+            lambda: asked.shaped(self._engine.index.tokenizer),
+            self._grammars if asked.has_form else None,
         )
         search_seconds = None
         if asked.model == self.names.rag:
@@ -308,12 +307,9 @@ class Service:
             kept = await self.in_thread(lambda: sum(one(account.tenant) for one in self.keepers))
             account.check_kept(kept + num_bytes)
 
-    async def in_thread(
-        self, call: Callable[[], T], threads: ThreadPoolExecutor | None = None
-    ) -> T:
+    async def in_thread(self, call: Callable[[], T], threads: Pool | None = None) -> T:
         """Call what may wait for a disk or a lock, while the event loop runs on."""
-        run = copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(threads or self._threads, run, call)
+        return await (threads or self._threads).run(call)
 
     async def _answer(
         self,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from kvrag.engine import constraint
 from kvrag.ingest.embedding import HashingEmbedding
 from kvrag.server import batches
+from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from tests.server.test_faults import JSON, metric, raw, wait_until
 from tests.support.api_server import Served, serving
@@ -119,3 +122,71 @@ def test_a_text_is_as_long_as_a_question_may_be(apart: Served) -> None:
     answer = httpx.post(f"{apart.url}/embeddings", json=asked, timeout=60)
     assert answer.status_code == 400
     assert "100,002 characters, and at most 100,000" in answer.json()["error"]["message"]
+
+
+# What takes long to answer, or with other words does not.
+def embeds(word: str, number: int = 0) -> tuple[str, dict[str, Any]]:
+    return "embeddings", {"model": "hashing-2", "input": [f"{word}{number}"]}
+
+
+def searches(word: str, number: int = 0) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "user", "content": f"{word}{number}"}]
+    return "chat/completions", {"model": "rag:index", "messages": messages, "max_tokens": 2}
+
+
+def writes_in_a_form(word: str, number: int = 0) -> tuple[str, dict[str, Any]]:
+    _, asked = searches("a", number)
+    form = {"type": "regex", "regex": f"{word}{number}"}
+    return "chat/completions", {**asked, "model": "model", "response_format": form}
+
+
+def writes(word: str, number: int = 0) -> tuple[str, dict[str, Any]]:
+    path, asked = searches(word, number)
+    return path, {**asked, "model": "model"}
+
+
+@pytest.mark.parametrize(
+    ("slow", "others", "num_begun", "is_own"),
+    [
+        (embeds, embeds, 2, False),
+        (searches, searches, 4, False),
+        (writes_in_a_form, writes_in_a_form, 1, False),
+        (writes_in_a_form, writes, 1, True),
+        (writes_in_a_form, searches, 1, True),
+    ],
+)
+def test_nobody_waits_for_all_that_another_asks(
+    rag: Rag,
+    reading: Reading,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: Any,
+    others: Any,
+    num_begun: int,
+    is_own: bool,
+) -> None:
+    """A tenant leaves threads to the others; and what has no form waits for no form."""
+    read = constraint.Constraint._grammar
+
+    def grammar(form: constraint.Constraint) -> str:
+        reading.read(form.text)
+        return read(form)
+
+    monkeypatch.setattr(constraint.Constraint, "_grammar", grammar)
+    keys = [ApiKey(name=name, key=name * 16) for name in ("a", "b")]
+    tokens = {one.name: {"Authorization": f"Bearer {one.key}"} for one in keys}
+
+    with serving(rag.index, ServerOptions(keys=keys, top_k=1)) as served:
+
+        def ask(name: str, asked: tuple[str, Any]) -> int:
+            url = f"{served.url}/{asked[0]}"
+            return httpx.post(url, json=asked[1], headers=tokens[name], timeout=60).status_code
+
+        with ThreadPoolExecutor(10) as threads:
+            try:
+                asked = [threads.submit(ask, "a", slow(SLOW, number)) for number in range(10)]
+                wait_until(lambda: len(reading.begun) == num_begun)
+                assert ask("a" if is_own else "b", others("gate")) == 200
+                assert len(reading.begun) == num_begun
+            finally:
+                reading.may_read.release(1000)
+            assert {one.result() for one in asked} == {200}
