@@ -71,7 +71,7 @@ class Layout:
 
     def finish(self) -> str:
         """Return the whole text."""
-        self.end_block()
+        self._end_block()  # in an open list too
         return "\n\n".join(self._flows[0].blocks)
 
     def text(self, text: str, *, is_raw: bool = False) -> None:

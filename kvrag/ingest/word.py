@@ -20,6 +20,9 @@ from kvrag.ingest.layout import Layout, numeral
 
 _KIND = "Word file"
 _MAX_DEPTH = 8
+# Word's own limits are lower. Without any, a small file costs without end.
+_MAX_BASES = 32
+_MAX_MARKER_CHARACTERS = 64
 _WORD = frozenset(
     {
         "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}",
@@ -55,6 +58,7 @@ _EQUATION = {
     "fName": ("", " "),
     "mr": ("", "; "),
     "rad/e": (_OPEN, _CLOSE),
+    "nary/e": (" ", ""),
     "mr/e": ("", " "),
     "eqArr/e": ("", "; "),
 }
@@ -152,6 +156,7 @@ class _Level:
     form: str = "decimal"
     text: str = ""
     style: str = ""
+    is_legal: bool = False  # the numbers of the levels above are in digits
 
 
 @dataclass
@@ -169,7 +174,12 @@ class _Sheet:
     def __init__(self) -> None:
         self._styles: dict[str, _Style] = {}
         self._lists: dict[str, _List] = {}
+        self.begin_part()
+
+    def begin_part(self) -> None:
+        """Count from the beginning: a header's or note's items are not those of the text."""
         self._counts: dict[str, dict[int, int]] = {}
+        self._started: set[tuple[str, int]] = set()
 
     def read_styles(self, root: Any) -> None:
         """Take styles from the root element of their part."""
@@ -209,9 +219,11 @@ class _Sheet:
 
     def style(self, name: str) -> _Style:
         """Return a style with what it takes from those that it is based on."""
-        found, seen = _Style(), set[str]()
-        while (style := self._styles.get(name)) is not None and name not in seen:
-            seen.add(name)
+        found = _Style()
+        for _ in range(_MAX_BASES):
+            style = self._styles.get(name)
+            if style is None:
+                break
             for key in ("level", "number", "depth", "is_hidden"):
                 if getattr(found, key) is None:
                     setattr(found, key, getattr(style, key))
@@ -227,10 +239,12 @@ class _Sheet:
             return None
         if depth is None:
             depth = next((at for at, level in one.levels.items() if level.style == style), 0)
+        depth = max(0, min(depth, _MAX_DEPTH))
         level = one.levels.get(depth) or _Level(text=f"%{depth + 1}.")
         counts = self._counts.setdefault(one.counter, {})
-        if depth in one.starts:
-            counts[depth] = one.starts.pop(depth) - 1
+        if depth in one.starts and (number, depth) not in self._started:
+            self._started.add((number, depth))
+            counts[depth] = one.starts[depth] - 1
         counts[depth] = counts.get(depth, level.start - 1) + 1
         for deeper in [other for other in counts if other > depth]:
             del counts[deeper]
@@ -240,7 +254,7 @@ class _Sheet:
             count = counts.setdefault(int(found[1]) - 1, its.start)
             if its.form == "decimalZero":
                 return f"{count:02}"
-            return numeral(count, _NUMERALS.get(its.form, "1"))
+            return numeral(count, "1" if level.is_legal else _NUMERALS.get(its.form, "1"))
 
         text = "-" if level.form == "bullet" else re.sub(r"%([1-9])", shown, level.text).strip()
         return text, depth
@@ -248,13 +262,15 @@ class _Sheet:
 
 def _levels(parent: Any) -> dict[int, _Level]:
     return {
-        _integer(_value(one.attrib, "ilvl"), 0) or 0: _Level(
+        at: _Level(
             _integer(_get(one, "start"), 1) or 0,
             _get(one, "numFmt"),
-            _get(one, "lvlText"),
+            _get(one, "lvlText")[:_MAX_MARKER_CHARACTERS],
             _get(one, "pStyle"),
+            one.find("{*}isLgl") is not None,
         )
         for one in parent.iter("{*}lvl")
+        if 0 <= (at := _integer(_value(one.attrib, "ilvl"), 0) or 0) <= _MAX_DEPTH
     }
 
 
@@ -288,9 +304,10 @@ class _Paragraph:
 class _Body(_Target):
     """Gives paragraphs and tables to a layout."""
 
-    def __init__(self, sheet: _Sheet, notes: Mapping[str, str]) -> None:
+    def __init__(self, sheet: _Sheet, notes: dict[str, str]) -> None:
         self.layout = Layout()
         self._sheet = sheet
+        sheet.begin_part()
         self._style = functools.lru_cache(maxsize=256)(sheet.style)
         self._notes = notes
         self._num_notes = {"footnote": 0, "endnote": 0}
@@ -307,7 +324,7 @@ class _Body(_Target):
         self._guide = self._kept = self._text
         self._equation: list[str] = []
         self._places: list[int] = []  # of brackets and signs that a later property names
-        self._ends: list[str] = []
+        self._ends: list[list[str]] = []  # of brackets, and what separates parts between them
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         space, name = _split(tag)
@@ -385,7 +402,7 @@ class _Body(_Target):
             self._text.append(_MARKS[name])
         elif name in ("footnoteReference", "endnoteReference"):
             kind = name.removesuffix("Reference")
-            if note := self._notes.get(kind + _value(attributes, "id")):
+            if note := self._notes.pop(kind + _value(attributes, "id"), ""):
                 self._num_notes[kind] += 1
                 sign = f"[{numeral(self._num_notes[kind], '1' if kind == 'footnote' else 'i')}]"
                 self._text.append(sign)
@@ -442,7 +459,7 @@ class _Body(_Target):
             layout.text(" ".join(f"{marker}{text}".split()), is_raw=True)
             layout.end_heading()
         elif found and found[0]:
-            layout.begin_list(min(found[1], _MAX_DEPTH) + 1)
+            layout.begin_list(found[1] + 1)
             layout.item(found[0])
             layout.text(text, is_raw=True)
             layout.end_line()
@@ -461,15 +478,15 @@ class _Body(_Target):
         self._equation.append(name)
         value = next(iter(attributes.values()), "")
         if name == "oMath":
-            self._kept, self._text = self._text, []
+            self._places.append(len(self._text))
         elif name == "t":
             self._in_text = True
         elif name in ("d", "nary"):
             self._places.append(len(self._text))
             self._text.append("(" if name == "d" else "∫")
-            self._ends.append(")" if name == "d" else "")
-        elif name == "endChr":
-            self._ends[-1:] = [value]
+            self._ends.append([")", "|"] if name == "d" else ["", ""])
+        elif name in ("endChr", "sepChr") and self._ends:
+            self._ends[-1][name == "sepChr"] = value
         elif (name == "begChr" or (above == "naryPr" and name == "chr")) and self._places:
             self._text[self._places[-1] : self._places[-1] + 1] = [value]
         self._text.append(_EQUATION.get(f"{above}/{name}", _EQUATION.get(name, _NEITHER))[0])
@@ -482,10 +499,16 @@ class _Body(_Target):
             self._in_text = False
         elif name in ("d", "nary"):
             self._places.pop()
-            self._text.append(self._ends.pop())
+            end, separator = self._ends.pop()
+            if separator and self._text[-2] == separator:  # after the last part
+                self._text[-2] = ""
+            self._text.append(end)
+        elif name == "e" and above == "d":
+            self._text.append(self._ends[-1][1])
         elif name == "oMath":
-            text = _SINGLE.sub(r"\1", _EMPTY.sub("", "".join(self._text)))
-            self._text = [*self._kept, text.replace(_OPEN, "(").replace(_CLOSE, ")")]
+            place = self._places.pop()
+            text = _SINGLE.sub(r"\1", _EMPTY.sub("", "".join(self._text[place:])))
+            self._text[place:] = [text.replace(_OPEN, "(").replace(_CLOSE, ")")]
 
 
 class _Notes(_Body):

@@ -108,7 +108,17 @@ def test_headers_come_first_and_footers_last_each_once() -> None:
         (
             "<m:nary><m:naryPr><m:chr m:val='∑'/></m:naryPr><m:sub><m:r><m:t>i=1</m:t></m:r>"
             "</m:sub><m:sup/><m:e><m:r><m:t>i</m:t></m:r></m:e></m:nary>",
-            "∑_(i=1)i",
+            "∑_(i=1) i",
+        ),
+        (
+            "<m:d><m:dPr><m:sepChr m:val=';'/></m:dPr><m:e><m:r><m:t>0</m:t></m:r></m:e><m:e><m:r>"
+            "<m:t>1</m:t></m:r></m:e></m:d>",
+            "(0;1)",
+        ),
+        (
+            "<m:d><m:e><m:r><m:t>A</m:t></m:r></m:e><m:e><m:d><m:dPr><m:begChr m:val='|'/>"
+            "<m:endChr m:val='|'/></m:dPr><m:e><m:r><m:t>B</m:t></m:r></m:e></m:d></m:e></m:d>",
+            "(A||B|)",
         ),
         (
             "<m:d><m:dPr><m:begChr m:val='['/><m:endChr m:val=']'/></m:dPr><m:e><m:r><m:t>0,1</m:t>"
@@ -197,6 +207,23 @@ def test_lists_and_headings_have_the_numbers_that_word_shows() -> None:
         "- a bullet\n3. Come back.\n  (a) again\n7. from seven",
         *("none", "## Article 2 Where", "# Article 3 Deposit", "## 3.1 How much", "### Part"),
     ]
+
+
+def test_a_list_at_the_end_is_read_everywhere() -> None:
+    numbering = """<w:abstractNum w:abstractNumId="0">
+      <w:lvl w:ilvl="0"><w:numFmt w:val="upperRoman"/><w:lvlText w:val="%1."/></w:lvl>
+      <w:lvl w:ilvl="1"><w:numFmt w:val="decimal"/><w:isLgl/><w:lvlText w:val="%1.%2"/></w:lvl>
+    </w:abstractNum><w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>"""
+    note = f'<w:footnote w:id="2">{item("noted", 1)}</w:footnote>'
+    text = body_text(
+        paragraph(run("Off.") + '<w:r><w:footnoteReference w:id="2"/></w:r>'),
+        item("gas", 1),
+        item("valve", 1, 1),
+        numbering=numbering,
+        footnotes=note,
+        header=item("head", 1),
+    )
+    assert text.split("\n\n") == ["I. head", "Off.[1]", "[1] I. noted", "I. gas\n  1.1 valve"]
 
 
 def test_a_phonetic_guide_is_beside_its_word() -> None:
@@ -309,3 +336,30 @@ def test_a_large_table_of_spans_costs_what_its_text_does() -> None:
     started = time.process_time()
     assert text_of(word_bytes(f"<w:tbl>{rows}</w:tbl>")).count("x") == 500
     assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize("kind", ["depths", "styles", "equations", "notes", "markers"])
+def test_a_file_that_names_the_same_again_and_again_costs_what_its_text_does(kind: str) -> None:
+    place = '<w:numPr><w:ilvl w:val="{}"/><w:numId w:val="1"/></w:numPr>'
+    equation = "<m:oMath><m:r><m:t>x</m:t></m:r></m:oMath>"
+    styled = [paragraph("x", f'<w:pStyle w:val="s{6_000 - i % 3_000}"/>') for i in range(6_000)]
+    blocks, part = {
+        "depths": ([paragraph("x", place.format(i)) for i in range(20_000)], _NUMBERING),
+        "styles": (
+            styled,
+            "".join(
+                f'<w:style w:styleId="s{i}"><w:basedOn w:val="s{i - 1}"/></w:style>'
+                for i in range(6_001)
+            ),
+        ),
+        "equations": ([paragraph(equation * 100_000)], ""),
+        "notes": (
+            [paragraph('<w:r><w:footnoteReference w:id="2"/></w:r>')] * 5_000,
+            f'<w:footnote w:id="2">{paragraph("n" * 100_000)}</w:footnote>',
+        ),
+        "markers": ([item("x", 1)] * 5_000, _NUMBERING.replace("%1.", "%1x" * 20_000)),
+    }[kind]
+    name = {"styles": "styles", "notes": "footnotes"}.get(kind, "numbering")
+    started = time.process_time()
+    assert len(body_text(*blocks, **{name: part})) < 2_000_000
+    assert time.process_time() - started < 6
