@@ -29,9 +29,10 @@ def epub_to_text(path: str, content: bytes) -> tuple[str, str]:
         place = package.get("full-path")
         book = archive.tree(place)
         pages = {one.get("id"): one for one in book.iter("{*}item")}
-        texts = [
-            _page(path, archive, place, pages[one.get("idref")]) for one in book.iter("{*}itemref")
-        ]
+        # Readers pass over what is named and missing, and books whose pages are pictures have no
+        # text to lose.
+        found = [pages.get(one.get("idref")) for one in book.iter("{*}itemref")]
+        texts = [_page(path, archive, place, one) for one in found if one is not None]
         title = next(("".join(one.itertext()) for one in book.iter("{*}title")), "")
     except (MemoryError, DocumentError):  # at the limit: the process says so
         raise
@@ -42,5 +43,7 @@ def epub_to_text(path: str, content: bytes) -> tuple[str, str]:
 
 def _page(path: str, archive: Archive, package: str, item: Any) -> str:
     name = posixpath.join(posixpath.dirname(package), unquote(item.get("href")))
-    page = archive.read(posixpath.normpath(name))
-    return html_to_text(f"{path}: {name}", read_page(f"{path}: {name}", page))[1]
+    name = posixpath.normpath(name)
+    if name not in archive or item.get("media-type", "").startswith("image/"):
+        return ""
+    return html_to_text(f"{path}: {name}", read_page(f"{path}: {name}", archive.read(name)))[1]

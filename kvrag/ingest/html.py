@@ -22,7 +22,7 @@ _BLOCKS = frozenset(
     {
         *("address", "article", "aside", "blockquote", "body", "caption", "dd", "details"),
         *("dialog", "div", "dl", "dt", "fieldset", "figcaption", "figure", "footer", "form"),
-        *("header", "hr", "main", "nav", "p", "section", "summary"),
+        *("header", "hr", "legend", "main", "nav", "optgroup", "option", "p", "section", "summary"),
     }
 )
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
@@ -76,6 +76,7 @@ class _Target:
         # How the numbers of each open list look ("" for none), and the next one.
         self._lists: list[tuple[str, int]] = []
         self._guide: list[str] = []
+        self._guides: list[str] = []
         self._in_guide = False
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
@@ -94,7 +95,7 @@ class _Target:
         elif tag == "br":
             layout.line_break()
         elif tag in _LISTS:
-            kind = attributes.get("type", "1") if tag == "ol" else ""
+            kind = (attributes.get("type") or "1") if tag == "ol" else ""
             if "reversed" in attributes and "start" not in attributes:
                 kind = ""  # its numbers depend on what follows
             self._lists.append((kind, _number(attributes, "start", 1)))
@@ -142,10 +143,12 @@ class _Target:
             layout.end_table()
         elif tag == "rt":
             self._in_guide = False
-        elif tag == "ruby":
-            if guide := "".join("".join(self._guide).split()):
-                layout.text(f"({guide})")
+            self._guides.append(" ".join("".join(self._guide).split()))
             self._guide.clear()
+        elif tag == "ruby":
+            if guide := "".join(self._guides):
+                layout.text(f"({guide})")
+            self._guides.clear()
         elif tag == "pre":
             layout.preformatted()
             self._num_pre -= 1
@@ -179,6 +182,8 @@ class _Target:
 def _is_hidden(tag: str, attributes: Mapping[str, str]) -> bool:
     if not attributes:
         return tag == "dialog"
+    if tag in ("html", "body"):  # a page that its script will show
+        return False
     return (
         ("hidden" in attributes and attributes["hidden"].lower() != "until-found")
         or (tag == "dialog" and "open" not in attributes)

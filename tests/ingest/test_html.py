@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import time
+import zipfile
 
 import pytest
 
@@ -81,6 +83,12 @@ CASES = {
         "東京(とうきょう)に行(い)く",
     ),
     "ruby with bases": ("<ruby><rb>東<rb>京<rt>とう<rt>きょう</ruby>に", "東京(とうきょう)に"),
+    "ruby of several words": ("<ruby>OJT<rt> On the\njob </rt></ruby> is", "OJT(On the job) is"),
+    "numbers without a kind": ("<ol type=''><li>a<li>b</ol>", "1. a\n2. b"),
+    "words of forms": (
+        "<fieldset><legend>Name</legend>Ada</fieldset><select><option>Riga<option>Varn</select>",
+        "Name\n\nAda\n\nRiga\n\nVarn",
+    ),
     "soft hyphens": ("<p>har&shy;bour", "harbour"),
     "hashes in preformatted text": ("<pre># install\nrun</pre>", "```\n# install\nrun\n```"),
     "a heading that nothing ends": (
@@ -94,6 +102,10 @@ CASES = {
 def test_pages_are_as_they_are_seen(name: str) -> None:
     markup, text = CASES[name]
     assert html_to_text("a.html", markup)[1] == text
+
+
+def test_a_page_that_its_script_will_show_is_read() -> None:
+    assert html_to_text("a.html", "<body style='display:none'><p>Open.")[1] == "Open."
 
 
 def test_books_are_read_as_pages_are() -> None:
@@ -119,6 +131,20 @@ def test_pages_of_books_may_have_odd_names_and_declare_their_encoding() -> None:
     }
     (book,) = load_bytes("/docs/a.epub", office.archive_bytes(files))
     assert book.text == "Zürich"
+
+
+def test_what_a_book_names_and_lacks_costs_nothing_else() -> None:
+    package = (
+        '<package><manifest><item id="b" href="b.xhtml"/><item id="lost" href="lost.xhtml"/>'
+        '<item id="cover" href="cover.jpg" media-type="image/jpeg"/></manifest><spine>'
+        '<itemref idref="nowhere"/><itemref idref="cover"/><itemref idref="lost"/>'
+        '<itemref idref="b"/></spine></package>'
+    )
+    packed = io.BytesIO(office.epub_bytes(package=package))
+    with zipfile.ZipFile(packed, "a") as archive:
+        archive.writestr("b/cover.jpg", b"\xff\xd8\xff\xe0")
+    (book,) = load_bytes("/docs/a.epub", packed.getvalue())
+    assert book.text == "# The clock\n\nIt ticks."
 
 
 @pytest.mark.parametrize(
