@@ -30,6 +30,9 @@ from kvrag.ingest.word import docx_to_text
 # The largest value of a C long on every system; the content of files is limited as a whole.
 _MAX_FIELD_CHARACTERS = (1 << 31) - 1
 _SEPARATORS = ",;\t|"
+_NO_SEPARATOR = "\0"  # which no text has
+# In place of the share of rows of one length.
+_ONE_COLUMN, _BROKEN, _DOUBTFUL = -3.0, -2.0, -1.0
 _SNIFFED_CHARACTERS = 1 << 16
 # Excel's own first line, which names the separator.
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \t]*(?:\r\n|\r|\n|$)', re.IGNORECASE)
@@ -140,31 +143,36 @@ def _separator_of(text: str, suffix: str) -> str:
     """Return the separator that cuts the first rows into equally many cells.
 
     If there are several, it is one that no spaces follow, as they do in sentences, and the one
-    with the most cells.
+    with the most cells. A first line without it names a single column, whose cells may be
+    sentences or decimals, unless three cells or more follow in a line: then it is above the table.
     """
     sample = text[:_SNIFFED_CHARACTERS]
     if suffix == ".tsv" and "\t" in sample.split("\n", 1)[0]:
         return "\t"
-    return max(_SEPARATORS, key=lambda separator: _agreement(sample, separator, sample != text))
+    found = {one: _agreement(sample, one, sample != text) for one in _SEPARATORS}
+    best = max(found, key=found.__getitem__)
+    is_one_column = found[best][0] < 0 and all(share != _BROKEN for share, _, _ in found.values())
+    return _NO_SEPARATOR if is_one_column else best
 
 
 def _agreement(sample: str, separator: str, is_cut: bool) -> tuple[float, float, int]:
     rows: list[list[str]] = []
-    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator, strict=True)
+    lines = io.StringIO(sample, newline="")
     try:
-        rows.extend(row for row in reader if row)
+        rows.extend(row for row in csv.reader(lines, delimiter=separator, strict=True) if row)
     except csv.Error:
         # A quoted cell that goes on after the sample is no error.
-        if not is_cut or reader.line_num < len(sample.splitlines()):
-            return 0.0, 0.0, 0
+        if not is_cut or lines.tell() < len(sample):
+            return _BROKEN, 0.0, 0
     if is_cut and len(rows) > 1:
         rows.pop()
     ((length, count),) = Counter(map(len, rows)).most_common(1) or ((0, 0),)
     if length < 2:
-        return 0.0, 0.0, 0
+        return _ONE_COLUMN, 0.0, 0
     cells = [cell for row in rows for cell in row[1:]]
     spaced = sum(cell.startswith(" ") for cell in cells) / len(cells)
-    return count / len(rows), -spaced, length
+    is_doubtful = len(rows[0]) == 1 and (length == 2 or spaced > 0.5)
+    return _DOUBTFUL if is_doubtful else count / len(rows), -spaced, length
 
 
 Loader = Callable[[str, bytes], Iterable[Document]]

@@ -202,6 +202,12 @@ def test_csv_rows_are_documents(name: str, content: str) -> None:
         # An empty corner is no name.
         ("a.csv", ",2022\nRevenue,11\n", "column 1: Revenue\n2022: 11"),
         ("a.csv", "word\nship\n", "word: ship"),
+        # A single column of decimals, of sentences; a line above the table; no name for a row's.
+        ("a.csv", "Preis\n1,50\n", "Preis: 1,50"),
+        ("a.csv", "said\nOnce, twice, thrice.\n", "said: Once, twice, thrice."),
+        ("a.tsv", "said\nOne; two\n", "said: One; two"),
+        ("a.csv", "Varn\na;b;c\n1;2,5;3\n", "Varn: 1\ncolumn 2: 2,5\ncolumn 3: 3"),
+        ("a.csv", '"x"\n"0",4\n"1",5\n', "x: 1\ncolumn 2: 5"),
     ],
 )
 def test_the_separator_is_that_of_the_file(name: str, content: str, text: str) -> None:
@@ -215,6 +221,7 @@ def test_the_separator_of_a_long_file_is_that_of_its_first_rows() -> None:
     assert documents[-1].text == "Town, x: town, 19999\nB, y: b, 19999"
     long_cell = ('a;b\n"' + "x, " * 100_000 + '";2\n').encode()
     assert load("a.csv", long_cell)[0].text.endswith("\nb: 2")
+    assert load("a.csv", long_cell.replace(b"x", "\u2028".encode()))[0].text.endswith("\nb: 2")
 
 
 def test_bad_csv_names_the_line() -> None:
