@@ -21,7 +21,7 @@ _TOKEN = re.compile(
     r"""(?P<literal>"[^"]*"|\\.|[_*].)|\[\$(?P<sign>[^\]-]*)[^\]]*\]|\[(?P<total>h+|m+|s+)\]
     |\[(?P<test>[<>=]+)(?P<than>-?\d+(?:\.\d+)?)\]|\[[^\]]*\]
     |(?P<general>general)|(?P<half>am/pm|a/p)|(?P<exponent>e[+-]0+)
-    |(?P<date>y+|m+|d+|h+|s+(?:\.0+)?)|(?P<digit>[0\#?])|(?P<other>.)""",
+    |(?P<date>y+|m+|d+|h+|s+(?:\.0+)?)|(?P<year>g*e+)|(?P<digit>[0\#?])|(?P<other>.)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
 _EPOCH = datetime.datetime(1899, 12, 30)
@@ -68,7 +68,8 @@ def shown(value: Any, form: str, is_1904: bool = False) -> str:
         return ""
     if isinstance(value, bool):
         return str(value).upper()
-    sections = _sections(_LOCAL.get(form, form)) if len(form) <= _MOST_CHARACTERS else ()
+    form = _LOCAL.get(form, form) or "General"
+    sections = _sections(form) if len(form) <= _MOST_CHARACTERS else ()
     if not isinstance(value, int | float):
         text = str(value)
         if len(sections) == 4 or (len(sections) == 1 and sections[0].has("text")):
@@ -87,6 +88,15 @@ def shown(value: Any, form: str, is_1904: bool = False) -> str:
         return _number(section, number)
     except (ArithmeticError, ValueError):
         return _general(value)
+
+
+def builtin(number: int) -> str:
+    """Return a format of East Asia that no file spells out: each country has its own under it."""
+    if number in (32, 33):
+        return "h:mm:ss"
+    if number in (34, 35, 55, 56):  # a time in China, a date in Japan
+        return "yyyy-mm-dd h:mm"
+    return "yyyy-mm-dd" if 27 <= number <= 36 or 50 <= number <= 58 else "General"
 
 
 def _general(number: float) -> str:
@@ -240,6 +250,8 @@ def _date(section: _Section, value: float, is_1904: bool) -> str:
         elif kind == "half":
             half = "AM" if when.hour < 12 else "PM"
             parts.append(half if "m" in token else half[0])
+        elif kind == "year":  # of an era, whose beginning kvrag does not know
+            parts.append(f"{when.year}")
         elif kind != "date":
             parts.append(token)
         elif token[0] == "y":

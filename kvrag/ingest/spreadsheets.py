@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrag.ingest.number_formats import shown
+from kvrag.ingest.number_formats import builtin, shown
 
 # Merged cells' values that are repeated in one file, so that it costs no more than its size.
 _MAX_REPEATED = 200_000
@@ -124,7 +124,10 @@ def xls_sheets(content: bytes) -> Iterator[Sheet]:
                     elif cell.ctype == xlrd.XL_CELL_ERROR:
                         value = xlrd.error_text_from_code.get(value, "")
                     style = book.xf_list[cell.xf_index] if cell.xf_index is not None else None
-                    form = book.format_map[style.format_key].format_str if style else "General"
+                    form = "General"
+                    if style is not None:
+                        form = book.format_map[style.format_key].format_str
+                        form = form or builtin(style.format_key)
                     if text := _one_line(shown(value, form, bool(book.datemode))):
                         row[column] = text
                 if row:
@@ -139,7 +142,7 @@ def _format_of(book: Any, number: int) -> str:
     from openpyxl.styles.numbers import BUILTIN_FORMATS, BUILTIN_FORMATS_MAX_SIZE
 
     if number < BUILTIN_FORMATS_MAX_SIZE:
-        return str(BUILTIN_FORMATS.get(number, "General"))
+        return str(BUILTIN_FORMATS.get(number) or builtin(number))
     own = book._number_formats
     place = number - BUILTIN_FORMATS_MAX_SIZE
     return str(own[place]) if place < len(own) else "General"

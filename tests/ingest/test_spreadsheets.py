@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import io
+import re
 import time
+import zipfile
 from typing import Any
 
 import pytest
@@ -65,6 +67,8 @@ def text_of(book: Any) -> str:
         (0.30000000000000004, "General", "0.3"),
         (3.0, "General", "3"),
         (12345678901234, "General", "12345678901234"),
+        (45352, '[$-411]ggge"年"m"月"d"日"', "2024年3月1日"),
+        (0.5, "", "0.5"),
         # What is not rendered is as it would be without a format.
         (0.75, "# ?/?", "0.75"),
         (7, "0" * 100, "7"),
@@ -96,6 +100,23 @@ def test_cells_of_files_are_as_their_formats_show_them() -> None:
     assert text_of(book).splitlines()[3] == (
         "| 00042 | 12.5% | 30:15 | 2 Jan 2026 | 1,234.50 | 50% |"
     )
+
+
+def test_dates_of_east_asia_are_dates_though_no_file_spells_their_format_out() -> None:
+    book: Any = openpyxl.Workbook()
+    book.active.append([45352.25])
+    book.active["A1"].number_format = "0.00"
+    packed, changed = io.BytesIO(), io.BytesIO()
+    book.save(packed)
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b'numFmtId="2"', b'numFmtId="31"'))
+    (document,) = load_bytes("/docs/a.xlsx", changed.getvalue())
+    assert document.text.splitlines()[1] == "| 2024-03-01 |"
+    # Records of the old form's cell formats, with a built-in number in place of an own one.
+    content = re.sub(rb"(\xe0\0\x14\0..)[\xa4-\xff]\0", b"\\1\x1f\0", old_xls_bytes(), flags=re.S)
+    (document,) = load_bytes("/docs/a.xls", content)
+    assert document.text.splitlines()[3] == "| 1900-02-11 | 1899-12-31 | 1900-01-01 | 2026-01-02 |"
 
 
 def test_dates_that_count_from_1904() -> None:
