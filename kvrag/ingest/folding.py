@@ -34,13 +34,14 @@ def folded(text: str) -> str:
     """Return a text without what no reader searches for.
 
     Case, compatibility forms (ligatures, full-width and half-width letters), accents, vowel points,
-    and invisible characters such as soft hyphens are folded. Marks that are letters stay: vowels of
-    Thai and Hindi, voiced kana.
+    and invisible characters such as soft hyphens are folded. A dotless i is an i, as its capital
+    is. Marks that are letters stay: vowels of Thai and Hindi, voiced kana.
     """
     if text.isascii():
         return text.lower()
     text = unicodedata.normalize("NFKD", text).casefold()
     accents = {ord(one): None for one in set(text) if _is_accent(unicodedata.combining(one))}
+    accents[ord("ı")] = "i"
     return unicodedata.normalize("NFKC", _IGNORED.sub("", text.translate(accents)))
 
 

@@ -78,7 +78,7 @@ def join_words(text: str) -> str:
     elsewhere, or has both parts as words; and where a capital or a digit is beside it. It goes in
     any case if the document has the word without it. A soft hyphen never stays.
     """
-    text = re.sub("\u00ad[\ufffe\x02]?\\s*\n", "", text).translate(_FORMS)
+    text = re.sub("\u00ad[\ufffe\x02]?[ \\t]*\n", "", text).translate(_FORMS)
     words: set[str] = set()
     if _CUT.search(text):
         words = {word.lower() for word in _WORD.findall(_CUT.sub(" ", text))}
@@ -92,7 +92,7 @@ def join_words(text: str) -> str:
         before = cut.string[max(0, cut.start() - 1) : cut.start()]
         is_compound = (
             "-" in (before, more)
-            or not (second.islower() and first.isalpha() and not first.isupper())
+            or not (second[0].islower() and first.isalpha() and not first.isupper())
             or f"{first}-{second}".lower() in words
             or (first.lower() in words and second.lower() in words)
         )

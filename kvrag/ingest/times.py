@@ -10,8 +10,10 @@ import re
 from datetime import UTC, date, datetime
 
 # ISO 8601, also with a space where T belongs, as databases and `str(datetime)` write it.
+_ZONE = r"(?: ?(?:[Zz]|UTC|[+-]\d\d(?::?\d\d)?))?"
 _TIME = re.compile(
-    r"\d{4}-\d\d-\d\d(?:[Tt ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:[Zz]|[+-]\d\d(?::?\d\d)?))?)?"
+    r"\d{4}-\d\d-\d\d(?:(?:[Tt ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?|[Tt]\d\d)" + _ZONE + ")?"
+    r"|\d{8}[Tt]\d{4}(?:\d\d(?:[.,]\d+)?)?" + _ZONE
 )
 
 
@@ -28,7 +30,8 @@ def order_of(text: str) -> str | None:
     if _TIME.fullmatch(text) is None:
         return None
     try:
-        moment = datetime.fromisoformat(text.upper().replace(" ", "T", 1).replace(" ", ""))
+        joined = re.sub(r"^(.{10}) ", r"\1T", text.upper()).replace(" ", "").replace("UTC", "Z")
+        moment = datetime.fromisoformat(joined)
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except (ValueError, OverflowError):  # the 30th of February
         return None

@@ -251,6 +251,9 @@ TIMES: list[tuple[Any, str]] = [
     ({"$gte": "2024-03-02"}, "d"),
     ({"$lt": "2024-02-30"}, "eg"),  # no time: compared as a text
     ("2024-02-30", "h"),
+    # Other forms that ISO 8601 has, and that databases write.
+    *((form, "c") for form in ("20240301T1100", "20240301T110000Z", "2024-03-01T11")),
+    *((form, "c") for form in ("2024-03-01 11:00:00 UTC", "2024-03-01 11:00:00 +0000")),
     ("2024-03-01T12:30", "afg"),
     (datetime(2024, 3, 1, 12, 30), "afg"),
     (datetime(2024, 3, 1, 11, 0, tzinfo=UTC), "c"),

@@ -397,7 +397,7 @@ def pdf_text(*lines: str) -> str:
         ),
         (("Haupt-", "und Nebeneingang"), "Haupt- und Nebeneingang"),
         (("INTRO-", "DUCTION. The introduction"), "INTRODUCTION. The introduction"),
-        (("from 12-", "34"), "from 12-34"),
+        (("from 12-", "34 mid-", "1990s"), "from 12-34 mid-1990s"),
         (("no cut -", "here"), "no cut -\nhere"),
     ],
 )
@@ -410,6 +410,7 @@ def test_pdf_words_have_letters_for_ligatures_and_no_soft_hyphens() -> None:
         "e\ufb03cient \ufb01\ufb02e so\u00adft har\u00ad\nbour har\u00ad\ufffebour har\u2010\nbour"
     )
     assert join_words(text) == "efficient fifle soft harbour harbour harbour"
+    assert join_words("har\u00ad\n\f\nbour") == "har\f\nbour"  # on the next page
     started = time.process_time()
     join_words("w" * 1_000_000 + "a-\n" * 200_000)
     assert time.process_time() - started < 5

@@ -99,6 +99,7 @@ TEXTS = {
     "hindi": "किताब मेज़ पर रखी हुई है और लड़की पढ़ रही है।",
     "arabic": "كَتَبَ الطَّالِبُ رِسَالَةً إِلَى أُسْتَاذِهِ",
     "russian": "Объявление висело на двери всё лето.",
+    "turkish": "Iğdır ovasından Ağrı Dağı görünür.",
     "german": "Die Straße führt am Schiffahrts\u00admuseum vorbei.",
     "forms": "Departure from Ｇａｔｅ ７ by ﬁre brigade of the o\ufb03ce, ｶﾞﾗｽ door.",
 }
@@ -126,6 +127,8 @@ MANY = [Document(name, text, is_whole=True) for name, text in TEXTS.items()]
         ("استاذه", "arabic"),
         ("ОБЪЯВЛЕНИЕ", "russian"),
         ("все лето", "russian"),
+        ("AĞRI", "turkish"),
+        ("ığdır", "turkish"),
         ("STRASSE", "german"),
         ("schiffahrtsmuseum", "german"),
         ("Schiffahrts\u00admuseum", "german"),
