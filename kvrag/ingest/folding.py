@@ -40,9 +40,9 @@ def folded(text: str) -> str:
     if text.isascii():
         return text.lower()
     text = unicodedata.normalize("NFKD", text).casefold()
-    accents = {ord(one): None for one in set(text) if _is_accent(unicodedata.combining(one))}
-    accents[ord("ı")] = "i"
-    return unicodedata.normalize("NFKC", _IGNORED.sub("", text.translate(accents)))
+    changes = {ord(one): "" for one in set(text) if _is_accent(unicodedata.combining(one))}
+    changes[ord("\N{LATIN SMALL LETTER DOTLESS I}")] = "i"
+    return unicodedata.normalize("NFKC", _IGNORED.sub("", text.translate(changes)))
 
 
 def words_of(text: str) -> Iterator[str]:
