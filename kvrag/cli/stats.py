@@ -33,6 +33,8 @@ def stats(
     if as_json:
         console.print_json({**values, "counted": None if counted is None else counted.to_dict()})
         return
+    # Beside the number of vectors, which are in the catalog: searches make this file.
+    values["vectors_file_bytes"] = values.pop("vectors_bytes")
     console.print_fields(values)
     if counted is not None:
         _print_counted(counted)

@@ -81,7 +81,8 @@ def engine_requests(
             presence_penalty=asked.presence_penalty or 0.0,
             min_p=asked.min_p or 0.0,
             seed=asked.seed,
-            stop=(*asked.stops, *question.stop),
+            # A form says itself where an answer ends.
+            stop=(*asked.stops, *(() if form.constraint else question.stop)),
             stop_loops=question.stop_loops,
             hints=question.hints,
             reuse=options.reuse,

@@ -24,7 +24,7 @@ from kvrag.server.requests import (
     Object,
     Strict,
 )
-from kvrag.server.shapes import ChatShape
+from kvrag.server.shapes import ChatShape, finish_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -341,7 +341,7 @@ class ItemsShape(ChatShape):
         done = {"text": part["text"], "logprobs": part["logprobs"]}
         yield self._of_part("output_text.done", **done)
         yield self._of_part("content_part.done", part=part)
-        is_cut = answer is not None and answer.finish_reason != "stop"
+        is_cut = answer is not None and finish_of(answer) != "stop"
         item["status"] = "incomplete" if is_cut else "completed"
         yield self._of_item("output_item.done", item=item)
 
@@ -369,7 +369,7 @@ class ItemsShape(ChatShape):
     def _response(self, answers: Sequence[Answer] = ()) -> dict[str, Any]:
         """Return the response as far as it is known: without answers, it has just begun."""
         given = self._given
-        is_cut = any(one.finish_reason != "stop" for one in answers) and not self._num_calls[0]
+        is_cut = any(finish_of(one) != "stop" for one in answers) and not self._num_calls[0]
         ended: Status = "incomplete" if is_cut else "completed"
         usage = self._usage(answers) if answers else None
         body = r.ItemsResponse(

@@ -176,7 +176,7 @@ class ChatShape(Shape):
             tool_calls=[_call(one) for one in said.calls[: self._most_calls]] or None,
             annotations=self._citations(answer),
         )
-        finish: r.FinishReason = "tool_calls" if said.calls else _finish(answer)
+        finish: r.FinishReason = "tool_calls" if said.calls else finish_of(answer)
         return r.ChatChoice(
             index=number,
             message=message,
@@ -202,7 +202,7 @@ class ChatShape(Shape):
         if delta.answer is not None:
             cited = r.ChatMessage(annotations=self._citations(delta.answer))
             has_called = self._num_calls[number] > 0
-            yield self._piece(number, cited, "tool_calls" if has_called else _finish(delta.answer))
+            yield self._piece(number, cited, "tool_calls" if has_called else finish_of(delta.answer))
 
     def _parsed(self, number: int, delta: AnswerDelta) -> Piece:
         if self._calls is None:
@@ -240,14 +240,14 @@ class TextShape(Shape):
     def whole(self, answers: Sequence[Answer]) -> r.Head:
         """Return the response with all completions."""
         choices = [
-            self._choice(number, answer.text, answer.logprobs, _finish(answer))
+            self._choice(number, answer.text, answer.logprobs, finish_of(answer))
             for number, answer in enumerate(answers)
         ]
         return r.Completion(choices=choices, **self._ending(answers))
 
     def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
         """Yield the text, the last time with the reason for the end."""
-        finish = None if delta.answer is None else _finish(delta.answer)
+        finish = None if delta.answer is None else finish_of(delta.answer)
         yield self._event([self._choice(number, delta.text, delta.logprobs, finish)])
 
     def _choice(
@@ -288,5 +288,6 @@ def _call(call: ToolCall, number: int | None = None) -> r.ToolCall:
     return r.ToolCall(index=number, id=call.id, function=function)
 
 
-def _finish(answer: Answer) -> r.FinishReason:
+def finish_of(answer: Answer) -> r.FinishReason:
+    """Return why an answer ended, in OpenAI's words: a loop has no other end."""
     return "stop" if answer.finish_reason in ("stop", "loop") else "length"

@@ -25,7 +25,10 @@ def test_ls_json(run: Run, index_folder: Path) -> None:
 
 
 def test_stats(run: Run, index_folder: Path) -> None:
-    assert run("stats", "--index", index_folder).code == 0
+    shown = [line.split("  ")[0] for line in run("stats", "--index", index_folder).out.splitlines()]
+    assert [line for line in shown if line.startswith("vectors")] == [
+        *("vectors", "vectors memory", "vectors file")
+    ]
     values = run("stats", "--index", index_folder, "--json").json
     assert values["num_documents"] == len(TEXTS)
     # No search has written the cache of vectors, and a search finds them all the same.

@@ -14,6 +14,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.text_stream import TextStream
 from tests.cli.conftest import Run, documents, index_folder, model_folder, run
 from tests.server.conftest import client, served
+from tests.server.test_responses import whole
 from tests.support.api_server import Served
 from tests.support.models import make_tokenizer
 from tests.support.rag import Rag, rag
@@ -92,8 +93,9 @@ def test_the_server_ends_answers_over_its_own_prompts(
     said = SENTENCE * 20
     follow(monkeypatch, rag, lambda prompt: said)
 
-    def ask(model: str, question: str) -> tuple[str, Any]:
+    def ask(model: str, question: str, **options: Any) -> tuple[str, Any]:
         asked: dict[str, Any] = {
+            **options,
             "model": model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": 300,
@@ -108,6 +110,18 @@ def test_the_server_ends_answers_over_its_own_prompts(
 
     text, finish = ask(served.rag, "Who keeps it?")
     assert (text.count("kept by Ines"), finish) == (3, "stop")
+    answer = whole(
+        client,
+        is_streamed=is_streamed,
+        model=served.rag,
+        input="Who keeps it?",
+        max_output_tokens=300,
+    )
+    assert (answer.output_text, answer.status, answer.incomplete_details) == (
+        *(text, "completed"),
+        None,
+    )
+    assert answer.output[0].status == "completed"  # type: ignore[union-attr]
     # A prompt of the client's own is answered as the model does.
     text, finish = ask("model", "Who keeps it?")
     assert finish == "length"
@@ -115,6 +129,8 @@ def test_the_server_ends_answers_over_its_own_prompts(
     follow(monkeypatch, rag, lambda prompt: said)
     assert ask(served.rag, "Who keeps it?") == ("Ines.\n", "stop")
     assert ask(served.rag, "Write a question with its answer.") == (said, "stop")
+    form: Any = {"type": "regex", "regex": r"Ines\.\n\nQuestion: And who\?\nAnswer: Ines\."}
+    assert ask(served.rag, "Who keeps it?", response_format=form) == (said, "stop")
 
 
 @pytest.mark.parametrize("command", ["query", "chat"])
