@@ -275,7 +275,7 @@ def _model(reference: str) -> list[Finding]:
     except (KVRagError, OSError, ImportError) as error:
         remedy = "pass --model with a supported model's folder"
         return [Finding("model", "problem", str(error), remedy)]
-    spec = model.spec
+    spec = model.chunk_spec  # what is stored, whatever this processor computes in
     detail = (
         f"{model.name}: {model.hf.config.model_type}, {spec.num_layers} layers, "
         f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "

@@ -19,7 +19,7 @@ _ROLES = {
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # Thoughts of other models are not rendered again.
-_THOUGHTS = ("thinking", "reasoning")
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 # Calls that other providers repeat in the content; `tool_calls` has them.
 _CALLS = ("tool_use", "tool_call")
 

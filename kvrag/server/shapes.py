@@ -202,7 +202,9 @@ class ChatShape(Shape):
         if delta.answer is not None:
             cited = r.ChatMessage(annotations=self._citations(delta.answer))
             has_called = self._num_calls[number] > 0
-            yield self._piece(number, cited, "tool_calls" if has_called else finish_of(delta.answer))
+            yield self._piece(
+                number, cited, "tool_calls" if has_called else finish_of(delta.answer)
+            )
 
     def _parsed(self, number: int, delta: AnswerDelta) -> Piece:
         if self._calls is None:

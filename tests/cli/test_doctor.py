@@ -8,15 +8,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvrag.cli import checkup
+from kvrag.cli import checkup, console
 from kvrag.cli.checkup import MINIMUM_VERSIONS, Finding
 from kvrag.codec.names import PLAIN
 from kvrag.fusion.policies.registry import POLICIES
+from kvrag.models.kv_model import KVModel
 from kvrag.native import REFERENCE, instruction_set, instruction_sets, use_instruction_set
 from kvrag.store.registry import REMOTE
 from tests.cli.conftest import Run
 from tests.support.distributions import installed
+from tests.support.models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -73,6 +76,21 @@ def test_index_and_model(run: Run, index_folder: Path) -> None:
     assert found["compute"].detail.startswith("float32; --compute auto would take ")
     for name in ("float32", "bfloat16", "int8"):
         assert f"{name} 0." in found["compute"].detail.partition("(a layer: ")[2]
+
+
+def test_what_is_stored_is_named_whatever_the_processor_computes_in(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.models.kv_model.has_bfloat16", lambda: False)
+    make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    found = findings(run, "--model", tmp_path)
+    spec = KVModel.load(tmp_path).chunk_spec
+    assert spec.dtype == torch.bfloat16
+    stored = console.format_bytes(spec.bytes_per_token)
+    assert ", bfloat16, " in found["model"].detail
+    assert found["model"].detail.endswith(f", {stored} of KV per token")
+    assert found["compute"].detail.startswith("float32; ")
 
 
 def test_missing_index_is_a_problem_with_a_remedy(run: Run, tmp_path: Path) -> None:

@@ -415,7 +415,10 @@ def test_calls_and_results_are_turns_of_their_own() -> None:
     turns = to_turns(
         [
             HumanMessage("a"),
-            AIMessage([{"type": "thinking", "thinking": "hm"}, "b"], tool_calls=[called]),
+            AIMessage(
+                [{"type": "thinking", "thinking": "hm"}, {"type": "redacted_thinking"}, "b"],
+                tool_calls=[called],
+            ),
             ToolMessage("c", tool_call_id="1", name="search"),
             ToolMessage("d", tool_call_id="2"),
         ]
