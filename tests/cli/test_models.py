@@ -83,6 +83,7 @@ def test_misspelt_models_are_named_before_anything_is_asked(
     for name, meant in (
         ("llama3", "'ollama:llama3.2'"),
         ("Llama3.2", "'ollama:llama3.2'"),
+        ("llama3.2:2b", "'ollama:llama3.2:1b'"),
         ("ollama:llama3", "'ollama:llama3.2'"),
         ("smolm2", "'smollm2-135m'"),
         ("kvrag-tinny", "'kvrag-tiny'"),
@@ -122,6 +123,9 @@ def test_pull_says_what_needs_none(run: Run) -> None:
     assert done.code == 1
     assert "is a hub name, which needs no pull: --model HuggingFaceTB/SmolLM2" in done.err
     assert "(is it 'smollm2-135m'?)" in run("models", "pull", "smollm2").err
+    for name in ("ollama:llama3.2", "llama.cpp:tiny", "files/tiny.gguf"):
+        said = run("models", "pull", name).err
+        assert f"'{name}' needs no pull: --model {name} takes the file itself" in said
 
 
 def test_only_what_is_absent_is_to_be_pulled(run: Run, tmp_path: Path) -> None:
