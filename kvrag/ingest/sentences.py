@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvrag import arguments, foreign
 from kvrag.errors import ModelLoadError, ParameterError
 from kvrag.regularfile import read_regular, require_regular_files
+from kvrag.weights.known import HUB_SECONDS
 
 _OWN = "sentence_transformers."
 
@@ -47,7 +48,17 @@ def load_sentences(kind: str, reference: str, place: str, **options: Any) -> Any
         try:
             return load(reference, local_files_only=True, **options)
         except (OSError, ValueError):
+            _ask_hub(reference)
             return load(reference, **options)
+
+
+def _ask_hub(name: str) -> None:
+    """Raise an error if the hub does not answer one request: loaders would ask for 20 seconds."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with suppress(HfHubHTTPError):  # it answers, and the loader knows better what is wrong
+        HfApi().model_info(name, timeout=HUB_SECONDS)
 
 
 @contextmanager

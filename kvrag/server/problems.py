@@ -173,10 +173,17 @@ def validation_problem(errors: list[Any]) -> RequestError:
     branches = [number for number, part in enumerate(first["loc"]) if _is_branch(part)]
     if branches:
         # A text or a list: the error that is deepest inside says what is wrong, and no branch of
-        # another type does.
+        # another type does. A list that is too long is nobody's other type.
         union = first["loc"][: branches[0]]
         same = (one for one in errors if one["loc"][: len(union)] == union)
-        first = max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
+        first = max(
+            same,
+            key=lambda one: (
+                one["type"] == "too_long",
+                len(one["loc"]),
+                not one["type"].endswith("_type"),
+            ),
+        )
     # The first part is where the value was: body, query or path.
     place = [str(part) for part in first["loc"][1:] if not _is_branch(part)]
     param = cut(".".join(place)) or None

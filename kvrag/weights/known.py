@@ -15,7 +15,8 @@ EXPECTED_MODEL = (
     "Expected a name that `kvrag models` lists, a folder with config.json, tokenizer.json and "
     "*.safetensors, a GGUF file, ollama:NAME, llama.cpp:NAME, or a hub name such as 'org/name'"
 )
-_HUB_SECONDS = 10.0
+HUB_SECONDS = 10.0
+"""Time for the hub to say whether it has a model."""
 
 
 def ready_models() -> list[str]:
@@ -61,7 +62,7 @@ def check_hub(reference: str) -> None:
             return
         found = "/" not in reference and like(reference)
         if not found:
-            HfApi().model_info(reference, timeout=_HUB_SECONDS)
+            HfApi().model_info(reference, timeout=HUB_SECONDS)
             return
         why = ""
     except HfHubHTTPError as error:

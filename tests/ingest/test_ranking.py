@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import HfApi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import turns as turns_module
 from kvrag.ingest import words
-from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors
+from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import WORDS_WEIGHT, Reranker, fused
 from kvrag.ingest.turns import Turns
@@ -194,6 +195,24 @@ def test_what_is_no_cross_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ParameterError, match="no CrossEncoder that can be loaded"):
         Reranker(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("load", [Reranker, get_embedding])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any]
+) -> None:
+    asked = []
+
+    def refuse(_: HfApi, name: str, **options: Any) -> None:
+        asked.append((name, options["timeout"] > 0))
+        raise OSError("no route")
+
+    monkeypatch.setattr(HfApi, "model_info", refuse)
+    with pytest.raises(
+        ParameterError, match=r"'org/absent': no .* can be loaded \(OSError: no route\)"
+    ):
+        load("org/absent")
+    assert asked == [("org/absent", True)]
 
 
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])

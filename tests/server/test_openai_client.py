@@ -293,6 +293,8 @@ def test_token_ids_are_decoded(client: OpenAI, served: Served, rag: Rag) -> None
         for wrong in ([], [[]], [5, "a"], [-1], [True], [[1.5]]):
             with pytest.raises(openai.BadRequestError):
                 call(wrong)
+    with pytest.raises(openai.BadRequestError, match="prompt: List should have at most 16 items"):
+        completed(["a"] * 17)
 
 
 def test_the_models_are_listed(client: OpenAI) -> None:
