@@ -207,7 +207,7 @@ def _call_for_template(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ParameterError(
                 f"the call of {function['name']!r} in a message has arguments that are no JSON: "
                 f"{error}"

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -269,7 +270,8 @@ def _add_errors(app: FastAPI) -> None:
     async def failed(_: Request, error: Exception) -> Response:
         return as_problem(error).response()
 
-    for kind in (RequestError, KVRagError, Exception):
+    # uvicorn adds a traceback to the log for any other error.
+    for kind in (RequestError, KVRagError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, failed)
 
 

@@ -141,6 +141,7 @@ RENDERED: dict[str, Any] = {"add_special_tokens": False}
     [
         ({"id": "x"}, "expected {'id'"),
         ({"function": {"name": "f", "arguments": "{"}}, "no JSON"),
+        ({"function": {"name": "f", "arguments": "[" * 3000 + "]" * 3000}}, "no JSON"),
         ("text", "expected {'id'"),
     ],
 )

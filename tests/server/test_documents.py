@@ -31,6 +31,7 @@ from kvrag.server.app import ServerOptions, make_app
 from kvrag.server.documents import Documents, uploads_path
 from kvrag.server.history import History
 from kvrag.server.running import Server
+from tests.server.test_faults import metric, wait_until
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, save_model
 
@@ -278,6 +279,25 @@ def test_a_body_that_drips_is_given_up(writable: Served, monkeypatch: pytest.Mon
                 break
             assert time.monotonic() < deadline
     assert list(uploads_path(writable.engine.index.path).iterdir()) == []
+
+
+def test_a_client_that_leaves_its_upload_is_no_error(
+    writable: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can fill the log with tracebacks."""
+    folder = uploads_path(writable.engine.index.path)
+    with socket.create_connection(("127.0.0.1", writable.server.port), timeout=20) as client:
+        client.sendall(
+            b"PUT /v1/kvrag/documents/left.md HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 100000\r\n\r\nx"
+        )
+        wait_until(lambda: any(folder.glob(".upload-*")))
+    gone = 'kvrag_server_requests_total{route="other",status="499"'
+    wait_until(lambda: metric(writable, gone) == 1)
+    wait_until(lambda: not any(folder.glob(".upload-*")))
+    assert put(writable, "left.md", TEXT).status_code == 200
+    delete(writable, str(folder / "left.md"))
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
 ROWS = b"name,place\n" + b"".join(b"Ines %d,Varn near bridge %d\n" % (i, i) for i in range(12))
