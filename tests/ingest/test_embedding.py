@@ -210,12 +210,16 @@ def test_hub_names_are_looked_up_and_paths_are_not(monkeypatch: pytest.MonkeyPat
         return real(str(get_model_path()), local_files_only=True)
 
     monkeypatch.setattr(sentence_transformers, "SentenceTransformer", load)
+    hub: list[str] = []
+    monkeypatch.setattr("kvrag.ingest.sentences._ask_hub", hub.append)
     assert get_embedding("owner/a-model").name == "owner/a-model"
     assert asked == [("owner/a-model", True), ("owner/a-model", False)]
+    assert hub == ["owner/a-model"]
     for name in ("a-model", "/owner/model", "./owner/model", "a/b/c", "owner/.."):
         with pytest.raises(ParameterError, match="there is no embedding"):
             get_embedding(name)
     assert len(asked) == 2
+    assert len(hub) == 1
 
 
 @pytest.fixture(scope="module")
