@@ -29,7 +29,7 @@ class Batches:
     """Runs such work in its own threads, and ends it when its client leaves."""
 
     def __init__(self) -> None:
-        self._pool = Pool("kvrag-texts", _THREADS)
+        self._pool = Pool("texts", _THREADS)
         self._open: Counter[str] = Counter()
         self._moved = time.monotonic()
 

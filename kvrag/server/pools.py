@@ -20,13 +20,13 @@ class Pool:
     Parameters
     ----------
     name
-        Begins the threads' names.
+        Stands in the threads' names, after `kvrag-`.
     num_threads
         Their number, at least 2.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvrag-{name}")
         self._share = num_threads // 2
         # There are as many as keys.
         self._turns: dict[str, asyncio.Semaphore] = {}

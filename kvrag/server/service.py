@@ -113,9 +113,9 @@ class Service:
         self._fingerprint = f"kvrag-{engine.index.config.model_fingerprint[:12]}"
         # Each returns the bytes that it keeps for a tenant.
         self.keepers: list[Callable[[str], int]] = []
-        self._threads = Pool("kvrag-search", _SEARCH_THREADS)
+        self._threads = Pool("search", _SEARCH_THREADS)
         # A question's search waits for nobody's grammar, and for no batch of texts.
-        self._grammars = Pool("kvrag-form", _GRAMMAR_THREADS)
+        self._grammars = Pool("form", _GRAMMAR_THREADS)
         self._batches = Batches()
 
     @property
