@@ -1,9 +1,11 @@
-"""kvrag: index documents once as position-free KV, answer at the cost of the question.
+"""kvrag: index documents once as position-free KV; later questions get their first word sooner.
 
 >>> import kvrag
 >>> index = kvrag.Index.create("my-index", model="path/to/model")   # doctest: +SKIP
 >>> index.add(["docs/"])                                            # doctest: +SKIP
 >>> kvrag.KVEngine(index).generate("...")                           # doctest: +SKIP
+
+`docs/structure.md` is the map of the code.
 """
 
 from __future__ import annotations

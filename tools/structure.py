@@ -1,22 +1,18 @@
 """The imports of kvrag as a graph: checked for circles, and drawn for `docs/structure.md`.
 
-``python -m tools.structure`` writes ``docs/structure.svg``, and the list of files in
-``docs/structure.md``. Imports for typing and imports inside functions count like all others.
+``python -m tools.structure`` writes ``docs/structure.svg``. Imports for typing and imports inside
+functions count like all others.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "structure.svg"
-MAP = ROOT / "docs" / "structure.md"
-_FILES_BEGIN = "<!-- files:"
 # Import packages, and the folders that they lie in.
 _FOLDERS = {
     "kvrag": ROOT,
@@ -66,7 +62,7 @@ def module_graph() -> Graph:
 
 def circles(graph: Graph) -> list[list[str]]:
     """Return the groups of modules that import one another, each sorted; none is what we want."""
-    reached = _reached(graph)
+    reached = reached_from(graph)
     groups = []
     for module in sorted(graph):
         mutual = sorted(one for one in reached[module] if module in reached[one])
@@ -91,7 +87,7 @@ def package_graph(graph: Graph) -> Graph:
 
 def without_implied(graph: Graph) -> Graph:
     """Return a graph without the arrows that follow from others."""
-    reached = _reached(graph)
+    reached = reached_from(graph)
     return {
         part: frozenset(
             one for one in used if not any(one in reached[other] for other in used - {one})
@@ -144,37 +140,6 @@ def draw(graph: Graph) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def with_files(text: str) -> str:
-    """Return the map with a line for each source file: the first sentence of its docstring."""
-    before, mark, after = text.partition(_FILES_BEGIN)
-    lines = [before + mark + after.partition("\n")[0]]
-    folder = None
-    python = sorted(
-        [*(ROOT / "kvrag").rglob("*.py"), *(ROOT / "bench").rglob("*.py")],
-        key=lambda path: (path.parent, path.name),
-    )
-    for path in [*python, *sorted((ROOT / "cuda").rglob("*.[ch]*"))]:
-        says = _first_sentence(path)
-        if not says or path.name in ("__init__.py", "__main__.py"):
-            continue
-        if path.parent != folder:
-            folder = path.parent
-            lines += ["", f"### `{folder.relative_to(ROOT)}/`", "", "| file | |", "|---|---|"]
-        lines.append(f"| `{path.name}` | {says} |")
-    return "\n".join([*lines, ""])
-
-
-def _first_sentence(path: Path) -> str:
-    """Return what a file says of itself at its beginning, in one line of Markdown."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        said = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
-    else:
-        comment = itertools.takewhile(lambda line: line.startswith("// "), text.splitlines())
-        said = re.split(r"(?<=[.]) ", " ".join(line[3:] for line in comment))[0]
-    return " ".join(said.split()).replace("``", "`").replace("|", "\\|")
-
-
 def _rows(graph: Graph) -> list[list[str]]:
     """Return the packages by layer, the highest first, as the contract of layers names them."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -214,7 +179,7 @@ def _imports(module: str, path: Path, known: Mapping[str, Path]) -> Iterator[str
                     yield node.module
 
 
-def _reached(graph: Graph) -> Graph:
+def reached_from(graph: Graph) -> Graph:
     """Return for each node all that it imports, straight or through others."""
     reached = {}
     for node in graph:
@@ -230,10 +195,9 @@ def _reached(graph: Graph) -> Graph:
 
 
 def main() -> None:
-    """Write the picture, and the list of files."""
+    """Write the picture."""
     PICTURE.write_text(draw(package_graph(module_graph())))
-    MAP.write_text(with_files(MAP.read_text()))
-    print(f"wrote {PICTURE.relative_to(ROOT)} and {MAP.relative_to(ROOT)}")
+    print(f"wrote {PICTURE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,8 @@
 """A corpus generator whose questions need attention between chunks.
 
-`generate_corpus` invents persons, writes short documents about them and asks questions of
-five labelled types. Which file holds what:
-
-=============  ==================================================================
-`names`        names from syllables; splits that share none
-`grammar`      relations, trades, wordings, and how varied a text is
-`people`       persons, their chunks and facts
-`layout`       a random order in which "the baker" still means one person
-`wording`      a planned chunk as a paragraph
-`questions`    questions by type, with answers that are copied spans
-`context`      all of these together: the chunks of one prompt, and its questions
-`corpus`       files of documents and questions, written and read
-`generate`     a whole corpus from a seed
-=============  ==================================================================
+Imports no package. It invents persons, writes short documents about them and asks questions of
+five labelled types.
+Begin with `generate.py`, a corpus from a seed; `context.py` makes one prompt with its questions.
 """
 
 from kvrag_corpus.corpus import ContextChunk, Corpus, CorpusQuestion, SourceDocument

@@ -1,1 +1,5 @@
-"""Training of link tokens and anchors, and of the small model that ships with kvrag."""
+"""Training of link tokens and anchors, and of the small model that ships with kvrag.
+
+Imports `kvrag_bench` and everything below it.
+Begin with `links/trainer.py`.
+"""

@@ -1,5 +1,6 @@
-"""The command line: one file for each command. The rest of kvrag imports nothing from here.
+"""The command line: one file for each command.
 
-Modules of this layer import torch, the engine and the index only inside the commands, so that
-`kvrag --help` stays fast.
+Imports `server`, `tune` and everything below; nothing imports it. Torch, the engine and the index
+are imported only inside commands, so that `kvrag --help` stays fast.
+Begin with `main.py`, which lists the commands, then `query.py`.
 """

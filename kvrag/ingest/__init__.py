@@ -1,1 +1,5 @@
-"""From files to an index."""
+"""Documents to an index: files, chunks, embeddings, KV, one catalog; and the search.
+
+Imports `fusion` and everything below it.
+Begin with `index.py`, the class `Index`; `pipeline.py` drives the steps of ingestion.
+"""

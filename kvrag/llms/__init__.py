@@ -1,1 +1,5 @@
-"""Language-model classes for the frameworks."""
+"""Language models for LangChain and LlamaIndex, and the engine over vLLM.
+
+Imports `pml` and everything below it, and the framework.
+Begin with `langchain.py`; vLLM is in `vllm/`.
+"""

@@ -1,4 +1,8 @@
-"""Loading stored KV while other things are computed."""
+"""Reading stored KV while layers are computed, and what loading costs.
+
+Imports `codec`, `store` and everything below them.
+Begin with `prefetch.py`.
+"""
 
 LOAD_THREADS = 4
 """The most records of a prompt that are read at the same time, by default."""

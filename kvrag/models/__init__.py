@@ -1,1 +1,5 @@
-"""Hugging Face decoders with one interface."""
+"""Hugging Face decoders, unmodified, that compute only chosen tokens of a prompt, layer by layer.
+
+Imports `positions`, `weights` and everything below them.
+Begin with `kv_model.py`; `families.py` says what runs.
+"""

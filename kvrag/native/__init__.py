@@ -1,22 +1,10 @@
-"""The compiled kernels: entropy coding, reconstruction, and attention of scattered rows.
+"""The compiled kernels, and the only way to them from Python. Sources are in ``cuda/``.
 
-All functions take numpy arrays or torch CPU tensors and work on their memory without copying it.
-They check arguments before they call a kernel, and release the GIL while it runs. The kernels are
-in ``cuda/``: headers with one copy of each algorithm for CPU and GPU, and the CPU's vector code.
-The import of this package chooses the instruction set. To choose another, set
+Imports no package. Functions take numpy arrays or torch CPU tensors, check them, work on their
+memory without a copy, and release the GIL. The import chooses the instruction set; another one:
 ``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|avx512bf16|amxbf16|neon`` in the environment. Where
-nothing was compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute
-(`kvrag.native.reference`).
-
-- `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
-- `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
-  `Rotation`, `contexts`, `refine`.
-- `kvrag.native.attention`: `attend`, `VisibleKeys`, `Mass`, `attend_each`, `Buffers`,
-  `ATTENTION_TYPES`.
-- `kvrag.native.elements`: `rms_norm`, `gated`, `rotate`.
-- `kvrag.native.layers`: `RowLayers`, `HAS_ROW_LAYERS`.
-- `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
-- `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
+nothing was compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute (`reference.py`).
+Begin with `kernels.py`; `gpu/` has the kernels for graphics cards.
 """
 
 from __future__ import annotations

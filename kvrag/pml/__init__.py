@@ -1,1 +1,5 @@
-"""Prompt Markup Language: prompts written as reusable modules (Prompt Cache)."""
+"""Prompt Markup Language: prompts written as reusable modules (Prompt Cache).
+
+Imports `engine` and everything below it.
+Begin with `engine.py`; `schema.py` parses schemas, `prompt.py` prompts.
+"""

@@ -1,1 +1,5 @@
-"""Retrievers and vector stores for LangChain and LlamaIndex."""
+"""Retrievers and vector stores for LangChain and LlamaIndex.
+
+Imports `engine` and everything below it, and the framework.
+Begin with `langchain.py`.
+"""

@@ -20,7 +20,7 @@ class Pool:
     Parameters
     ----------
     name
-        Stands in the threads' names, after `kvrag-`.
+        Part of the threads' names, after `kvrag-`.
     num_threads
         Their number, at least 2.
     """

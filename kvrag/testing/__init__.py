@@ -1,13 +1,7 @@
-"""Contracts for stores, codecs, policies and models: pytest suites to subclass.
+"""Test suites to subclass: what every store, codec, policy and model must do. They need pytest.
 
-- `kvrag.testing.store_contract.StoreContract`
-- `kvrag.testing.codec_contract.CodecContract`
-- `kvrag.testing.policy_contract.PolicyContract`
-- `kvrag.testing.model_contract.ModelContract`
-
-They need pytest, which kvrag itself does not need::
-
-    from kvrag.testing.store_contract import StoreContract
+Imports `fusion` and everything below it.
+Begin with `store_contract.py`::
 
     class TestLakeStore(StoreContract):
         @pytest.fixture

@@ -1,1 +1,5 @@
-"""Measurements of a model, an index and its stores, for calibration and the choice of a store."""
+"""Measurements of a model, an index and its stores: `kvrag calibrate` and `kvrag choose-store`.
+
+Imports `engine` and everything below it.
+Begin with `judging.py`, which judges policies, and `stores.py`, which times stores.
+"""

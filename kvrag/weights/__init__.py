@@ -1,1 +1,5 @@
-"""Weights by name: GGUF files from packages, Ollama, llama.cpp or a path, as folders to load."""
+"""Models by one word: GGUF files from packages, Ollama, llama.cpp or a path, converted once.
+
+Imports no package, only single modules of `kvrag`.
+Begin with `sources.py`, which finds a file, then `convert.py`.
+"""
