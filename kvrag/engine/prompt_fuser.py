@@ -20,10 +20,11 @@ from kvrag.errors import PromptTooLongError
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice
-from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse_in_slices
+from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices
 from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.slices import Clock, Slices
@@ -127,6 +128,28 @@ class PromptFuser:
         PromptTooLongError
             If the prompt leaves no room in the context window.
         """
+
+        def attempt(laid_out: LaidOutPrompt) -> Slices[tuple[FusedPrompt, Release]]:
+            return self._fuse(request, choice, laid_out, layout_seconds, keeps=keeps)
+
+        def without(laid_out: LaidOutPrompt, error: LostError) -> LaidOutPrompt:
+            # The compressed rows of these chunks have no tokens to compute instead, so lay out the
+            # chunks' own tokens.
+            lost = {one[0]: str(why) for one, why in error.lost.items()}
+            return replace(laid_out, layout=without_chunks(laid_out.layout, lost))
+
+        return (yield from without_lost(laid_out, attempt, without))
+
+    def _fuse(
+        self,
+        request: Request,
+        choice: Choice,
+        laid_out: LaidOutPrompt,
+        layout_seconds: float,
+        *,
+        keeps: bool,
+    ) -> Slices[tuple[FusedPrompt, Release]]:
+        """Fuse a prompt. Raise `CompressedLostError` without its chunks' compressed rows."""
         index, layout, open_kv = self._index, laid_out.layout, laid_out.open_kv
         assert request.max_tokens is not None  # the engine's defaults set it
         if open_kv is None:
@@ -154,12 +177,6 @@ class PromptFuser:
                 self._links.on_model if layout.links else None,
                 self._loading(request, layout_seconds, is_placed=open_kv is not None),
             )
-        except CompressedLostError as error:
-            self.buffers.give_back(buffer)
-            # The compressed rows of these chunks have no tokens to compute instead, so lay out the
-            # chunks' own tokens. Each call has fewer chunks, so this ends.
-            fewer = replace(laid_out, layout=without_chunks(laid_out.layout, error.lost))
-            return (yield from self.fuse(request, choice, fewer, layout_seconds, keeps=keeps))
         except BaseException:  # a cancelled one as well
             if earlier is not None and earlier.goes_on:
                 # The conversation may go on: its rows are as they were.

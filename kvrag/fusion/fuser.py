@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.agreed_loader import AgreedLoader
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.links import LinkTokens
-from kvrag.fusion.loader import LostError, OpenKV, SpanLoader
+from kvrag.fusion.loader import OpenKV, SpanLoader
+from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import FusePlan, Loading, covered, plan_fusion
 from kvrag.fusion.policies.base import RecomputePolicy, chooses_by_attention, mean_count
 from kvrag.fusion.policies.none import NonePolicy
@@ -31,7 +31,7 @@ from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.fusion.shift import ChunkShift
 from kvrag.fusion.slices import Clock, Slices, in_background, slice_rows, until, whole
-from kvrag.fusion.streamed_loader import StreamedLoader
+from kvrag.fusion.streamed import Target
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
@@ -119,18 +119,8 @@ class FusedPrompt:
         }
 
 
-class CompressedLostError(Exception):
-    """Compressed chunks' KV is not available: the prompt has to be laid out without them.
-
-    Attributes
-    ----------
-    lost
-        Chunk id to the reason for the miss.
-    """
-
-    def __init__(self, lost: Mapping[str, str]) -> None:
-        super().__init__(", ".join(f"chunk {chunk_id}: {lost[chunk_id]}" for chunk_id in lost))
-        self.lost = lost
+class CompressedLostError(LostError):
+    """Compressed chunks' KV is not available: the prompt has to be laid out without them."""
 
 
 def fuse(
@@ -191,26 +181,29 @@ def fuse_in_slices(
     clock.lap("select")
     linked = LinkedRows(model, plan.layout, links)
     loader = _loader_of(model, plan, open_kv, linked, loading)
+
+    def attempt(plan: FusePlan) -> Slices[tuple[FusedPrompt, FusePlan]]:
+        return (yield from execute(model, plan, loader, linked, fused, clock)), plan
+
+    def without(plan: FusePlan, error: LostError) -> FusePlan:
+        clock.lap("lost")
+        compressed = {span.record_id for span in plan.compressed}
+        lost = {one: why for one, why in error.lost.items() if one in compressed}
+        if lost:
+            raise CompressedLostError(lost) from error
+        return plan.without(error.lost)
+
     try:
-        while True:
-            try:
-                made = yield from execute(model, plan, loader, linked, fused, clock)
-                break
-            except LostError as error:
-                # The rows computed so far have seen the lost chunks, so start again without them.
-                # Each round has fewer, so this ends.
-                clock.lap("lost")
-                _require_compressed(plan, error)
-                plan = plan.without(error.lost)
+        made, plan = yield from without_lost(plan, attempt, without)
     finally:
         # The buffer's next user must not have anything written into it.
         loader.end()
     # Making a record is computing, and opening had to wait for it.
     clock.move("load", "compute", sum(loader.made_seconds.values()))
     report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
-    if loading.streaming is not None and isinstance(loader, StreamedLoader):
-        assert loader.report is not None
-        stream = loading.streaming.closing(loader.report, computing_seconds(clock.seconds))
+    if loading.streaming is not None:
+        assert loader.stream_report is not None
+        stream = loading.streaming.closing(loader.stream_report, computing_seconds(clock.seconds))
         report = replace(report, stream=stream)
     outcomes = tuple(_with_outcomes(plan, loader, report))
     return replace(made, report=replace(report, decisions=outcomes))
@@ -224,28 +217,15 @@ def computing_seconds(seconds: Mapping[str, float]) -> float:
 def _loader_of(
     model: KVModel, plan: FusePlan, open_kv: OpenKV, linked: LinkedRows, loading: Loading
 ) -> SpanLoader:
-    if model.ranks.size > 1:
-        if loading.streaming is not None or plan.layout.links:
-            raise ParameterError(
-                f"{model.ranks.size} processes compute the model together: a target for the first "
-                "token (ttft) and link tokens need one process; leave them out (links='off')"
-            )
-        return AgreedLoader(model.ranks, open_kv, loading.num_threads)
-    if loading.streaming is None:
-        return SpanLoader(open_kv, linked.write_kv, loading.num_threads)
-    return StreamedLoader(
-        open_kv, linked.write_kv, loading.num_threads, loading.streaming, plan.num_planned_rows
-    )
-
-
-def _require_compressed(plan: FusePlan, error: LostError) -> None:
-    lost = {
-        span.chunk_id: str(error.lost[span.record_id])
-        for span in plan.compressed
-        if span.record_id in error.lost
-    }
-    if lost:
-        raise CompressedLostError(lost) from error
+    if model.ranks.size > 1 and (loading.streaming is not None or plan.layout.links):
+        raise ParameterError(
+            f"{model.ranks.size} processes compute the model together: a target for the first "
+            "token (ttft) and link tokens need one process; leave them out (links='off')"
+        )
+    target = None
+    if loading.streaming is not None:
+        target = Target(loading.streaming, plan.num_planned_rows)
+    return SpanLoader(open_kv, linked.write_kv, loading.num_threads, model.ranks, target)
 
 
 def _with_outcomes(
@@ -322,7 +302,7 @@ def execute(
         if layer_index >= asked.stop:
             yield from until(partial(loader.has_layer, layer_index))
             with torch.no_grad():
-                loader.load_layer(layer_index, fused, table)
+                loader.load_layer(layer_index)
             clock.lap("load")
         with computing():
             hidden = selection.enter(layer_index, model, hidden, fused, table)
@@ -403,8 +383,7 @@ def _begin(
 
     def bring() -> None:
         loader.open(plan.spans)
-        if isinstance(loader, StreamedLoader):  # which loads all of them before it returns
-            loader.begin(fused, tables)
+        loader.stream(fused, tables)
 
     if loader.waits:
         yield from in_background(bring)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
 
 from kvrag.codec.base import Destination, EncodedChunk
-from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
+from kvrag.errors import EngineError
 from kvrag.fusion.layout import RecordId, ReusedSpan
+from kvrag.fusion.loss import (
+    DAMAGE,
+    MISS_ABSENT,
+    MISS_DAMAGED,
+    REASONS,
+    LostError,
+    reason_of,
+)
 from kvrag.fusion.made import MadeChunk, NotMadeError
+from kvrag.fusion.streamed import Target, stream_records
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
-from kvrag.loading.patience import SlowStoreError
 from kvrag.loading.prefetch import LayerPrefetch
+from kvrag.loading.stream_report import StreamReport
+from kvrag.models.ranks import ALONE, Ranks
 from kvrag.positions.deferred import DeferredTable
 from kvrag.positions.rotary import RotaryTable
-
-MISS_ABSENT = "KV not in the store"
-MISS_DAMAGED = "record damaged"
-MISS_UNREADABLE = "store unreadable"
-MISS_PROFILE = "codec profile missing"
-MISS_SLOW = "store slower than computing"
-
-DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
-"""Errors that a store or record may raise; the span is then computed, and counted as a miss."""
 
 OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
 """Takes a chunk id and the chunk's context tokens; returns the opened record, or None if the store
@@ -35,18 +37,34 @@ WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 """Writes rows of one layer, by its index and rotary table, into a buffer."""
 
 
-class LostError(Exception):
-    """Records are unavailable or not wanted: the prompt has to be planned without them.
+class Reading(Protocol):
+    """How the layers of open records come into a prompt's buffer.
 
     Attributes
     ----------
-    lost
-        For each record the reason for the miss; None if computing it is a choice.
+    hidden_seconds
+        Wall seconds of reading during which nobody waited; complete after `close`.
     """
 
-    def __init__(self, lost: Mapping[RecordId, str | None]) -> None:
-        super().__init__(", ".join(f"chunk {one[0]}: {why}" for one, why in lost.items()))
-        self.lost = lost
+    hidden_seconds: float
+
+    def has_layer(self, layer_index: int) -> bool:
+        """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
+        ...
+
+    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
+        """Bring a layer; callers ask for each layer once, in order.
+
+        Returns
+        -------
+        mapping
+            Records that cannot be read, in this layer or later ones, and why. Empty if it is there.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop; nothing is written into the buffer afterwards."""
+        ...
 
 
 class SpanLoader:
@@ -54,7 +72,8 @@ class SpanLoader:
 
     `open` opens records and checks their headers. After `begin`, threads read layers in the
     background; without threads, each layer is read on request. So the rows of later layers take no
-    memory before they are needed. Damage in a store raises only `LostError`.
+    memory before they are needed. With a target, `stream` loads all layers before. Damage in a
+    store raises only `LostError`.
 
     Parameters
     ----------
@@ -65,6 +84,11 @@ class SpanLoader:
     num_threads
         Number of records read at the same time while the caller computes; 0 reads each layer on
         request, in the caller's thread.
+    ranks
+        The processes that fuse the prompt, each with its heads. All of them raise the same
+        `LostError`, or they would compute different rows. They agree once a layer.
+    target
+        The time to first token, if the records are to be there before anything is computed.
 
     Attributes
     ----------
@@ -74,6 +98,8 @@ class SpanLoader:
         For each record, the seconds that a thread took to open and read it.
     made_seconds
         For each record that was made for this prompt, the seconds of computing it.
+    stream_report
+        The report on streaming; None without a target, and before `stream`.
     """
 
     def __init__(
@@ -81,22 +107,23 @@ class SpanLoader:
         open_kv: OpenKV,
         write_more: WriteKV | None = None,
         num_threads: int = 0,
+        ranks: Ranks = ALONE,
+        target: Target | None = None,
     ) -> None:
         self._open_kv = open_kv
         self._write_more = write_more
         self._num_threads = num_threads
-        self._prefetch: LayerPrefetch | None = None
-        self._lanes: tuple[RecordId, ...] = ()
-        # On a GPU: threads write a layer's keys, and its caller places them.
-        self._deferred: tuple[DeferredTable, ...] = ()
-        self._waited_seconds = 0.0
-        self._unneeded: Mapping[ReusedSpan, int] = {}
+        self._ranks = ranks
+        self._target = target
+        self._reading: Reading | None = None
+        self._into: tuple[FusedKV, Sequence[RotaryTable]] | None = None
+        self._spans: Sequence[ReusedSpan] = ()
+        self._records: dict[RecordId, EncodedChunk] = {}
+        self._bytes_of_dropped = 0
         self.hidden_seconds = 0.0
         self.record_seconds: dict[RecordId, float] = {}
         self.made_seconds: dict[RecordId, float] = {}
-        self._spans: Sequence[ReusedSpan] = ()
-        self._bytes_of_dropped = 0
-        self._records: dict[RecordId, EncodedChunk] = {}
+        self.stream_report: StreamReport | None = None
 
     def open(self, spans: Sequence[ReusedSpan]) -> None:
         """Set the spans to load, and open their records.
@@ -107,13 +134,19 @@ class SpanLoader:
         ------
         LostError
             If some of the records are not available; the others are open.
+        EngineError
+            If another rank fails in another way.
         """
+        with self._agreeing(spans):
+            self._open(spans)
+
+    def _open(self, spans: Sequence[ReusedSpan]) -> None:
         self._spans = spans
         ends: dict[RecordId, int] = {}
         for span in spans:
             ends[span.record_id] = max(ends.get(span.record_id, 0), span.chunk_end)
         for record_id in self._records.keys() - ends.keys():
-            self._drop(record_id)
+            self._bytes_of_dropped += self._records.pop(record_id).bytes_read
         wanted = [record_id for record_id in ends if record_id not in self._records]
         # Opening a record costs at least one round trip.
         found = threads.each(self._opened, wanted, max(self._num_threads, 1))
@@ -152,13 +185,40 @@ class SpanLoader:
         """Bytes read from the store, including headers."""
         return self._bytes_of_dropped + sum(r.bytes_read for r in self._records.values())
 
+    def stream(self, fused: FusedKV, tables: Sequence[RotaryTable]) -> None:
+        """With a target, load all layers; later calls, and those without a target, do nothing.
+
+        Raises
+        ------
+        LostError
+            If records are not available, or are quicker to compute.
+        """
+        if self._target is None or self.stream_report is not None:
+            return
+        spans = self._spans_by_record()
+
+        def place(record_id: RecordId) -> None:
+            for layer_index, table in enumerate(tables):
+                self._place(spans[record_id], layer_index, fused, table)
+
+        self.stream_report, lost = stream_records(
+            self._target,
+            self._records,
+            spans,
+            self.record_seconds,
+            place,
+            fused.storage.device,
+        )
+        if lost:
+            raise LostError(lost)
+
     def begin(
         self,
         fused: FusedKV,
         tables: Sequence[RotaryTable],
         unneeded: Mapping[ReusedSpan, int] | None = None,
     ) -> None:
-        """Start to read all layers into `fused` in the background.
+        """Start to read all layers into `fused`; with threads, in the background.
 
         Call `end` before you use the buffer for anything else.
 
@@ -173,33 +233,34 @@ class SpanLoader:
             others.
         """
         self.end()
-        self._unneeded = unneeded or {}
-        if not self._num_threads or not self._spans:
+        self._into = fused, tables
+        if self.stream_report is not None or not self._spans:
             return
-        self._lanes = lanes = tuple(self._records)
+        first_layers = unneeded or {}
         spans = self._spans_by_record()
-        self._deferred = ()
-        if fused.storage.device.type != "cpu":
-            tables = self._deferred = tuple(map(DeferredTable.of, tables))
+        deferred: tuple[DeferredTable, ...] = ()
+        if self._num_threads and fused.storage.device.type != "cpu":
+            tables = deferred = tuple(map(DeferredTable.of, tables))
 
-        def bring(lane: int, layer_index: int) -> None:
-            self._place(spans[lanes[lane]], layer_index, fused, tables[layer_index])
+        def bring(record_id: RecordId, layer_index: int) -> None:
+            needed = [s for s in spans[record_id] if layer_index >= first_layers.get(s, 0)]
+            self._place(needed, layer_index, fused, tables[layer_index])
 
-        self._prefetch = LayerPrefetch(
-            len(lanes),
-            len(tables),
-            bring,
-            num_threads=self._num_threads,
-            device=fused.storage.device,
-        )
+        if self._num_threads:
+            lanes = tuple(self._records)
+            self._reading = _Ahead(lanes, fused, bring, deferred, len(tables), self._num_threads)
+        else:
+            firsts = {
+                one: min(first_layers.get(span, 0) for span in some) for one, some in spans.items()
+            }
+            self._reading = _OnRequest(self._records, firsts, bring, len(tables))
 
     def end(self) -> None:
         """Stop reading; the loader writes nothing into the buffer afterwards."""
-        prefetch, self._prefetch = self._prefetch, None
-        if prefetch is not None:
-            prefetch.close()
-            self.hidden_seconds += max(0.0, prefetch.busy_seconds - self._waited_seconds)
-            self._waited_seconds = 0.0
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.close()
+            self.hidden_seconds += reading.hidden_seconds
 
     @property
     def waits(self) -> bool:
@@ -208,9 +269,9 @@ class SpanLoader:
 
     def has_layer(self, layer_index: int) -> bool:
         """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
-        return self._prefetch is None or self._prefetch.is_loaded(layer_index)
+        return self._reading is None or self._reading.has_layer(layer_index)
 
-    def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
+    def load_layer(self, layer_index: int) -> None:
         """Load one layer of every span that needs it into its rows, keys at global positions.
 
         Raises
@@ -218,24 +279,17 @@ class SpanLoader:
         LostError
             If this layer of a record is damaged or unreadable; with background reading, if any
             layer is. Rows computed with the lost records must be computed again.
+        EngineError
+            If another rank fails in another way.
         """
-        if self._prefetch is not None:
-            busy_before = self._prefetch.busy_seconds
-            failures = self._prefetch.wait(layer_index)
-            self._waited_seconds += self._prefetch.busy_seconds - busy_before
+        assert self._into is not None, "begin comes first"
+        with self._agreeing(self._spans):
+            failures = {} if self._reading is None else self._reading.load_layer(layer_index)
             if failures:
-                # Find the damage of all other records as well, so that one restart is enough.
-                self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
-            if self._deferred:
-                self._deferred[layer_index].finish(fused.keys[layer_index][0])
-        else:
-            for lost, spans in self._spans_by_record().items():
-                try:
-                    self._place(spans, layer_index, fused, table)
-                except DAMAGE as error:
-                    self._lose({lost: error, **self._other_damage(lost, len(fused.keys))})
+                self._lose(failures)
         if self._write_more is not None:
-            self._write_more(layer_index, fused, table)
+            fused, tables = self._into
+            self._write_more(layer_index, fused, tables[layer_index])
 
     def _place(
         self, spans: Sequence[ReusedSpan], layer_index: int, fused: FusedKV, table: RotaryTable
@@ -250,7 +304,6 @@ class SpanLoader:
                 rows=rows,
             )
             for span in spans
-            if layer_index >= self._unneeded.get(span, 0)
             for rows in [slice(span.prompt_start, span.prompt_end)]
         ]
         if not into:
@@ -271,36 +324,131 @@ class SpanLoader:
             iter(failures.values())
         )
 
-    def _drop(self, record_id: RecordId) -> None:
-        self._bytes_of_dropped += self._records.pop(record_id).bytes_read
-
     def _spans_by_record(self) -> dict[RecordId, list[ReusedSpan]]:
         spans: dict[RecordId, list[ReusedSpan]] = {record_id: [] for record_id in self._records}
         for span in self._spans:
             spans[span.record_id].append(span)
         return spans
 
-    def _other_damage(self, lost: RecordId, num_layers: int) -> dict[RecordId, Exception]:
-        """Return the damage of the other records' needed layers, so that one restart is enough."""
-        first_layers: dict[RecordId, int] = {}
-        for span in self._spans:
-            known = first_layers.get(span.record_id, num_layers)
-            first_layers[span.record_id] = min(known, self._unneeded.get(span, 0))
-        failures: dict[RecordId, Exception] = {}
-        first_layers.pop(lost)
-        for record_id, first_layer in first_layers.items():
+    @contextmanager
+    def _agreeing(self, spans: Sequence[ReusedSpan]) -> Iterator[None]:
+        """Lose on all ranks what one of them loses."""
+        if self._ranks.size == 1:
+            yield
+            return
+        record_ids = list(dict.fromkeys(span.record_id for span in spans))
+        codes = [0] * len(record_ids)
+        failure: BaseException | None = None
+        try:
+            yield
+        except LostError as error:
+            for number, record_id in enumerate(record_ids):
+                if record_id in error.lost:
+                    codes[number] = 1 + REASONS.index(error.lost[record_id])
+        except BaseException as error:
+            failure = error
+        *agreed, has_failed = self._ranks.most([*codes, int(failure is not None)])
+        if failure is not None:
+            raise failure
+        if has_failed:
+            self.end()
+            raise EngineError("another of the engine's processes could not load the prompt's KV")
+        told = zip(record_ids, agreed, strict=True)
+        lost = {record_id: REASONS[code - 1] for record_id, code in told if code}
+        if lost:
+            self.end()
+            raise LostError(lost)
+
+
+Bring = Callable[[RecordId, int], None]
+"""Reads a layer of a record, and places it."""
+
+
+class _OnRequest:
+    """Reads each layer when it is asked for, in the caller's thread."""
+
+    hidden_seconds = 0.0
+
+    def __init__(
+        self,
+        records: Mapping[RecordId, EncodedChunk],
+        first_layers: Mapping[RecordId, int],
+        bring: Bring,
+        num_layers: int,
+    ) -> None:
+        self._records = records
+        self._first_layers = first_layers
+        self._bring = bring
+        self._num_layers = num_layers
+
+    def has_layer(self, layer_index: int) -> bool:  # noqa: ARG002
+        return True
+
+    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
+        for record_id in self._records:
             try:
-                for layer_index in range(first_layer, num_layers):
+                self._bring(record_id, layer_index)
+            except DAMAGE as error:
+                return {record_id: error, **self._other_damage(record_id)}
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def _other_damage(self, lost: RecordId) -> dict[RecordId, Exception]:
+        """Return the damage of the other records' needed layers, so that one restart is enough."""
+        failures: dict[RecordId, Exception] = {}
+        for record_id, first_layer in self._first_layers.items():
+            if record_id == lost:
+                continue
+            try:
+                for layer_index in range(first_layer, self._num_layers):
                     self._records[record_id].read_layer(layer_index)
             except DAMAGE as error:
                 failures[record_id] = error
         return failures
 
 
-def reason_of(error: Exception) -> str:
-    """Return the reason, for a report, why a span is not available."""
-    if isinstance(error, ProfileError):
-        return MISS_PROFILE
-    if isinstance(error, SlowStoreError):
-        return MISS_SLOW
-    return MISS_UNREADABLE if isinstance(error, StoreError) else MISS_DAMAGED
+class _Ahead:
+    """Reads layers in other threads, ahead of the caller."""
+
+    def __init__(
+        self,
+        lanes: Sequence[RecordId],
+        fused: FusedKV,
+        bring: Bring,
+        deferred: Sequence[DeferredTable],
+        num_layers: int,
+        num_threads: int,
+    ) -> None:
+        self._lanes = lanes
+        self._fused = fused
+        # On a GPU: threads write a layer's keys, and its caller places them.
+        self._deferred = deferred
+        self._waited_seconds = 0.0
+        self.hidden_seconds = 0.0
+        self._prefetch = LayerPrefetch(
+            len(lanes),
+            num_layers,
+            lambda lane, layer_index: bring(lanes[lane], layer_index),
+            num_threads=num_threads,
+            device=fused.storage.device,
+        )
+
+    def has_layer(self, layer_index: int) -> bool:
+        return self._prefetch.is_loaded(layer_index)
+
+    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
+        busy_before = self._prefetch.busy_seconds
+        failures = self._prefetch.wait(layer_index)
+        self._waited_seconds += self._prefetch.busy_seconds - busy_before
+        if failures:
+            # Find the damage of all other records as well, so that one restart is enough.
+            failures = self._prefetch.drain()
+        elif self._deferred:
+            self._deferred[layer_index].finish(self._fused.keys[layer_index][0])
+        return {self._lanes[lane]: error for lane, error in failures.items()}
+
+    def close(self) -> None:
+        self._prefetch.close()
+        self.hidden_seconds = max(0.0, self._prefetch.busy_seconds - self._waited_seconds)

@@ -107,7 +107,7 @@ def ask(
         clock.lap("ask")
         yield from until(partial(loader.has_layer, layer_index))
         with torch.no_grad():
-            loader.load_layer(layer_index, fused, table)
+            loader.load_layer(layer_index)
         clock.lap("load")
         is_last = layer_index + 1 == attention.layers.stop
         attending = Attending(attention.observer_of(layer_index), stops=is_last)

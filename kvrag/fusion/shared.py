@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
-from kvrag.fusion.loader import LostError, OpenKV, SpanLoader
+from kvrag.fusion.loader import OpenKV, SpanLoader
+from kvrag.fusion.loss import LostError, without_lost
+from kvrag.fusion.slices import Slices, in_one_slice, whole
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
@@ -88,19 +90,20 @@ class SharedPrompts:
         self._windows = sorted({window or 0 for window in model.windows})
         misses: Counter[str] = Counter()
         loader = SpanLoader(open_kv)
-        while True:
-            rows = _Rows(layouts, room)
-            shared = tuple(rows.shared.values())
-            try:
-                loader.open(shared)
-                fused = self._fuse(rows, loader)
-                break
-            except LostError as error:
-                # Each round has fewer records, so this ends.
-                lost = error.lost
-            misses.update(str(lost[one.record_id]) for one in shared if one.record_id in lost)
-            layouts = [_without(layout, lost) for layout in layouts]
-        self._fused, self._rows_of = fused, rows
+
+        def attempt(rows: _Rows) -> Slices[tuple[FusedKV, _Rows]]:
+            return in_one_slice(lambda: (self._fuse(rows, loader), rows))
+
+        def without(rows: _Rows, error: LostError) -> _Rows:
+            gone = [one for one in rows.shared.values() if one.record_id in error.lost]
+            misses.update(str(error.lost[one.record_id]) for one in gone)
+            return _Rows([_without(layout, error.lost) for layout in rows.layouts], room)
+
+        try:
+            fused, rows = whole(without_lost(_Rows(layouts, room), attempt, without))
+        finally:
+            loader.end()
+        self._fused, self._rows_of, layouts = fused, rows, rows.layouts
         num_tokens = sum(len(layout.token_ids) for layout in layouts)
         per_token = model.spec.bytes_per_token
         self.report = SharedReport(
@@ -116,6 +119,7 @@ class SharedPrompts:
         )
 
     def _fuse(self, rows: _Rows, loader: SpanLoader) -> FusedKV:
+        loader.open(tuple(rows.shared.values()))
         model = self._model
         device = model.device
         fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), device)
@@ -123,6 +127,7 @@ class SharedPrompts:
             # Answers' rows are interleaved with unused ones, and even masked rows must not be NaN.
             kv[:, :, rows.num_rows :] = 0
         self._tables = model.tables(len(rows.positions), rows.positions)
+        loader.begin(fused, self._tables)
         self._positions = torch.tensor(rows.positions, device=device)
         fresh = torch.tensor(rows.fresh, device=device)
         ids = torch.tensor([rows.token_ids[row] for row in rows.fresh], device=device)
@@ -130,7 +135,7 @@ class SharedPrompts:
         with model.computing_rows():
             hidden = model.embed(ids, self._positions[fresh])
             for layer_index, table in enumerate(self._tables):
-                loader.load_layer(layer_index, fused, table)
+                loader.load_layer(layer_index)
                 attending = Attending(visible=visible[model.windows[layer_index] or 0])
                 model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
             last = [rows.fresh.index(row) for row in rows.last_rows]
@@ -179,6 +184,7 @@ class _Rows:
     """The order of the buffer's rows: shared records, each prompt's own rows, room for answers."""
 
     def __init__(self, layouts: Sequence[Layout], room: int) -> None:
+        self.layouts = layouts
         self.shared: dict[_Place, ReusedSpan] = {}
         self.positions: list[int] = []
         self.token_ids: dict[int, int] = {}

@@ -84,6 +84,12 @@ def whole(work: Slices[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
         return result
 
 
+def in_one_slice(work: Callable[[], T]) -> Slices[T]:
+    """Do work without a pause."""
+    yield from ()
+    return work()
+
+
 def in_background(work: Callable[[], None]) -> Slices[None]:
     """Do work in another thread; raise what it raises. The work has ended when this ends."""
     future: Future[None] = threads.start(work)

@@ -11,7 +11,8 @@ from itertools import cycle, islice
 from kvrag.chunk import Chunk
 from kvrag.errors import RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.loader import LostError, SpanLoader
+from kvrag.fusion.loader import SpanLoader
+from kvrag.fusion.loss import LostError
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
@@ -160,8 +161,8 @@ def load_spans(
     try:
         spans = _opened(loader, spans)
         loader.begin(buffer, tables, unneeded)
-        for layer_index, table in enumerate(tables):
-            loader.load_layer(layer_index, buffer, table)
+        for layer_index in range(len(tables)):
+            loader.load_layer(layer_index)
     except LostError:
         spans = []
     finally:

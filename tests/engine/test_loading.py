@@ -13,7 +13,7 @@ import torch
 from kvrag.chunk import ChunkKey
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, StoreError
-from kvrag.fusion.loader import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
+from kvrag.fusion.loss import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper

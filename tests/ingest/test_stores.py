@@ -15,7 +15,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexMismatchError, ParameterError, RecordError, StoreError
-from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
+from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.file import FileStore

@@ -10,7 +10,7 @@ import torch
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
-from kvrag.fusion.loader import MISS_DAMAGED
+from kvrag.fusion.loss import MISS_DAMAGED
 from kvrag.fusion.shared import SharedPrompts
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel

@@ -11,7 +11,7 @@ import torch
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
-from kvrag.fusion.loader import MISS_ABSENT
+from kvrag.fusion.loss import MISS_ABSENT
 from kvrag.ingest.index import Index
 from kvrag.ingest.kept import FOLDER
 from kvrag.ingest.passages import Passage
