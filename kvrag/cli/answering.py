@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
-from kvrag.engine.prompts import Messages, chat_messages, own_marks, reading_order
 from kvrag.errors import IndexFormatError
-from kvrag.models.plain import few_shot_prompt, plain_prompt
 
 if TYPE_CHECKING:
     from kvrag.engine.answer import Answer, Source
+    from kvrag.engine.asking import Asking
     from kvrag.engine.base import Engine
     from kvrag.engine.engine import KVEngine
+    from kvrag.engine.request import Message, Request
     from kvrag.ingest.index import Index
     from kvrag.ingest.ranking import Reranker
 
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
-# The examples of a few-shot prompt have answers of one line.
-_FEW_SHOT_STOP = ("\n",)
 
 
 @dataclass(frozen=True)
@@ -47,28 +45,20 @@ class Settings:
     reranker: Reranker | None = None
     filter: dict[str, Any] | None = None
 
+    @property
+    def asking(self) -> Asking:
+        """How questions are asked."""
+        from kvrag.engine.asking import Asking
 
-@dataclass(frozen=True)
-class Retrieved:
-    """A prompt built from a question and the chunks found for it.
+        return Asking(
+            self.top_k, self.filter, self.reranker, self.instruction, self.use_chat_template
+        )
 
-    Attributes
-    ----------
-    question, prompt
-        The question, and the text or messages built from it and the chunks.
-    stop
-        Strings that end the answer.
-    chunk_ids
-        The chunks in the prompt, best first.
-    seconds
-        Time to embed the question and search the index.
-    """
-
-    question: str
-    prompt: str | Messages
-    stop: tuple[str, ...]
-    chunk_ids: tuple[str, ...]
-    seconds: float
+    @property
+    def request_options(self) -> dict[str, Any]:
+        """The fields of each request."""
+        names = ("policy", "ratio", "boundary_tokens", "max_tokens", "temperature", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -128,53 +118,31 @@ def make_engine(index: Index, settings: Settings, *, max_batch: int = 1) -> KVEn
     )
 
 
-def converses(index: Index, settings: Settings) -> bool:
-    """Return whether prompts use the model's chat template; otherwise they are plain text."""
-    return settings.use_chat_template and bool(getattr(index.tokenizer, "chat_template", None))
-
-
 def retrieve(
-    index: Index,
-    question: str,
-    settings: Settings,
-    history: Sequence[tuple[str, str]] = (),
-    *,
-    search: str | None = None,
-    known: Sequence[str] = (),
-) -> Retrieved:
-    """Search the index and build the prompt; only chat prompts include `history`.
+    index: Index, turns: Sequence[Message], settings: Settings, **more: Any
+) -> tuple[Request, float]:
+    """Return the request of a conversation's last question, and the seconds of the search.
 
-    Parameters
-    ----------
-    search
-        What to search for; None means the question.
-    known
-        Chunks that `history` contains; the prompt has each chunk once.
+    `more` are arguments of `Asking.request`.
     """
     started = time.perf_counter()
-    hits = index.search(
-        search or question, settings.top_k, filter=settings.filter, reranker=settings.reranker
-    )
-    seconds = time.perf_counter() - started
-    if not hits:
-        console.note(f"{_why_nothing(index)}: the model answers without documents")
-    chunks = reading_order([hit.chunk for hit in hits if hit.chunk.chunk_id not in known])
-    texts = [chunk.text for chunk in chunks]
-    chunk_ids = tuple(dict.fromkeys([*(hit.chunk.chunk_id for hit in hits), *known]))
-    if converses(index, settings):
-        messages = chat_messages(question, texts, history, settings.instruction)
-        return Retrieved(question, messages, own_marks(question), chunk_ids, seconds)
-    if settings.use_chat_template:
-        prompt = few_shot_prompt(question, texts)
-        return Retrieved(question, prompt, _FEW_SHOT_STOP, chunk_ids, seconds)
-    prompt = plain_prompt(question, texts)
-    return Retrieved(question, prompt, own_marks(question), chunk_ids, seconds)
+    request = settings.asking.request(index, turns, **settings.request_options, **more)
+    if not request.hints:
+        console.note(f"{_why_nothing(index, settings)}: the model answers without documents")
+    return request, time.perf_counter() - started
 
 
-def _why_nothing(index: Index) -> str:
+def as_turn(question: str) -> Message:
+    """Return a user's message."""
+    return {"role": "user", "content": question}
+
+
+def _why_nothing(index: Index, settings: Settings) -> str:
     with contextlib.suppress(IndexFormatError):
         if not any(index.catalog.counts()):
             return "the index is empty"
+    if settings.filter is not None:
+        return "no document fits the filter"
     return (
         "everything in the index is damaged and left out (run 'kvrag verify --repair' or 'kvrag "
         "ingest' to repair it)"
@@ -182,26 +150,9 @@ def _why_nothing(index: Index) -> str:
 
 
 def answer(
-    engine: Engine,
-    retrieved: Retrieved,
-    settings: Settings,
-    on_text: Callable[[str], None] = lambda _text: None,
-) -> Outcome:
-    """Answer the prompt, and pass each piece of text to `on_text` as it is generated."""
-    from kvrag.engine.request import Request
-
-    request = Request(
-        retrieved.prompt,
-        policy=settings.policy,
-        ratio=settings.ratio,
-        boundary_tokens=settings.boundary_tokens,
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        stop=retrieved.stop,
-        stop_loops=True,
-        seed=settings.seed,
-        hints=retrieved.chunk_ids,
-    )
+    engine: Engine, request: Request, on_text: Callable[[str], None] = lambda _text: None
+) -> Answer:
+    """Answer a request, and pass each piece of text to `on_text` as it is generated."""
     final: Answer | None = None
     for delta in engine.stream(request):
         if delta.text:
@@ -209,7 +160,7 @@ def answer(
         final = delta.answer or final
     if final is None:
         raise RuntimeError("the engine's stream ended without an answer")
-    return Outcome(retrieved.question, final, retrieved.seconds)
+    return final
 
 
 def print_below(outcome: Outcome, known: Sequence[str] = ()) -> None:

@@ -90,7 +90,7 @@ def chat(
     Questions are read from stdin, one per line. With --json, all turns are printed as one document
     at the end. When stdin is not a terminal and a question fails, the exit code is 1.
     """
-    from kvrag.cli.answering import Settings, converses, make_engine
+    from kvrag.cli.answering import Settings, make_engine
     from kvrag.cli.conversation import Conversation
     from kvrag.cli.opening import load_reranker, open_index, warm_up
     from kvrag.engine.first_places import FirstPlaces
@@ -115,7 +115,7 @@ def chat(
     )
     with open_index(index, model, device, store, embedding=embedding, compute=compute) as opened:
         engine = make_engine(opened, settings)
-        remembers = converses(opened, settings)
+        remembers = settings.asking.converses(opened)
         if history and not remembers:
             raise ParameterError(
                 f"--history {history}: {opened.config.model} gets a plain prompt here, "
@@ -258,38 +258,35 @@ class _Chat:
         return outcome
 
     def _answer(self, question: str, show: Callable[[str], None]) -> Outcome:
-        from kvrag.cli.answering import answer, retrieve
+        from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
         from kvrag.cli.conversation import Turn, search_question
 
         index, settings, conversation = self._engine.index, self._settings, self._conversation
         if conversation is None:
-            return answer(self._engine, retrieve(index, question, settings), settings, show)
+            request, seconds = retrieve(index, [as_turn(question)], settings)
+            return Outcome(question, answer(self._engine, request, show), seconds)
         search = search_question(self._engine, conversation.turns, question)
         if search != question and not self._quiet:
             console.out().print(
                 f"  searching for: {console.one_line(search)}", style="dim", markup=False
             )
         while True:
-            retrieved = retrieve(
-                index,
-                question,
-                settings,
-                conversation.history,
-                search=search,
-                known=conversation.chunk_ids,
+            turns = [*conversation.history, as_turn(question)]
+            request, seconds = retrieve(
+                index, turns, settings, search=search, hints=conversation.chunk_ids
             )
-            num_tokens = len(self._engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids))
+            num_tokens = len(self._engine.prompt_ids(request.prompt, hints=request.hints))
             has_room = num_tokens + settings.max_tokens <= index.config.max_positions
             if has_room or not conversation.turns:
                 break
             number = conversation.forget_half()
             console.note(f"the model's window is full: forgot {console.count(number, 'turn')}")
-        outcome = answer(self._engine, retrieved, settings, show)
-        assert not isinstance(retrieved.prompt, str)  # only chat prompts remember
-        said = retrieved.prompt[-1]["content"]
-        new = tuple(i for i in retrieved.chunk_ids if i not in conversation.chunk_ids)
-        conversation.add(Turn(question, said, outcome.answer.text, new))
-        return outcome if search == question else replace(outcome, search=search)
+        answered = answer(self._engine, request, show)
+        assert isinstance(request.prompt, list)  # only chat prompts remember
+        said = request.prompt[-1]["content"]
+        new = tuple(i for i in request.hints if i not in conversation.chunk_ids)
+        conversation.add(Turn(question, said, answered.text, new))
+        return Outcome(question, answered, seconds, None if search == question else search)
 
 
 def _as_text(line: str) -> str:

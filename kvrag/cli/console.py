@@ -81,19 +81,19 @@ class AnswerText:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self.quiet = quiet
         self._begun = False
 
     def __call__(self, text: str) -> None:
         """Write a piece."""
         piece = text if self._begun else text.lstrip()
-        if piece and not self._quiet:
+        if piece and not self.quiet:
             stream(piece)
         self._begun = self._begun or bool(piece)
 
     def end(self) -> None:
         """End the line; report an empty answer, which would otherwise look like a failure."""
-        if self._quiet:
+        if self.quiet:
             return
         if self._begun:
             write("\n")

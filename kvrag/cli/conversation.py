@@ -76,9 +76,13 @@ class Conversation:
         return number
 
     @property
-    def history(self) -> list[tuple[str, str]]:
+    def history(self) -> list[dict[str, str]]:
         """The user's messages and their answers, as they were."""
-        return [(turn.said, turn.answer) for turn in self.turns]
+        return [
+            {"role": role, "content": text}
+            for turn in self.turns
+            for role, text in (("user", turn.said), ("assistant", turn.answer))
+        ]
 
     @property
     def chunk_ids(self) -> tuple[str, ...]:

@@ -246,12 +246,14 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], settings: Settings)
 
     The first run is then as fast as all later ones.
     """
-    from kvrag.cli.answering import retrieve
+    from kvrag.cli.answering import as_turn, retrieve
     from kvrag.cli.progress import IngestBar
-    from kvrag.engine.prompts import reading_order
+    from kvrag.engine.asking import reading_order
 
     found = [
-        reading_order(index.catalog.chunks(retrieve(index, one.question, settings).chunk_ids))
+        reading_order(
+            index.catalog.chunks(retrieve(index, [as_turn(one.question)], settings)[0].hints)
+        )
         for one in asked
     ]
     firsts = {chunks[0].chunk_id for chunks in found if chunks}
@@ -263,13 +265,13 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], settings: Settings)
 
 def _warm_up(index: Index, engine: KVEngine, asked: DemoQuestion, settings: Settings) -> None:
     """Pay what only the first answer of a process pays."""
-    from kvrag.cli.answering import answer, retrieve
+    from kvrag.cli.answering import answer, as_turn, retrieve
     from kvrag.cli.plain import answer_plainly
 
-    retrieved = retrieve(index, asked.question, settings)
-    token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
+    request, _ = retrieve(index, [as_turn(asked.question)], settings)
+    token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
     answer_plainly(index.model, token_ids[:_WARM_UP_TOKENS], 1)
-    answer(engine, retrieved, replace(settings, max_tokens=1))
+    answer(engine, replace(request, max_tokens=1))
 
 
 def _answer(
@@ -282,17 +284,17 @@ def _answer(
     view: DemoView,
 ) -> DemoRow:
     """Retrieve once, then answer with kvrag and with plain prefill."""
-    from kvrag.cli.answering import answer, retrieve
+    from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
     from kvrag.cli.plain import answer_plainly
 
     with watch.part("kvrag"):
-        retrieved = retrieve(index, asked.question, settings)
-        show = view.ask(number, asked, index.catalog.chunks(retrieved.chunk_ids))
-        outcome = answer(engine, retrieved, settings, show)
+        request, seconds = retrieve(index, [as_turn(asked.question)], settings)
+        show = view.ask(number, asked, index.catalog.chunks(request.hints))
+        outcome = Outcome(asked.question, answer(engine, request, show), seconds)
         show.end()
-    token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
+    token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
     with watch.part("plain prefill"), view.waiting(len(token_ids)):
-        plain = answer_plainly(index.model, token_ids, settings.max_tokens, retrieved.stop)
+        plain = answer_plainly(index.model, token_ids, settings.max_tokens, request.stop)
     return DemoRow(asked, outcome, plain)
 
 

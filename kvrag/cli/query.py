@@ -13,9 +13,8 @@ from kvrag.cli.command import given
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.cli.answering import Retrieved
     from kvrag.engine.engine import KVEngine
-
+    from kvrag.engine.request import Request
 
 # They set how reused KV is repaired and how tokens are sampled; plain prefill does neither.
 _NOT_PLAIN = (
@@ -54,7 +53,15 @@ def query(
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer one question from the index, and show the sources and a report."""
-    from kvrag.cli.answering import Settings, answer, make_engine, print_below, retrieve
+    from kvrag.cli.answering import (
+        Outcome,
+        Settings,
+        answer,
+        as_turn,
+        make_engine,
+        print_below,
+        retrieve,
+    )
     from kvrag.cli.opening import load_reranker, open_index, warm_up
     from kvrag.errors import ParameterError
 
@@ -84,12 +91,12 @@ def query(
     with open_index(index, model, device, store, embedding=embedding, compute=compute) as opened:
         engine = make_engine(opened, settings)
         warm_up(opened)
-        retrieved = retrieve(opened, question, settings)
-        if plain:
-            _answer_plainly(engine, retrieved, max_tokens, as_json)
-            return
+        request, seconds = retrieve(opened, [as_turn(question)], settings)
         on_text = console.AnswerText(quiet=as_json)
-        outcome = answer(engine, retrieved, settings, on_text)
+        if plain:
+            _answer_plainly(engine, question, request, seconds, on_text)
+            return
+        outcome = Outcome(question, answer(engine, request, on_text), seconds)
         on_text.end()
         if as_json:
             console.print_json(outcome.to_dict())
@@ -97,23 +104,28 @@ def query(
             print_below(outcome)
 
 
-def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_json: bool) -> None:
+def _answer_plainly(
+    engine: KVEngine,
+    question: str,
+    request: Request,
+    seconds: float,
+    on_text: console.AnswerText,
+) -> None:
     from kvrag.cli.plain import answer_plainly
 
-    model = engine.index.model
-    token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
-    on_text = console.AnswerText(quiet=as_json)
-    answered = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
+    token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
+    max_tokens = request.max_tokens or o.DEFAULT_MAX_TOKENS
+    answered = answer_plainly(engine.index.model, token_ids, max_tokens, request.stop, on_text)
     on_text.end()
-    if as_json:
+    if on_text.quiet:
         fields = console.plain(answered)
         console.print_json(
             {
-                "question": retrieved.question,
+                "question": question,
                 "answer": fields.pop("text"),
                 "policy": "plain",
                 **fields,
-                "retrieval_seconds": retrieved.seconds,
+                "retrieval_seconds": seconds,
             }
         )
     else:

@@ -16,12 +16,21 @@ import torch
 from kvrag import arguments
 from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.asking import Asking
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_fuser import PromptFuser
 from kvrag.engine.prompt_reader import PromptReader
-from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions, checked_batch
+from kvrag.engine.request import (
+    Message,
+    Prompt,
+    Recompute,
+    Request,
+    RequestOptions,
+    checked_batch,
+    checked_messages,
+)
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
 from kvrag.engine.sessions import SESSION_BYTES
 from kvrag.engine.text_stream import end_ids
@@ -37,6 +46,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
+from kvrag.ingest.ranking import Reranker
 from kvrag.loading import MAX_LOAD_THREADS, threads
 from kvrag.models.adapter import without_adapters
 from kvrag.process import OfProcess, working
@@ -161,6 +171,78 @@ class KVEngine(OfProcess):
     def stored_bytes(self) -> int:
         """Size of the KV of ended answers in the store now, at most `session_store_bytes`."""
         return self._fuser.stored.size_bytes
+
+    def ask(
+        self,
+        question: str,
+        k: int = 4,
+        *,
+        history: Sequence[Message] = (),
+        filter: Mapping[str, Any] | None = None,
+        reranker: Reranker | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Answer:
+        """Answer a question from the index: search, build the prompt, generate, name the sources.
+
+        For the pieces of the answer as they are written, or for event loops and batches, give what
+        `question` returns to `stream`, `astream`, `agenerate` or `generate_batch`.
+
+        Parameters
+        ----------
+        question, k, history, filter, reranker, options
+            See `question`.
+
+        Raises
+        ------
+        ParameterError
+            If the question is empty, or a value is out of range.
+        PromptTooLongError
+            If the chunks and the history leave no room in the context window.
+        """
+        return self.generate(
+            self.question(question, k, history=history, filter=filter, reranker=reranker, **options)
+        )
+
+    def question(
+        self,
+        question: str,
+        k: int = 4,
+        *,
+        history: Sequence[Message] = (),
+        filter: Mapping[str, Any] | None = None,
+        reranker: Reranker | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """Search the index, and return the request that `ask` answers.
+
+        The prompt holds the chunks in reading order, the best document last, then the question: as
+        a message for the model's chat template, or as text after two solved examples for a model
+        without one. The answer ends where the model begins to ask itself, or repeats itself.
+
+        Parameters
+        ----------
+        question
+            The question; it is also what is searched for.
+        k
+            Number of chunks to retrieve.
+        history
+            The conversation so far, as messages; only for models with a chat template. Give the
+            earlier messages as they were: ``[*request.prompt, {"role": "assistant", "content":
+            answer.text}]``. Their KV is then kept, and their chunks are not put in again.
+        filter, reranker
+            See `kvrag.Index.search`.
+        options
+            Fields of `Request`; `hints` and `stop` are added to the question's own.
+
+        Raises
+        ------
+        ParameterError
+            If the question is empty, or a value is out of range.
+        """
+        self.require_here()
+        asking = Asking(k, filter, reranker)
+        turns = checked_messages([*history, {"role": "user", "content": question}])
+        return asking.request(self.index, turns, **options)
 
     def prompt_ids(
         self,

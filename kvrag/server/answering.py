@@ -7,95 +7,65 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.request import Prompt, Request
+from kvrag.engine.request import Request
 from kvrag.llms.shape import Shape
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.requests import Generating
 from kvrag.server.worker import Job, Worker
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt for the engine.
-
-    Attributes
-    ----------
-    prompt
-        A text, or messages.
-    hints
-        Ids of the chunks that the server has put into it.
-    stop
-        Strings that end the answer besides the client's.
-    stop_loops
-        Whether it ends where it repeats itself: not in prompts that are the client's own.
-    """
-
-    prompt: Prompt
-    hints: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_loops: bool = False
-
-
-def engine_requests(
-    questions: Sequence[Question], asked: Generating, form: Shape, tenant: str
-) -> list[Request]:
-    """Return the engine's requests for all choices: `n` for each question.
-
-    A seed belongs to the first choice; each further one adds one to it.
+def request_options(asked: Generating, form: Shape, tenant: str) -> dict[str, Any]:
+    """Return the fields of the engine's request that a client's request gives.
 
     Parameters
     ----------
-    questions, asked
-        The prompts, and the request that has brought them.
+    asked
+        The client's request.
     form
         The tools that answers may call, and the form that they must have.
     tenant
         Who asks: nobody else's KV is taken.
-
-    Raises
-    ------
-    ParameterError
-        When a value is out of range, or the policy is unknown.
     """
     options = asked.kvrag
-    requests = []
-    for question in questions:
-        request = Request(
-            question.prompt,
-            policy=options.policy,
-            ratio=options.ratio,
-            boundary_tokens=options.boundary_tokens,
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature or 0.0,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=asked.top_k or 0,
-            repetition_penalty=asked.repetition_penalty or 1.0,
-            frequency_penalty=asked.frequency_penalty or 0.0,
-            presence_penalty=asked.presence_penalty or 0.0,
-            min_p=asked.min_p or 0.0,
-            seed=asked.seed,
-            # A form says itself where an answer ends.
-            stop=(*asked.stops, *(() if form.constraint else question.stop)),
-            stop_loops=question.stop_loops,
-            hints=question.hints,
-            reuse=options.reuse,
-            tools=form.tools,
-            constraint=form.constraint,
-            session=tenant,
-            explain=options.explain,
-            logprobs=asked.num_logprobs,
-        )
-        for number in range(asked.n or 1):
-            seed = None if asked.seed is None else asked.seed + number
-            requests.append(replace(request, seed=seed))
-    return requests
+    given = {
+        "policy": options.policy,
+        "ratio": options.ratio,
+        "boundary_tokens": options.boundary_tokens,
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "repetition_penalty": asked.repetition_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "min_p": asked.min_p,
+        "seed": asked.seed,
+        "stop": asked.stops,
+        "reuse": options.reuse,
+        "tools": form.tools,
+        "constraint": form.constraint,
+        "session": tenant,
+        "explain": options.explain,
+        "logprobs": asked.num_logprobs,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def choices(requests: Sequence[Request], n: int) -> list[Request]:
+    """Return `n` requests for each; a seed belongs to the first, each further one adds one."""
+    return [
+        replace(one, seed=None if one.seed is None else one.seed + number)
+        for one in requests
+        for number in range(n)
+    ]
 
 
 class Generation:

@@ -15,9 +15,8 @@ import kvrag
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.request import Request
 from kvrag.errors import KVRagError
-from kvrag.server.retrieving import chunks_around, question_over, title_of
+from kvrag.server.retrieving import chunks_around, title_of
 
 _MOST_CHUNKS = 50
 _MOST_NEIGHBOURS = 20
@@ -121,15 +120,12 @@ def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
     @server.tool()
     async def answer(question: Question, k: Count = top_k, filter: Wanted = None) -> Reply:
         """Answer a question from the documents, with a local model, and name the passages used."""
-        turns = [{"role": "user", "content": question}]
         with _told():
-            asked = await anyio.to_thread.run_sync(lambda: question_over(index, turns, k, filter))
-            # A call that its client cancels ends here, and the engine stops writing.
-            found = await engine.agenerate(
-                Request(
-                    asked.prompt, stop=asked.stop, stop_loops=asked.stop_loops, hints=asked.hints
-                )
+            asked = await anyio.to_thread.run_sync(
+                lambda: engine.question(question, k, filter=filter)
             )
+            # A call that its client cancels ends here, and the engine stops writing.
+            found = await engine.agenerate(asked)
         return Reply(
             text=found.text,
             finish_reason=found.finish_reason,

@@ -2,78 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
 
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer
-from kvrag.engine.prompts import chat_messages, own_marks, reading_order
-from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.ingest.ranking import Reranker
 from kvrag.ingest.rows import DocumentRow
-from kvrag.models.plain import few_shot_prompt
-from kvrag.server.answering import Question
 from kvrag.server.responses import Annotation, URLCitation
 
 PREFIX = "rag:"
-
-_FEW_SHOT_STOP = "\n"
-
-
-def question_over(
-    index: Index,
-    turns: Sequence[dict[str, Any]],
-    k: int,
-    wanted: Mapping[str, Any] | None = None,
-    reranker: Reranker | None = None,
-) -> Question:
-    """Return the prompt for a conversation's last question, over the chunks found for it.
-
-    What follows the question, such as calls of tools and their results, stays after it. So each
-    round of calls finds the same chunks, and begins as the round before.
-
-    Parameters
-    ----------
-    index
-        The index to search.
-    turns
-        The conversation; the user's last turn is the question.
-    k
-        Number of chunks.
-    wanted
-        Which chunks may be found (`Index.search`); None means all.
-    reranker
-        What orders the best of them; None: the search itself.
-
-    Raises
-    ------
-    ParameterError
-        When there is no question or it is answered, the filter is wrong, or other turns have no
-        place in the prompt.
-    """
-    asked = [number for number, one in enumerate(turns) if one["role"] == "user"]
-    if not asked or turns[-1]["role"] == "assistant":
-        raise ParameterError(
-            f"the last message is {turns[-1]['role']!r}: the server searches for what the user "
-            "asks last; end with a message of the user, or with a tool's result"
-        )
-    at = asked[-1]
-    question = turns[at]["content"]
-    hits = index.search(question, k, filter=wanted, reranker=reranker)
-    chunks = reading_order([hit.chunk for hit in hits])
-    texts = [chunk.text for chunk in chunks]
-    hints = tuple(hit.chunk.chunk_id for hit in hits)
-    if getattr(index.tokenizer, "chat_template", None):
-        messages = [*turns[:at], *chat_messages(question, texts), *turns[at + 1 :]]
-        return Question(messages, hints, own_marks(question), stop_loops=True)
-    if len(turns) > 1:
-        raise ParameterError(
-            "this model has no chat template, so a prompt cannot hold other messages; send the "
-            "question alone"
-        )
-    return Question(few_shot_prompt(question, texts), hints, (_FEW_SHOT_STOP,), stop_loops=True)
 
 
 def chunks_around(

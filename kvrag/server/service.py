@@ -18,18 +18,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 import kvrag
 from kvrag import arguments
 from kvrag.engine.answer import AnswerDelta
+from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Request
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import CosineRanker, Reranker
 from kvrag.ingest.turns import before_turn
 from kvrag.llms.shape import Shape as Form
-from kvrag.llms.shape import Tools
 from kvrag.models.messages import merged
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.access import Account
-from kvrag.server.answering import Generation, Question, engine_requests
+from kvrag.server.answering import Generation, choices, request_options
 from kvrag.server.batches import Batches
 from kvrag.server.gate import Record
 from kvrag.server.items import ItemsRequest, ItemsShape
@@ -42,7 +43,7 @@ from kvrag.server.requests import (
     Generating,
     RerankRequest,
 )
-from kvrag.server.retrieving import PREFIX, question_over
+from kvrag.server.retrieving import PREFIX
 from kvrag.server.shapes import ChatShape, Shape, TextShape
 from kvrag.server.token_ids import inputs_of, prompts_of
 from kvrag.server.worker import Worker
@@ -182,17 +183,17 @@ class Service:
             lambda: asked.shaped(self._engine.index.tokenizer),
             self._grammars if asked.has_form else None,
         )
+        options = _options(asked, http, form)
         search_seconds = None
         if asked.model == self.names.rag:
             k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
+            asking = Asking(k, wanted, self._reranker)
             started = time.perf_counter()
-            question = await self.in_thread(
-                lambda: question_over(self.index, turns, k, wanted, self._reranker)
-            )
+            request = await self.in_thread(lambda: asking.request(self.index, turns, **options))
             search_seconds = time.perf_counter() - started
         else:
             _refuse_retrieving(asked)
-            question = Question(turns)
+            request = Request(turns, **options)
         calls = None
         if asked.calls_tools:
             calls = await self.in_thread(lambda: tool_format(self._engine.index.tokenizer))
@@ -201,7 +202,7 @@ class Service:
             self.index.tokenizer, self._fingerprint, cites=cites, calls=calls
         )
         shape.search_seconds = search_seconds
-        return await self._answer([question], asked, http, shape, form)
+        return await self._answer([request], asked, http, shape)
 
     async def complete(self, asked: CompletionRequest, http: HttpRequest) -> Response:
         """Complete one text or several."""
@@ -209,9 +210,10 @@ class Service:
         _refuse_retrieving(asked)
         tokenizer = self.index.tokenizer
         prompts = await self.in_thread(lambda: prompts_of(tokenizer, asked.prompts))
-        questions = [Question(prompt) for prompt in prompts]
+        options = _options(asked, http)
+        requests = [Request(prompt, **options) for prompt in prompts]
         shape = TextShape(asked, tokenizer, self._fingerprint)
-        return await self._answer(questions, asked, http, shape)
+        return await self._answer(requests, asked, http, shape)
 
     async def embed(self, asked: EmbeddingRequest, http: HttpRequest) -> Response:
         """Return vectors of texts."""
@@ -313,23 +315,19 @@ class Service:
 
     async def _answer(
         self,
-        questions: Sequence[Question],
+        asked_for: Sequence[Request],
         asked: Generating,
         http: HttpRequest,
         shape: Shape,
-        form: Form = _ANY_FORM,
     ) -> Response:
         record = record_of(http)
-        record.user = asked.user
         account = record.account
-        requests = engine_requests(questions, asked, form, account.tenant)
+        requests = choices(asked_for, asked.n or 1)
         account.add(len(requests) - 1)
         record.num_answers = len(requests)
         counts = []
         if account.counts_tokens:
-            counts = await self.in_thread(
-                lambda: [self._count(one, form.tools) for one in questions]
-            )
+            counts = await self.in_thread(lambda: [self._count(one) for one in asked_for])
             account.check_prompt(max(counts))
         generation = Generation(self._worker, self._engine, account.tenant, requests)
         record.generation = generation
@@ -347,9 +345,8 @@ class Service:
             headers={**PRIVATE, "X-Accel-Buffering": "no"},
         )
 
-    def _count(self, question: Question, tools: Tools) -> int:
-        ids = self._engine.prompt_ids(question.prompt, hints=question.hints, tools=tools)
-        return len(ids)
+    def _count(self, one: Request) -> int:
+        return len(self._engine.prompt_ids(one.prompt, hints=one.hints, tools=one.tools))
 
 
 async def _lines(
@@ -399,6 +396,13 @@ def record_of(http: HttpRequest) -> Record:
     """Return what is known about a request."""
     record: Record = http.state.record
     return record
+
+
+def _options(asked: Generating, http: HttpRequest, form: Form = _ANY_FORM) -> dict[str, Any]:
+    """Note who asks; return the fields of the engine's request that the client gives."""
+    record = record_of(http)
+    record.user = asked.user
+    return request_options(asked, form, record.account.tenant)
 
 
 def _check_texts(texts: Sequence[str], param: str) -> None:

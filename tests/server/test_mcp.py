@@ -71,11 +71,7 @@ async def test_an_answer_is_the_engines(engine: KVEngine) -> None:
     reply = await call(make_server(engine), "answer", question="Who keeps the ledger?", k=2)
     assert not reply.is_error
     content = reply.structured_content
-    from kvrag.server.retrieving import question_over
-
-    turns = [{"role": "user", "content": "Who keeps the ledger?"}]
-    asked = question_over(engine.index, turns, 2)
-    expected = engine.generate(asked.prompt, stop=asked.stop, hints=asked.hints)
+    expected = engine.ask("Who keeps the ledger?", 2)
     assert content["text"] == expected.text
     assert [s["chunk_id"] for s in content["sources"]] == [s.chunk_id for s in expected.sources]
     assert len(content["sources"]) == 2

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Document
+from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.prompts import chat_messages
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -109,7 +109,8 @@ class Kvrag:
         rendered = _rendered(prompt, self._index.tokenizer)
         said: Any = rendered.text
         if not rendered.add_special_tokens:
-            said = chat_messages(prompt.question, prompt.texts)
+            message = Asking().message(prompt.question, prompt.texts)
+            said = [{"role": "user", "content": message}]
         found = self._engine.generate(said, max_tokens=max_tokens, reuse=reuse)
         return _timed(
             found.text, found.ttft_seconds, found.total_seconds, found.usage.completion_tokens
