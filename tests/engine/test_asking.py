@@ -13,7 +13,9 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.models.plain import few_shot_prompt, plain_prompt
 from kvrag.tune.questions import render
-from tests.support.rag import PASSAGES, Rag, rag  # noqa: F401
+from tests.support.rag import PASSAGES, Rag, rag
+
+__all__ = ["rag"]
 
 
 def chunk(source: str, ordinal: int) -> Chunk:
