@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 
-from kvrag.errors import KVRagError
+from kvrag.errors import DocumentError, KVRagError
 
 
 def reason(error: BaseException) -> str:
@@ -24,3 +25,18 @@ def told(error: BaseException) -> str:
     with contextlib.suppress(Exception):  # the error's message may itself fail
         return f"{type(error).__name__}: {str(error)[:1000] or 'no message was given'}"
     return type(error).__name__
+
+
+@contextlib.contextmanager
+def document_failures(fail: Callable[[str], None]) -> Iterator[None]:
+    """Pass any error that a document causes inside to `fail`, as a reason.
+
+    Errors of the store, the disk, the catalog or the model have specific types. They are raised:
+    every later document would fail too.
+    """
+    try:
+        yield
+    except DocumentError as error:
+        fail(str(error))
+    except BaseException as error:
+        fail(reason(error))

@@ -24,7 +24,7 @@ from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
 from kvrag.errors import DocumentError, ParameterError, ProfileError, RecordError, StoreError
-from kvrag.ingest.failures import document_failures
+from kvrag.foreign import document_failures
 from kvrag.ingest.profiles import SAMPLE_TOKENS, ProfileFolder
 from kvrag.ingest.report import RecodeReport
 from kvrag.kvcache import ChunkKV, KVSpec

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 from kvrag.chunk import Document, normalise_text
+from kvrag.foreign import document_failures
 from kvrag.ingest.contexts import SEPARATOR
-from kvrag.ingest.failures import document_failures
 from kvrag.ingest.files import read_file
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Sources

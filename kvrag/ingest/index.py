@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
     from kvrag.ingest.on_demand import OnDemand
     from kvrag.ingest.run_finder import RunFinder
-    from kvrag.ingest.runner import Runner
+    from kvrag.ingest.stages import Runner
     from kvrag.models.kv_model import KVModel
 
 

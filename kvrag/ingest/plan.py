@@ -15,18 +15,26 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.foreign import document_failures
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.failures import STAYS, document_failures
+from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.files import check_regular, find_files, printable, read_file, resolve_path
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
 from kvrag.ingest.loaders import AsCut, NoTextError, check_source, to_document
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+STAYS = "; the version indexed before stays"
+"""The end of a failure's reason when the old version stays in the index."""
 
 # Chunks kept from planning for computing; others are read and split once more.
 _MAX_KEPT_TOKENS = 1 << 20
@@ -37,7 +45,7 @@ _MAX_INTEGER = (1 << 63) - 1  # of SQLite
 
 @dataclass
 class PlannedDocument:
-    """A document that will be written.
+    """A document on its way into the index; each stage adds to it.
 
     Attributes
     ----------
@@ -47,23 +55,35 @@ class PlannedDocument:
         The file it came from, if any.
     is_last_of_file
         Whether the file is complete in the catalog once this document is written.
+    is_known
+        Whether an older version is indexed.
     document
         The document, if the caller gave it as an object.
-    chunks
-        Its chunks, or None if there were too many to keep.
     num_chunks, num_tokens
         Number of its chunks, and of their tokens, whether they are kept or not.
+    num_control_strings
+        Number of the model's control strings in it that were read as text.
+    chunks
+        Its chunks; none while there are too many to keep.
+    vectors
+        Their vectors ``[num_windows, dim]``, once they are embedded.
+    reason
+        Why it cannot be indexed; "" if it can.
     """
 
     source: str
     digest: str
     metadata: Mapping[str, Any]
-    file: FileState | None
-    is_last_of_file: bool
-    document: Document | None
-    chunks: list[Chunk] | None
-    num_chunks: int
-    num_tokens: int
+    file: FileState | None = None
+    is_last_of_file: bool = False
+    is_known: bool = False
+    document: Document | None = None
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_control_strings: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    vectors: list[NDArray[np.float32]] = field(default_factory=list)
+    reason: str = ""
 
 
 @dataclass
@@ -72,12 +92,12 @@ class Plan:
 
     Attributes
     ----------
-    num_tokens_to_compute, num_records
-        Size of the distinct KV that the store lacks.
-    num_context_tokens
-        Additional tokens that are computed but not stored: the contexts of these records.
     touched
         Files whose documents are unchanged but whose state must be updated.
+    missing
+        Tokens of the KV that the store lacks, and of what precedes it but is not stored, by key.
+    control_strings
+        Number of control strings that were read as text, for each document with any.
     """
 
     documents: list[PlannedDocument] = field(default_factory=list)
@@ -88,11 +108,28 @@ class Plan:
     failed: list[FailedDocument] = field(default_factory=list)
     gone_files: list[str] = field(default_factory=list)
     touched: list[FileState] = field(default_factory=list)
+    missing: dict[str, tuple[int, int]] = field(default_factory=dict)
+    control_strings: dict[str, int] = field(default_factory=dict)
     num_chunks: int = 0
     num_tokens: int = 0
-    num_records: int = 0
-    num_tokens_to_compute: int = 0
-    num_context_tokens: int = 0
+
+    def note(self, document: PlannedDocument) -> None:
+        """Count a document that will be written."""
+        (self.changed if document.is_known else self.added).append(document.source)
+        self.num_chunks += document.num_chunks
+        self.num_tokens += document.num_tokens
+        if document.num_control_strings:
+            self.control_strings[document.source] = document.num_control_strings
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Number of tokens of the KV that the store lacks."""
+        return sum(num_tokens for num_tokens, _ in self.missing.values())
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Number of tokens that are computed before it and not stored."""
+        return sum(num_tokens for _, num_tokens in self.missing.values())
 
 
 @dataclass(frozen=True)
@@ -228,8 +265,8 @@ class Planner:
         What is indexed.
     parser
         Parses files.
-    chunk
-        Splits a document into chunks.
+    cutter
+        Splits documents into chunks.
     missing_key
         Returns the name of a chunk's (first) KV if the store lacks it, None otherwise.
     on_progress
@@ -242,7 +279,7 @@ class Planner:
         self,
         catalog: Known,
         parser: Parser,
-        chunk: Callable[[Document], list[Chunk]],
+        cutter: Cutter,
         missing_key: Callable[[Chunk], str | None],
         on_progress: Callable[[int], None],
         force: bool = False,
@@ -250,12 +287,11 @@ class Planner:
         self._force = force
         self._catalog = catalog
         self._parser = parser
-        self._chunk = chunk
+        self._cutter = cutter
         self._missing_key = missing_key
         self._on_progress = on_progress
         self._plan = Plan()
         self._num_kept_tokens = 0
-        self._new_keys: set[str] = set()
 
     def run(self, sources: Sources) -> Plan:
         """Return the plan; writes nothing."""
@@ -297,9 +333,7 @@ class Planner:
         if known == digest:
             self._plan.unchanged.append(document.source)
             return
-        planned, cost = self._cut(document, digest, None)
-        (self._plan.added if known is None else self._plan.changed).append(document.source)
-        self._add_planned(planned, cost)
+        self._add_planned(self._cut(document, digest, None, known is not None))
 
     def _add_file(self, path: str) -> None:
         plan = self._plan
@@ -326,59 +360,57 @@ class Planner:
                     unchanged.append(document.source)
                     continue
                 is_known = self._catalog.digest_of(document.source) is not None
-                prepared.append((is_known, *self._cut(document, digest, state)))
+                prepared.append(self._cut(document, digest, state, is_known))
         except BaseException:
             self._num_kept_tokens = num_kept
             raise
         plan.removed.extend(before)
         plan.unchanged.extend(unchanged)
-        for is_known, planned, cost in prepared:
-            (plan.changed if is_known else plan.added).append(planned.source)
-            planned.is_last_of_file = planned is prepared[-1][1]
-            self._add_planned(planned, cost)
+        for made in prepared:
+            made[0].is_last_of_file = made is prepared[-1]
+            self._add_planned(made)
         if not prepared:
             plan.touched.append(state)
 
     def _cut(
-        self, document: Document, digest: str, file: FileState | None
-    ) -> tuple[PlannedDocument, _Cost]:
-        """Return a document with its chunks, unless there are too many to keep, and its cost."""
-        chunks = self._chunk(document)
+        self, document: Document, digest: str, file: FileState | None, is_known: bool
+    ) -> _Planned:
+        """Return a document with its chunks, unless there are too many to keep, and its KV."""
+        chunks = self._cutter.cut(document)
         check_repeated(document, len(chunks))
-        cost = _Cost(len(chunks), sum(len(chunk.token_ids) for chunk in chunks), {})
+        missing: dict[str, tuple[int, int]] = {}
         for chunk in chunks:
             for one in chunk.required():
                 key = self._missing_key(one)
                 if key is not None:
-                    cost.missing[key] = len(one.token_ids), len(one.contexts[0])
-        self._num_kept_tokens += cost.num_tokens + sum(
+                    missing[key] = len(one.token_ids), len(one.contexts[0])
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        self._num_kept_tokens += num_tokens + sum(
             len(context) for chunk in chunks for context in chunk.contexts
         )
-        is_kept = self._num_kept_tokens <= _MAX_KEPT_TOKENS
         planned = PlannedDocument(
             source=document.source,
             digest=digest,
             metadata=document.metadata,
             file=file,
-            is_last_of_file=False,
+            is_known=is_known,
             document=document if file is None else None,
-            chunks=chunks if is_kept else None,
-            num_chunks=cost.num_chunks,
-            num_tokens=cost.num_tokens,
+            num_chunks=len(chunks),
+            num_tokens=num_tokens,
+            num_control_strings=self._cutter.num_control_strings(chunks),
+            chunks=chunks if self._num_kept_tokens <= _MAX_KEPT_TOKENS else [],
         )
-        return planned, cost
+        return planned, missing
 
-    def _add_planned(self, planned: PlannedDocument, cost: _Cost) -> None:
-        plan = self._plan
-        plan.num_chunks += cost.num_chunks
-        plan.num_tokens += cost.num_tokens
-        for key, (num_tokens, num_context_tokens) in cost.missing.items():
-            if key not in self._new_keys:
-                self._new_keys.add(key)
-                plan.num_records += 1
-                plan.num_tokens_to_compute += num_tokens
-                plan.num_context_tokens += num_context_tokens
-        plan.documents.append(planned)
+    def _add_planned(self, made: _Planned) -> None:
+        planned, missing = made
+        self._plan.note(planned)
+        self._plan.documents.append(planned)
+        self._plan.missing |= missing
+
+
+_Planned = tuple[PlannedDocument, dict[str, tuple[int, int]]]
+"""A document, and what it adds to a plan's `missing`."""
 
 
 def find_gone(catalog: Catalog, sources: Sources, plan: Plan) -> None:
@@ -394,21 +426,6 @@ def find_gone(catalog: Catalog, sources: Sources, plan: Plan) -> None:
                 plan.gone_files.append(path)
                 plan.removed.extend(catalog.documents_of_file(path))
                 present.add(path)
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """The cost of a document.
-
-    Attributes
-    ----------
-    missing
-        Tokens of the records that the store lacks, and of their contexts, by key.
-    """
-
-    num_chunks: int
-    num_tokens: int
-    missing: dict[str, tuple[int, int]]
 
 
 def check_repeated(document: Document, num_chunks: int) -> None:

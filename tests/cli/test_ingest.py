@@ -9,7 +9,7 @@ import pytest
 from kvrag.ingest import code, loaders
 from kvrag.ingest.plan import Plan
 from kvrag.ingest.ray import RayRunner
-from kvrag.ingest.runner import Run as Computing
+from kvrag.ingest.stages import Run as Computing
 from tests.cli.conftest import Run
 from tests.support.models import make_model, make_tokenizer
 from tests.support.servers import free_port
@@ -342,9 +342,9 @@ def test_the_json_of_a_dry_run_says_what_it_takes(
 
     class Here(RayRunner):
         def __call__(self, computing: Computing) -> Plan:
-            self.config = computing.storage.config
+            self.config = computing.config
             computing.outcome.num_tokens_computed = 7200
-            return Plan(num_tokens_to_compute=7200)
+            return Plan(missing={"key": (7200, 0)})
 
     monkeypatch.setattr("kvrag.ingest.ray.RayRunner", Here)
     monkeypatch.setattr("kvrag.cli.on_ray.Asked.connected", lambda _: contextlib.nullcontext())

@@ -10,7 +10,7 @@ import torch
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, RecordError, StoreError
-from kvrag.ingest import committing
+from kvrag.ingest import stages
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.contexts import add_contexts, parse_context
 from kvrag.ingest.index import Index
@@ -212,7 +212,7 @@ def test_a_run_that_broke_off_is_completed(
         put(key, record)  # type: ignore[arg-type]
 
     monkeypatch.setattr(broken.store, "put", put_two)
-    monkeypatch.setattr(committing, "COMMIT_TOKENS", 16)
+    monkeypatch.setattr(stages, "COMMIT_TOKENS", 16)
     with pytest.raises(StoreError):
         broken.add([SAGA, OTHER])
     monkeypatch.undo()

@@ -43,7 +43,7 @@ def test_order_and_grouping_never_change_stored_bytes(
         one_by_one.add(document)
     assert stored_bytes(one_by_one) == expected
 
-    monkeypatch.setattr("kvrag.ingest.committing.COMMIT_TOKENS", 100)
+    monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 100)
     windows = make_index("windows", model=model, chunk_tokens=128)
     windows.add([given[3:], given[:6]])
     assert stored_bytes(windows) == expected

@@ -17,13 +17,13 @@ from kvrag.chunk import Chunk, Document
 from kvrag.codec.base import Codec
 from kvrag.errors import DocumentError, ParameterError, StoreError
 from kvrag.ingest import files, plan
+from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.embedding import HashingEmbedding, Vectors
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.report import IngestReport
-from kvrag.ingest.writer import Writer
 from kvrag.kvcache import ChunkKV
 from tests.ingest.test_loaders import PageContent
 
@@ -54,7 +54,7 @@ def break_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
         return call
 
     if stage == "cut":
-        monkeypatch.setattr(Writer, "cut", breaking(Writer.cut, lambda _, document: document))
+        monkeypatch.setattr(Cutter, "cut", breaking(Cutter.cut, lambda _, document: document))
     elif stage == "prefill":
         monkeypatch.setattr(Encoders, "prefill", breaking(Encoders.prefill, lambda _, chunk: chunk))
     else:
@@ -236,7 +236,7 @@ def test_a_file_that_breaks_between_planning_and_running_is_refused(
     rows.write_text('"The fox."\n"The dog."')
     monkeypatch.setattr(plan, "_MAX_KEPT_TOKENS", 0)
     # The last thing between the two.
-    monkeypatch.setattr("kvrag.ingest.writer.check_space", lambda *_: spoil(rows))
+    monkeypatch.setattr("kvrag.ingest.pipeline._check_space", lambda *_: spoil(rows))
     report = index.add(docs, limits=ParseLimits(max_file_bytes=2_000_000))
     assert len(report.added) == 3
     assert set(reasons(report)) == {"rows.jsonl#1", "rows.jsonl#2"}
@@ -255,7 +255,7 @@ def test_a_broken_file_is_read_again_once_and_not_for_each_row(
         read.append(path)
         raise DocumentError("gone")
 
-    monkeypatch.setattr("kvrag.ingest.pipeline.read_file", read_file)
+    monkeypatch.setattr("kvrag.ingest.stages.read_file", read_file)
     assert len(index.add(rows).failed) == 50
     assert len(read) == 1
 

@@ -235,7 +235,7 @@ def test_documents_too_many_to_keep_are_cut_again(
     index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
-    monkeypatch.setattr("kvrag.ingest.committing.COMMIT_TOKENS", 8)
+    monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 8)
 
     def disturb(progress: IngestProgress) -> None:
         if progress.stage == "read" and progress.num_documents_done == 3:

@@ -27,11 +27,11 @@ DOCUMENTS = [
 # thread exists. Small windows make catalog commits and records alternate quickly.
 INGEST = """
 import os, sys, torch
-from kvrag.ingest import committing
+from kvrag.ingest import stages
 from kvrag.ingest.index import Index
 from tests.ingest.test_kill import DOCUMENTS, tiny_model
 torch.set_num_threads(1)
-committing.COMMIT_TOKENS = 200
+stages.COMMIT_TOKENS = 200
 model = tiny_model()
 print("ready", flush=True)
 for line in iter(sys.stdin.readline, ""):

@@ -11,7 +11,7 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ModelLoadError, StoreError
-from kvrag.ingest import committing, writer
+from kvrag.ingest import stages, writer
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import garbage
 from kvrag.ingest.shared import log as logs
@@ -238,7 +238,7 @@ def test_an_ingestion_that_fails_restores_what_it_had_relied_on(
         commit(log, change)
 
     monkeypatch.setattr(logs.SharedLog, "commit", late)
-    monkeypatch.setattr(committing, "COMMIT_TOKENS", 1)
+    monkeypatch.setattr(stages, "COMMIT_TOKENS", 1)
     with pytest.raises(StoreError, match="does not answer"):
         one.add([page(1), page(2)])
     assert sources(one) == {"d0", "d1"}

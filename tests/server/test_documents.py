@@ -21,7 +21,7 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.ingest import committing, pipeline
+from kvrag.ingest import pipeline, stages
 from kvrag.ingest.embedding import HashingEmbedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.report import IngestProgress
@@ -343,7 +343,7 @@ def test_after_a_kill_the_same_name_is_accepted(
     folder.mkdir(exist_ok=True)
     (folder / ".upload-left").write_bytes(b"half")
     (folder / "table.csv").write_bytes(ROWS)
-    monkeypatch.setattr(committing, "COMMIT_TOKENS", 20)
+    monkeypatch.setattr(stages, "COMMIT_TOKENS", 20)
 
     class KilledError(BaseException):
         pass

@@ -3,68 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 
-from kvrag.chunk import Chunk, ChunkKey
+from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
-from kvrag.ingest.committing import COMMIT_TOKENS, Committer, Computed
-from kvrag.ingest.computing import Outcome
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray.packets import News, Packet, Part, against_second
+from kvrag.ingest.ray.packets import Packet, against_second
 from kvrag.ingest.report import FailedDocument
-from kvrag.ingest.rows import Change, ChunkRow, KeyOf
-from kvrag.ingest.runner import Run
+from kvrag.ingest.rows import Change
+from kvrag.ingest.stages import COMMIT_TOKENS, Committer, Run
 from kvrag.store.capabilities import tiers_of
 
 
-@dataclass
-class Assembled:
-    """A document whose parts have arrived, in order."""
-
-    parts: list[Part] = field(default_factory=list)
-
-    @property
-    def planned(self) -> PlannedDocument:
-        """The document, without its text."""
-        return self.parts[0].planned
-
-    @property
-    def num_missing(self) -> int:
-        """The number of its chunks that have not arrived."""
-        return self.planned.num_chunks - sum(len(part.chunks) for part in self.parts)
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield its chunks, in order."""
-        for part in self.parts:
-            yield from part.chunks
-
-    def computed(self, key_of: KeyOf) -> Computed:
-        """Return what is written to the catalog, or the reason why nothing is."""
-        reason = next((part.reason for part in self.parts if part.reason), "")
-        if not reason and self.num_missing:
-            reason = f"{self.num_missing} of its {self.planned.num_chunks} chunks did not arrive"
-        if reason:
-            return self.planned, reason
-        return self.planned, [
-            ChunkRow(chunk, [key_of(one) for one in chunk.encodings()], vectors)
-            for part in self.parts
-            for chunk, vectors in zip(part.chunks, part.vectors, strict=True)
-        ]
-
-
-def assemble(parts: Iterable[Part]) -> Iterator[Assembled]:
-    """Yield documents from their parts, which arrive in order; one may lack some (`computed`)."""
-    whole = Assembled()
+def assemble(parts: Iterable[PlannedDocument]) -> Iterator[PlannedDocument]:
+    """Yield documents from their parts, which arrive in order; one may lack some, and says so."""
+    whole: PlannedDocument | None = None
     for part in parts:
-        if whole.parts and whole.planned.source != part.planned.source:
-            yield whole
-            whole = Assembled()
-        whole.parts.append(part)
-        if not whole.num_missing or (part.reason and not part.chunks):
-            yield whole
-            whole = Assembled()
-    if whole.parts:
-        yield whole
+        if whole is None or whole.source != part.source:
+            if whole is not None:
+                yield _checked(whole)
+            whole = replace(part, chunks=[], vectors=[])
+        whole.chunks += part.chunks
+        whole.vectors += part.vectors
+        whole.reason = whole.reason or part.reason
+        if len(whole.chunks) == whole.num_chunks or (part.reason and not part.chunks):
+            yield _checked(whole)
+            whole = None
+    if whole is not None:
+        yield _checked(whole)
+
+
+def _checked(whole: PlannedDocument) -> PlannedDocument:
+    missing = whole.num_chunks - len(whole.chunks)
+    if missing and not whole.reason:
+        of_all = f"{missing} of its {whole.num_chunks} chunks"
+        whole.reason = f"{whole.source}: {of_all} did not arrive"
+    return whole
 
 
 class Collector:
@@ -84,12 +58,11 @@ class Collector:
         self._run = run
         self._plan = plan
         self._sources: dict[str, str] | None = {} if is_dataset else None
-        self._new_keys: set[str] = set()
-        self._committer = Committer(run.storage.catalog, plan)
+        self._committer = Committer(run.storage.catalog, run.storage.key_of, plan)
         self._change = Change(
             forget_files=plan.gone_files[:], remove=plan.removed[:], put_files=plan.touched[:]
         )
-        self._waiting: list[Assembled] = []
+        self._waiting: list[PlannedDocument] = []
         self.cpu_seconds = 0.0
 
     def collect(self, packets: Iterable[Packet]) -> None:
@@ -99,30 +72,28 @@ class Collector:
         if self._run.dry_run:  # their chunks stay where they were counted
             for part in parts:
                 if self._note(part) and part.reason:
-                    self._committer.fail(part.planned, f"{part.planned.source}: {part.reason}")
+                    self._committer.fail(part)
             self._committer.list_failures()
             return
         for document in assemble(parts):
-            if not self._note(document.parts[0]):
+            if not self._note(document):
                 continue
             self._waiting.append(document)
-            num_tokens += document.planned.num_tokens
+            num_tokens += document.num_tokens
             if num_tokens >= COMMIT_TOKENS:
                 self._commit()
                 num_tokens = 0
         self._commit()
         self._committer.list_failures()
 
-    def _parts(self, packets: Iterable[Packet]) -> Iterator[Part]:
+    def _parts(self, packets: Iterable[Packet]) -> Iterator[PlannedDocument]:
         for packet in packets:
-            self._take(packet.news)
-            for count in fields(Outcome):
-                own, more = (getattr(of, count.name) for of in (self._run.outcome, packet.outcome))
-                setattr(self._run.outcome, count.name, own + more)
+            self._take(packet.plan)
+            self._run.outcome.add(packet.outcome)
             self.cpu_seconds += packet.cpu_seconds
             if not self._run.dry_run:
                 self._check_stored(packet)
-            yield from packet.parts
+            yield from packet.plan.documents
 
     def _check_stored(self, packet: Packet) -> None:
         """Raise StoreError if this machine does not find one record of a packet.
@@ -131,7 +102,8 @@ class Collector:
         folder that is not mounted.
         """
         storage = self._run.storage
-        part = next((part for part in packet.parts if part.chunks and not part.reason), None)
+        parts = packet.plan.documents
+        part = next((part for part in parts if part.chunks and not part.reason), None)
         if part is None:
             return
         # What was stored now, if anything was: the first chunk may be on all machines already.
@@ -139,22 +111,17 @@ class Collector:
         store = tiers_of(storage.store)[-1]
         if not store.contains(key):
             raise StoreError(
-                f"a worker stored KV for {part.planned.source}, and this machine does not find it "
+                f"a worker stored KV for {part.source}, and this machine does not find it "
                 f"in {store.url}: that is not the same store on all machines; mount the "
                 "folder everywhere, or choose a store that they share (redis://, s3://)"
             )
 
-    def _note(self, part: Part) -> bool:
-        """Note a document in the plan; return False if another one has its source."""
-        plan, source = self._plan, part.planned.source
-        if not self._is_first(source, part.planned.digest):
-            return False
-        (plan.changed if part.is_known else plan.added).append(source)
-        plan.num_chunks += part.planned.num_chunks
-        plan.num_tokens += part.planned.num_tokens
-        if part.control_strings:
-            self._run.control_strings[source] = part.control_strings
-        return True
+    def _note(self, document: PlannedDocument) -> bool:
+        """Count a document in the plan; return False if another one has its source."""
+        is_first = self._is_first(document.source, document.digest)
+        if is_first:
+            self._plan.note(document)
+        return is_first
 
     def _is_first(self, source: str, digest: str = "") -> bool:
         """Return whether no row before had a source; note the row if that one said otherwise.
@@ -168,25 +135,18 @@ class Collector:
             self._plan.failed.append(FailedDocument(source, against_second(source)))
         return is_first
 
-    def _take(self, news: News) -> None:
+    def _take(self, news: Plan) -> None:
         plan, change = self._plan, self._change
         plan.removed += news.removed
         plan.unchanged += filter(self._is_first, news.unchanged)
-        plan.failed += [FailedDocument(*one) for one in news.failed]
+        plan.failed += news.failed
         plan.gone_files += news.gone_files
         plan.touched += news.touched
+        plan.missing |= news.missing
         change.remove += news.removed
         change.forget_files += news.gone_files
         change.put_files += news.touched
-        for key, (num_tokens, num_context_tokens) in news.missing.items():
-            if key not in self._new_keys:
-                self._new_keys.add(key)
-                plan.num_records += 1
-                plan.num_tokens_to_compute += num_tokens
-                plan.num_context_tokens += num_context_tokens
 
     def _commit(self) -> None:
-        key_of = self._run.storage.key_of
-        computed = [document.computed(key_of) for document in self._waiting]
-        self._committer.commit(computed, self._change)
+        self._committer.commit(self._waiting, self._change)
         self._waiting, self._change = [], Change()

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.ingest.checks import check_lasting
-from kvrag.ingest.committing import COMMIT_TOKENS
-from kvrag.ingest.computing import by_length, names_of
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.contexts import CORPUS
-from kvrag.ingest.plan import Plan, find_gone
+from kvrag.ingest.plan import Plan, PlannedDocument, find_gone
 from kvrag.ingest.ray.cluster import connected, is_one_machine, settings
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
-from kvrag.ingest.runner import Run
+from kvrag.ingest.stages import COMMIT_TOKENS, Run, lacking
 from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
+    from kvrag.chunk import Chunk
     from kvrag.ingest.index import Index
     from kvrag.ingest.limits import ParseLimits
     from kvrag.ingest.ray.job import Job
@@ -97,7 +96,7 @@ def ingest(
 
 
 class RayRunner:
-    """Carries out ingestions on a cluster (`kvrag.ingest.runner.Runner`).
+    """Carries out ingestions on a cluster (`kvrag.ingest.stages.Runner`).
 
     Parameters
     ----------
@@ -131,7 +130,7 @@ class RayRunner:
 
     def __call__(self, run: Run) -> Plan:
         """Plan, compute and commit; in a dry run only plan."""
-        self.config = run.storage.config
+        self.config = run.config
         with connected(self._options) as ray:
             self._check(ray, run)
             started = time.perf_counter()
@@ -144,7 +143,7 @@ class RayRunner:
 
     def _check(self, ray: Any, run: Run) -> None:
         """Raise ParameterError if other machines cannot fill the index."""
-        storage, config = run.storage, run.storage.config
+        storage, config = run.storage, run.config
         check_lasting(storage.store)
         options = self._options
         cpus = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
@@ -280,18 +279,20 @@ class RayRunner:
 
         storage = run.storage
         if storage.coding.needs_profile:
-            missing = []
-            window, num_tokens = [], 0
+            home = tiers_of(storage.store)[-1]
+            missing: list[Chunk] = []
+            window: list[PlannedDocument] = []
+            num_tokens = 0
             with contextlib.closing(packets()) as made:
-                for document in assemble(part for packet in made for part in packet.parts):
-                    window += list(document.chunks())
-                    num_tokens += document.planned.num_tokens
+                for document in assemble(one for packet in made for one in packet.plan.documents):
+                    window.append(document)
+                    num_tokens += document.num_tokens
                     if num_tokens >= COMMIT_TOKENS:
-                        missing = _missing(run, window)
+                        missing = [one for _, one in lacking(window, storage.key_of, home)]
                         window, num_tokens = [], 0
                         if missing:
                             break
-            missing = missing or _missing(run, window)
+            missing = missing or [one for _, one in lacking(window, storage.key_of, home)]
             if missing:
                 run.codec_for(missing, lambda _: None)
         coding = storage.coding
@@ -307,7 +308,7 @@ class RayRunner:
         store = options.store or storage.config.store or f"file:{storage.path / KV_FOLDER}"
         return Job(
             folder=str(storage.path),
-            config=storage.config,
+            config=run.config,
             model=run.encoders.reference,
             device=run.encoders.device,
             store=store,
@@ -334,11 +335,3 @@ def _packets(dataset: Any) -> Generator[Packet, None, None]:
 
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
         yield from unpack(table)
-
-
-def _missing(run: Run, window: list[Any]) -> list[Any]:
-    storage = run.storage
-    _, required = names_of(window, storage.key_of)
-    home = tiers_of(storage.store)[-1]
-    lacking = {key: one for key, one in required.items() if not home.contains(key)}
-    return [chunk for _, chunk in by_length(lacking)]

@@ -6,25 +6,19 @@ several packets. Ids and contexts are packed as in the catalog; nothing of a pac
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from kvrag.chunk import Chunk
-from kvrag.ingest.computing import Outcome
-from kvrag.ingest.plan import PlannedDocument
-from kvrag.ingest.rows import (
-    FileState,
-    pack_contexts,
-    pack_ids,
-    pack_json,
-    unpack_chunk,
-)
+from kvrag.ingest.plan import Plan, PlannedDocument
+from kvrag.ingest.report import FailedDocument
+from kvrag.ingest.rows import FileState, pack_contexts, pack_ids, pack_json, unpack_chunk
+from kvrag.ingest.stages import Outcome
 
 _CHUNK = pa.struct(
     [
@@ -48,57 +42,14 @@ _SCHEMA = pa.schema(
 
 
 @dataclass
-class Part:
-    """Chunks of one document; the document's last ones may be in a later packet.
-
-    Attributes
-    ----------
-    planned
-        The document, without its text.
-    is_known
-        Whether an older version is indexed.
-    control_strings
-        Number of control strings in the document that were read as text.
-    chunks
-        Its chunks in this packet, in order.
-    vectors
-        Their vectors ``[num_windows, dim]``, once they are embedded.
-    reason
-        Why one of them cannot be indexed; "" if all can.
-    """
-
-    planned: PlannedDocument
-    is_known: bool
-    control_strings: int
-    chunks: list[Chunk]
-    vectors: list[NDArray[np.float32]] = field(default_factory=list)
-    reason: str = ""
-
-
-@dataclass
-class News:
-    """What planning found beside documents to write; the lists are those of `Plan`.
-
-    Attributes
-    ----------
-    missing
-        In a dry run: tokens of the KV that the store lacks, and of its context, by key.
-    """
-
-    removed: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    gone_files: list[str] = field(default_factory=list)
-    touched: list[FileState] = field(default_factory=list)
-    missing: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass
 class Packet:
     """The work of one call of an actor.
 
     Attributes
     ----------
+    plan
+        The documents with their chunks, of which the last one's other chunks may be in a later
+        packet; and what planning found beside them. The collector counts documents once.
     outcome
         What was computed for it.
     stored
@@ -107,16 +58,10 @@ class Packet:
         Processor time of the processes that handled it, all of their threads.
     """
 
-    parts: list[Part] = field(default_factory=list)
-    news: News = field(default_factory=News)
+    plan: Plan = field(default_factory=Plan)
     outcome: Outcome = field(default_factory=Outcome)
     stored: str = ""
     cpu_seconds: float = 0.0
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of all parts."""
-        for part in self.parts:
-            yield from part.chunks
 
 
 def against_second(source: str) -> str:
@@ -131,27 +76,11 @@ def pack(packet: Packet, dim: int) -> pa.Table:
     """Return a packet as a table of one row; vectors have `dim` dimensions."""
     contexts: dict[bytes, int] = {}
     chunks: list[dict[str, Any]] = []
-    heads = []
-    for part in packet.parts:
-        planned = part.planned
-        heads.append(
-            {
-                "source": planned.source,
-                "digest": planned.digest,
-                "metadata": planned.metadata,
-                "file": None if planned.file is None else asdict(planned.file),
-                "is_last_of_file": planned.is_last_of_file,
-                "num_chunks": planned.num_chunks,
-                "num_tokens": planned.num_tokens,
-                "is_known": part.is_known,
-                "control_strings": part.control_strings,
-                "reason": part.reason,
-                "num_here": len(part.chunks),
-            }
-        )
-        for number, chunk in enumerate(part.chunks):
+    documents = packet.plan.documents
+    for document in documents:
+        for number, chunk in enumerate(document.chunks):
             packed = pack_contexts(chunk.contexts)
-            vectors = part.vectors[number].astype("<f4").tobytes() if part.vectors else None
+            vectors = document.vectors[number] if document.vectors else None
             chunks.append(
                 {
                     "chunk_id": chunk.chunk_id,
@@ -161,17 +90,12 @@ def pack(packet: Packet, dim: int) -> pa.Table:
                     "ordinal": chunk.ordinal,
                     "metadata": pack_json(chunk.metadata),
                     "contexts": contexts.setdefault(packed, len(contexts)),
-                    "vectors": vectors,
+                    "vectors": None if vectors is None else vectors.astype("<f4").tobytes(),
                 }
             )
-    head = {
-        "parts": heads,
-        "news": asdict(packet.news),
-        "outcome": asdict(packet.outcome),
-        "stored": packet.stored,
-        "cpu_seconds": packet.cpu_seconds,
-        "dim": dim,
-    }
+    bare = [replace(one, document=None, chunks=[], vectors=[]) for one in documents]
+    head = asdict(replace(packet, plan=replace(packet.plan, documents=bare)))
+    head |= {"num_here": [len(one.chunks) for one in documents], "dim": dim}
     row = {"head": json.dumps(head), "chunks": chunks, "contexts": list(contexts)}
     return pa.Table.from_pylist([row], schema=_SCHEMA)
 
@@ -180,73 +104,49 @@ def unpack(table: pa.Table) -> Iterator[Packet]:
     """Yield the packets of a table, in order."""
     for row in table.to_pylist():
         head = json.loads(row["head"])
-        packet = Packet(
-            news=_news(head["news"]),
-            outcome=Outcome(**head["outcome"]),
-            stored=head["stored"],
-            cpu_seconds=head["cpu_seconds"],
-        )
+        numbers, dim = head.pop("num_here"), head.pop("dim")
+        told = head.pop("plan")
+        told["failed"] = [FailedDocument(**one) for one in told["failed"]]
+        told["touched"] = [FileState(**one) for one in told["touched"]]
+        told["missing"] = {key: (own, before) for key, (own, before) in told["missing"].items()}
         rows = iter(row["chunks"])
-        for one in head["parts"]:
-            packet.parts.append(_part(one, rows, row["contexts"], head["dim"]))
-        yield packet
+        documents = []
+        for number, one in zip(numbers, told.pop("documents"), strict=True):
+            file = one.pop("file")
+            document = PlannedDocument(**one, file=None if file is None else FileState(**file))
+            _fill(document, itertools.islice(rows, number), row["contexts"], dim)
+            documents.append(document)
+        plan = Plan(documents, **told)
+        yield Packet(plan, Outcome(**head.pop("outcome")), **head)
 
 
-def _part(
-    head: dict[str, Any], rows: Iterator[dict[str, Any]], contexts: list[bytes], dim: int
-) -> Part:
-    state = head["file"]
-    planned = PlannedDocument(
-        source=head["source"],
-        digest=head["digest"],
-        metadata=head["metadata"],
-        file=None if state is None else FileState(**state),
-        is_last_of_file=head["is_last_of_file"],
-        document=None,
-        chunks=None,
-        num_chunks=head["num_chunks"],
-        num_tokens=head["num_tokens"],
-    )
-    part = Part(planned, head["is_known"], head["control_strings"], [])
-    part.reason = head["reason"]
-    for row in (next(rows) for _ in range(head["num_here"])):
-        part.chunks.append(
-            unpack_chunk(
-                (
-                    *(row[name] for name in ("chunk_id", "text", "token_ids", "token_starts")),
-                    planned.source,
-                    row["ordinal"],
-                    row["metadata"],
-                    contexts[row["contexts"]],
-                )
-            )
-        )
+def _fill(
+    document: PlannedDocument, rows: Iterable[dict[str, Any]], contexts: list[bytes], dim: int
+) -> None:
+    """Give a document its chunks and their vectors."""
+    for row in rows:
+        texts = (row[name] for name in ("chunk_id", "text", "token_ids", "token_starts"))
+        place = (document.source, row["ordinal"], row["metadata"], contexts[row["contexts"]])
+        document.chunks.append(unpack_chunk((*texts, *place)))
         if row["vectors"] is not None:
-            part.vectors.append(np.frombuffer(row["vectors"], "<f4").reshape(-1, dim))
-    return part
+            document.vectors.append(np.frombuffer(row["vectors"], "<f4").reshape(-1, dim))
 
 
-def _news(values: Mapping[str, Any]) -> News:
-    news = News(**values)
-    news.failed = [(source, reason) for source, reason in values["failed"]]
-    news.touched = [FileState(**state) for state in values["touched"]]
-    news.missing = {key: (own, before) for key, (own, before) in values["missing"].items()}
-    return news
-
-
-def split(parts: Iterable[Part], batch_tokens: int) -> Iterator[list[Part]]:
-    """Yield the parts in groups of about `batch_tokens` tokens; cuts parts that are longer."""
-    group: list[Part] = []
+def split(
+    documents: Iterable[PlannedDocument], batch_tokens: int
+) -> Iterator[list[PlannedDocument]]:
+    """Yield documents in groups of about `batch_tokens` tokens; cuts those that are longer."""
+    group: list[PlannedDocument] = []
     room = batch_tokens
-    for part in parts:
-        rest = part.chunks
+    for document in documents:
+        rest = document.chunks
         is_first = True
         while rest or is_first:
             taken = 0
             while taken < len(rest) and room > 0:
                 room -= len(rest[taken].token_ids)
                 taken += 1
-            group.append(replace(part, chunks=rest[:taken]))
+            group.append(replace(document, chunks=rest[:taken]))
             rest, is_first = rest[taken:], False
             if room <= 0:
                 yield group

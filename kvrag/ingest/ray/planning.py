@@ -9,22 +9,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 
 from kvrag.chunk import Chunk, Document, Mark
+from kvrag.foreign import document_failures
 from kvrag.ingest.cutting import Cutter
-from kvrag.ingest.failures import document_failures
 from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
-from kvrag.ingest.pipeline import Rereader
-from kvrag.ingest.plan import Known, Plan, Planner, Sources, document_digest
+from kvrag.ingest.plan import Known, Plan, PlannedDocument, Planner, Sources, document_digest
 from kvrag.ingest.ray.job import Job
-from kvrag.ingest.ray.packets import News, Packet, Part, against_second, pack, split
+from kvrag.ingest.ray.packets import Packet, against_second, pack, split
 from kvrag.ingest.ray.reading import Listed, each_row, read_listed
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
+from kvrag.ingest.stages import CutAgain
 
 _GIVEN = "kvrag_input"  # the one column of rows that the driver makes
 
@@ -69,7 +69,7 @@ class _Planning:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._parser = job.parser()
-        self._cutter = Cutter(job.encoders)
+        self._cutter = Cutter(job.encoders, job.config)
         self._store = job.open_store() if job.dry_run else None
         self._known: Any = None
         self._digests: Mapping[str, str] = {}
@@ -90,80 +90,57 @@ class _Planning:
 
     def packets(self, table: pa.Table, known: Mapping[str, str]) -> Iterator[Packet]:
         """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
-        waiting = Packet()
+        waiting = Plan()
         waiting_tokens = 0
         of_dataset = KnownPart(known)
         seen: dict[str, str] = {}
         for view, sources in self._inputs(table, of_dataset):
-            self._cutter.neutralised.clear()
             if view is of_dataset:
                 # Packets do not tell what is unchanged before a document from what is after it.
                 for source in seen.keys() & sources.documents.keys():
                     if document_digest(sources.documents.pop(source)) != seen[source]:
-                        waiting.news.failed.append((source, against_second(source)))
-            plan, news = self._plan(view, sources)
+                        waiting.failed.append(FailedDocument(source, against_second(source)))
+            plan = self._plan(view, sources)
             if view is of_dataset:
                 seen |= {source: known[source] for source in plan.unchanged}
                 seen |= {planned.source: planned.digest for planned in plan.documents}
-            _extend(waiting.news, news)
-            for part in self._parts(plan):
-                waiting.parts.append(part)
-                waiting_tokens += sum(len(chunk.token_ids) for chunk in part.chunks)
+            for name in ("removed", "unchanged", "failed", "gone_files", "touched"):
+                getattr(waiting, name).extend(getattr(plan, name))
+            waiting.missing |= plan.missing
+            for document in self._cut_documents(plan):
+                waiting.documents.append(document)
+                waiting_tokens += sum(len(chunk.token_ids) for chunk in document.chunks)
                 if waiting_tokens >= self.job.batch_tokens:
                     yield from self._full(waiting)
-                    waiting, waiting_tokens = Packet(), 0
+                    waiting, waiting_tokens = Plan(), 0
         yield from self._full(waiting)
 
-    def _full(self, packet: Packet) -> Iterator[Packet]:
-        groups = list(split(packet.parts, self.job.batch_tokens)) or [[]]
-        yield Packet(groups[0], packet.news)
-        yield from (Packet(parts) for parts in groups[1:])
+    def _full(self, plan: Plan) -> Iterator[Packet]:
+        first, *others = list(split(plan.documents, self.job.batch_tokens)) or [[]]
+        yield Packet(replace(plan, documents=first))
+        yield from (Packet(Plan(documents)) for documents in others)
 
-    def _plan(self, view: KnownPart, sources: Sources) -> tuple[Plan, News]:
-        missing: dict[str, tuple[int, int]] = {}
-
+    def _plan(self, view: KnownPart, sources: Sources) -> Plan:
         def missing_key(chunk: Chunk) -> str | None:
             if self._store is None:
                 return None
             key = self.job.key_of(chunk)
-            if self._store.contains(key):
-                return None
-            missing[key.digest] = len(chunk.token_ids), len(chunk.contexts[0])
-            return key.digest
+            return None if self._store.contains(key) else key.digest
 
         planner = Planner(
-            view,
-            self._parser,
-            self._cut,
-            missing_key,
-            lambda _: None,
-            self.job.force,
+            view, self._parser, self._cutter, missing_key, lambda _: None, self.job.force
         )
-        plan = planner.run(sources)
-        return plan, _news_of(plan, missing)
+        return planner.run(sources)
 
-    def _cut(self, document: Document) -> list[Chunk]:
-        return self._cutter.cut(document, self.job.config)
-
-    def _parts(self, plan: Plan) -> Iterator[Part]:
+    def _cut_documents(self, plan: Plan) -> Iterator[PlannedDocument]:
         """Yield the documents of a plan; those whose chunks it has not kept are cut once more."""
-        reread = Rereader(self._parser, self._cut)
-        changed = set(plan.changed)
-        for planned in plan.documents:
-            chunks, planned.chunks = planned.chunks, None
-            reasons: list[str] = []
+        cut_again = CutAgain(self._parser, self._cutter)
+        for document in plan.documents:
             if self.job.dry_run:
-                chunks = []
-            elif chunks is None:
-                with document_failures(reasons.append):
-                    chunks = reread(planned)
-            yield Part(
-                planned=planned,
-                is_known=planned.source in changed,
-                control_strings=self._cutter.neutralised.get(planned.source, 0),
-                chunks=chunks or [],
-                reason="".join(reasons).removeprefix(f"{planned.source}: "),
-            )
+                document.chunks = []
+            else:
+                cut_again(document)
+            yield document
 
     def _inputs(
         self, table: pa.Table, of_dataset: KnownPart
@@ -291,20 +268,3 @@ def forget() -> None:
     """Close what stays in this process between tasks."""
     while _kept:
         _kept.pop().close()
-
-
-def _news_of(plan: Plan, missing: dict[str, tuple[int, int]]) -> News:
-    return News(
-        removed=plan.removed,
-        unchanged=plan.unchanged,
-        failed=[(failed.source, failed.reason) for failed in plan.failed],
-        gone_files=plan.gone_files,
-        touched=plan.touched,
-        missing=missing,
-    )
-
-
-def _extend(news: News, more: News) -> None:
-    for name in ("removed", "unchanged", "failed", "gone_files", "touched"):
-        getattr(news, name).extend(getattr(more, name))
-    news.missing |= more.missing

@@ -9,17 +9,9 @@ from typing import Any
 import pyarrow as pa
 
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.ingest.background import BackgroundWriter
-from kvrag.ingest.computing import (
-    Outcome,
-    RecordMaker,
-    by_length,
-    embed_chunks,
-    names_of,
-    reason_against,
-)
 from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import Packet, pack, unpack
+from kvrag.ingest.stages import BackgroundWriter, RecordMaker, embed, lacking, refuse
 
 MAX_ENDS = 3
 """How often a process may end while it computes one chunk, before the chunk is refused."""
@@ -41,14 +33,7 @@ class Embedder:
 
     def _embedded(self, packet: Packet) -> pa.Table:
         started = time.process_time()
-        vectors, bad = embed_chunks(self._embedding, packet.chunks())
-        for part in packet.parts:
-            if part.reason:
-                continue
-            keys: dict[str, list[ChunkKey]] = {chunk.chunk_id: [] for chunk in part.chunks}
-            part.reason = reason_against(part.chunks, keys, {}, bad) or ""
-            if not part.reason:
-                part.vectors = [vectors[chunk.text] for chunk in part.chunks]
+        embed(self._embedding, packet.plan.documents)
         packet.cpu_seconds += time.process_time() - started
         return pack(packet, self._job.config.embedding_dim)
 
@@ -101,29 +86,24 @@ class Encoder:
         started = time.process_time()
         maker = RecordMaker(self._store, self._prefill, packet.outcome)
         maker.codec = self._codec
-        sound = [chunk for part in packet.parts if not part.reason for chunk in part.chunks]
-        keys, required = names_of(sound, self._job.key_of)
-        bad: dict[ChunkKey, str] = {}
-        name = sound[0].chunk_id if sound else ""
+        documents = packet.plan.documents
+        sound = (one for one in documents if one.chunks and not one.reason)
+        name = next((one.chunks[0].chunk_id for one in sound), "")
         is_careful = bool(name) and self._begin(name) > 0
-        made: list[ChunkKey] = []
+        bad: dict[ChunkKey, str] = {}
+        # Others may have stored some of it since it was planned.
+        missing = lacking(documents, self._job.key_of, self._store)
         with BackgroundWriter() as writer:
-            for key, chunk in by_length(required):
-                # Others may have stored it meanwhile.
-                if self._store.contains(key):
-                    continue
+            for key, chunk in missing:
                 if is_careful:
                     self._make_alone(key, chunk, maker, bad)
                 else:
                     maker.make(key, chunk, writer, bad)
-                made.append(key)
         # The last task has ended only now.
-        packet.stored = next((key.digest for key in reversed(made) if key not in bad), "")
+        packet.stored = next((key.digest for key, _ in reversed(missing) if key not in bad), "")
         if name:
             self._end(name)
-        for part in packet.parts:
-            if not part.reason:
-                part.reason = reason_against(part.chunks, keys, bad, {}) or ""
+        refuse(documents, self._job.key_of, bad)
         packet.cpu_seconds += time.process_time() - started
         return pack(packet, self._job.config.embedding_dim)
 
@@ -162,6 +142,3 @@ class RemoteEncoder(Encoder):
 
     def __init__(self, job: Job, attempts: Any) -> None:
         super().__init__(job, *remote_attempts(attempts))
-
-
-__all__ = ["Attempts", "Embedder", "Encoder", "Outcome", "RemoteEncoder"]

@@ -25,7 +25,6 @@ pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreachableError
-from kvrag.ingest.computing import Outcome
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
@@ -34,12 +33,12 @@ from kvrag.ingest.ray.cluster import _default_address, connected, reason_of, set
 from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.estimate import estimate
 from kvrag.ingest.ray.job import Job
-from kvrag.ingest.ray.packets import News, Packet, Part, pack, split, unpack
+from kvrag.ingest.ray.packets import Packet, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
-from kvrag.ingest.report import IngestReport
+from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.rows import FileState
-from kvrag.ingest.runner import Run
+from kvrag.ingest.stages import Outcome, Run
 from kvrag.ingest.storage import Storage
 from kvrag.kvcache import ChunkKV
 from kvrag.store.file import FileStore
@@ -57,7 +56,7 @@ def _forget() -> Iterator[None]:
 STATE = FileState("/a.txt", "d" * 40, 3, 4, 5, 6)
 
 
-def part(name: str, lengths: list[int], **fields: Any) -> Part:
+def part(name: str, lengths: list[int], **fields: Any) -> PlannedDocument:
     chunks = [
         Chunk(
             f"{name}-{number}",
@@ -71,50 +70,63 @@ def part(name: str, lengths: list[int], **fields: Any) -> Part:
         )
         for number, length in enumerate(lengths)
     ]
-    counts = (len(chunks), sum(lengths))
-    planned = PlannedDocument(name, "e" * 40, {"n": 1}, STATE, True, None, None, *counts)
-    return Part(planned, True, 2, chunks, **fields)
+    return PlannedDocument(
+        name,
+        "e" * 40,
+        {"n": 1},
+        STATE,
+        is_last_of_file=True,
+        is_known=True,
+        num_chunks=len(chunks),
+        num_tokens=sum(lengths),
+        num_control_strings=2,
+        chunks=chunks,
+        **fields,
+    )
 
 
 def test_a_packet_arrives_as_it_was_sent() -> None:
     vectors = [np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((1, 4), np.float32)]
-    sent = Packet(
-        [part("a", [3, 5], vectors=vectors), part("b", [2], reason="it is bad")],
-        News(["gone"], ["same"], [("c", "why")], ["/gone"], [STATE], {"k": (3, 4)}),
-        Outcome(1, 2, 3, 4, 5.0, 6.0),
-        "f" * 40,
-        1.5,
+    documents = [part("a", [3, 5], vectors=vectors), part("b", [2], reason="it is bad")]
+    news = Plan(
+        removed=["gone"],
+        unchanged=["same"],
+        failed=[FailedDocument("c", "why")],
+        gone_files=["/gone"],
+        touched=[STATE],
+        missing={"k": (3, 4)},
     )
+    counts = Outcome(1, 2, 3, 4, 5.0, 6.0)
+    sent = Packet(replace(news, documents=documents), counts, "f" * 40, 1.5)
     (found,) = unpack(pack(sent, 4))
-    assert [one.chunks for one in found.parts] == [one.chunks for one in sent.parts]
-    for came, went in zip(found.parts[0].vectors, vectors, strict=True):
+    for came, went in zip(found.plan.documents[0].vectors, vectors, strict=True):
         np.testing.assert_array_equal(came, went)
-    blank = [replace(one, vectors=[]) for one in sent.parts]
-    assert [replace(one, vectors=[]) for one in found.parts] == blank
-    assert replace(found, parts=[]) == replace(sent, parts=[])
+    came = [replace(one, vectors=[]) for one in found.plan.documents]
+    assert came == [replace(one, vectors=[]) for one in documents]
+    assert replace(found, plan=replace(found.plan, documents=[])) == replace(sent, plan=news)
 
 
-def test_parts_are_grouped_by_tokens_and_long_ones_cut() -> None:
+def test_documents_are_grouped_by_tokens_and_long_ones_cut() -> None:
     parts = [part("a", [10, 10, 10, 10, 10]), part("b", [5]), part("c", [])]
     groups = list(split(parts, 20))
-    assert [[(one.planned.source, len(one.chunks)) for one in group] for group in groups] == [
+    assert [[(one.source, len(one.chunks)) for one in group] for group in groups] == [
         [("a", 2)],
         [("a", 2)],
         [("a", 1), ("b", 1), ("c", 0)],
     ]
-    whole = list(assemble(one for group in groups for one in group))
-    assert [one.planned.source for one in whole] == ["a", "b", "c"]
-    assert [list(one.chunks()) for one in whole] == [one.chunks for one in parts]
+    assert list(assemble(one for group in groups for one in group)) == parts
 
 
 def test_a_document_without_all_its_chunks_is_refused() -> None:
     first, second = part("a", [10, 10, 10]), part("b", [5])
     lost, last = replace(first, chunks=first.chunks[:2]), replace(first, chunks=[])
-    found = list(assemble([lost, second, part("c", []), last]))
-    assert [one.planned.source for one in found] == ["a", "b", "c", "a"]
-    reasons = [one.computed(lambda _: ChunkKey("0" * 40))[1] for one in (found[0], found[3])]
-    assert reasons == ["1 of its 3 chunks did not arrive", "3 of its 3 chunks did not arrive"]
-    assert [one.num_missing for one in found[1:3]] == [0, 0]
+    found = [(one.source, one.reason) for one in assemble([lost, second, part("c", []), last])]
+    assert found == [
+        ("a", "a: 1 of its 3 chunks did not arrive"),
+        ("b", ""),
+        ("c", ""),
+        ("a", "a: 3 of its 3 chunks did not arrive"),
+    ]
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -146,7 +158,7 @@ def test_a_file_that_changes_while_it_is_planned_is_left_out_and_read_again(
     with tiny_index(tmp_path) as index:
         with monkeypatch.context() as patch:
             patch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
-            patch.setattr("kvrag.ingest.pipeline.read_file", lambda *_: b"The new clock.")
+            patch.setattr("kvrag.ingest.stages.read_file", lambda *_: b"The new clock.")
             report = index.add(file, runner=here)
         assert [one.source for one in report.failed] == [str(file)]
         assert "changed while it was being ingested" in report.failed[0].reason
@@ -179,7 +191,7 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
             with pytest.raises(Killed):
                 encoder(embedded)
         (packet,) = unpack(Encoder(job, attempts.begin, attempts.end)(embedded))
-        assert f"ended {MAX_ENDS} times" in packet.parts[0].reason
+        assert f"ended {MAX_ENDS} times" in packet.plan.documents[0].reason
         assert packet.outcome.num_records == 0
 
 
@@ -191,9 +203,9 @@ def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
         job = job_of(index)
         catalog = index.catalog
 
-        def news(*rows: dict[str, str]) -> tuple[News, list[Part]]:
+        def news(*rows: dict[str, str]) -> tuple[Plan, list[PlannedDocument]]:
             (packet,) = [one for made in plan_rows(table([*rows]), job) for one in unpack(made)]
-            return packet.news, packet.parts
+            return packet.plan, packet.plan.documents
 
         same = document_row(catalog, Document("d", "One."))
         found, parts = news(file_row(catalog, str(file)), same)
@@ -201,7 +213,7 @@ def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
         file.write_text("The new clock of Varn is tall.")
         other = document_row(catalog, Document("d", "Two."))
         found, parts = news(file_row(catalog, str(file)), other)
-        assert [(one.planned.source, one.is_known) for one in parts] == [
+        assert [(one.source, one.is_known) for one in parts] == [
             (str(file), True),
             ("d", True),
         ]
@@ -224,11 +236,11 @@ def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
         blank = dict.fromkeys(names)
         (made,) = plan_rows(table([{**blank, **row} for row in rows]), job_of(index))
         (packet,) = unpack(made)
-    assert [one.planned.source for one in packet.parts] == ["s", "s3://b/x.md", "has text"]
-    assert packet.parts[0].planned.metadata["year"] == 2020
+    assert [one.source for one in packet.plan.documents] == ["s", "s3://b/x.md", "has text"]
+    assert packet.plan.documents[0].metadata["year"] == 2020
     nameless = f"a row with the columns {', '.join(names)}"
-    assert [source for source, _ in packet.news.failed] == ["bad", "s3://b/x.zip", nameless]
-    assert "expected an object with its text" in packet.news.failed[0][1]
+    assert [one.source for one in packet.plan.failed] == ["bad", "s3://b/x.zip", nameless]
+    assert "expected an object with its text" in packet.plan.failed[0].reason
 
 
 @pytest.mark.parametrize("unit", ["ns", "us", "s"])
@@ -250,8 +262,8 @@ def test_times_of_parquet_are_written_in_one_form(tmp_path: Path, unit: str) -> 
     with tiny_index(tmp_path) as index:
         (made,) = plan_rows(pq.read_table(tmp_path / "rows.parquet"), job_of(index))
         (packet,) = unpack(made)
-    (part,) = packet.parts
-    assert part.planned.metadata == {
+    (document,) = packet.plan.documents
+    assert document.metadata == {
         "at": "2024-03-01T12:30:00",
         "there": "2024-03-01T11:00:00+00:00",
         "on": "2024-03-01",
@@ -535,7 +547,7 @@ def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
             is_running = True
             try:
                 while True:
-                    yield pack(Packet([part("not stored", [3])]), 4)
+                    yield pack(Packet(Plan([part("not stored", [3])])), 4)
             finally:
                 is_running = False
 

@@ -45,13 +45,13 @@ def planned(folder: Path, *places: Path | str, max_bytes: int = 1 << 20) -> Pack
         whole = Packet()
         for made in plan_rows(table(rows), job):
             for packet in unpack(made):
-                whole.parts += packet.parts
-                whole.news.failed += packet.news.failed
+                whole.plan.documents += packet.plan.documents
+                whole.plan.failed += packet.plan.failed
     return whole
 
 
 def names(packet: Packet) -> list[str]:
-    return [one.planned.source for one in packet.parts]
+    return [one.source for one in packet.plan.documents]
 
 
 def test_urls_and_parquet_are_read_by_tasks() -> None:
@@ -71,7 +71,7 @@ def test_a_damaged_file_is_one_failure(tmp_path: Path) -> None:
     broken.write_text('{"text": "Row."}\n{"text": broken\n')
     found = planned(tmp_path, *files, f"file://{broken}")
     assert names(found) == ["r0", "r1", "r3"]
-    (footer, line) = found.news.failed
+    (footer, line) = ((one.source, one.reason) for one in found.plan.failed)
     assert footer[0] == str(files[2])
     assert "2.parquet: cannot be read (" in footer[1]
     assert line[0] == str(broken)
@@ -87,7 +87,7 @@ def test_of_parquet_that_is_damaged_inside_the_other_groups_are_read(tmp_path: P
     file.write_bytes(content)
     found = planned(tmp_path, file)
     assert names(found) == ["r0", "r1", "r4", "r5"]
-    ((source, reason),) = found.news.failed
+    ((source, reason),) = ((one.source, one.reason) for one in found.plan.failed)
     assert source == str(file)
     assert "rows.parquet, rows 3 to 4: cannot be read (" in reason
 
@@ -100,7 +100,7 @@ def test_a_row_that_python_cannot_hold_costs_itself(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts, "id": ["a", "b", "c"], "when": times}), file)
     found = planned(tmp_path, file)
     assert names(found) == ["a"]
-    reasons = [reason for _, reason in found.news.failed]
+    reasons = [one.reason for one in found.plan.failed]
     assert ["row 2: cannot be read ('utf-8'" in reasons[0], "row 3: cannot" in reasons[1]] == [
         True,
         True,
@@ -110,7 +110,7 @@ def test_a_row_that_python_cannot_hold_costs_itself(tmp_path: Path) -> None:
             one for made in plan_rows(pq.read_table(file), job_of(index)) for one in unpack(made)
         ]
     assert [name for one in packets for name in names(one)] == ["a"]
-    reasons = [reason for one in packets for _, reason in one.news.failed]
+    reasons = [failed.reason for one in packets for failed in one.plan.failed]
     assert [one.startswith("a row with the columns text, id, when: cannot") for one in reasons] == [
         True,
         True,
@@ -121,13 +121,13 @@ def test_equal_rows_are_one_document_whatever_their_file_is_called(tmp_path: Pat
     row = {"text": "A row.", "year": 1}
     files = [write_rows(tmp_path / f"part-{n}.parquet", [row, row]) for n in range(2)]
     found = planned(tmp_path / "equal", *files)
-    assert (len(found.parts), found.news.failed) == (1, [])
-    assert found.parts[0].planned.metadata == {"year": 1}
+    assert (len(found.plan.documents), found.plan.failed) == (1, [])
+    assert found.plan.documents[0].metadata == {"year": 1}
     write_rows(files[0], [{**row, "id": "r"}])
     write_rows(files[1], [{**row, "id": "r"}])
     found = planned(tmp_path / "named", *files)
-    assert found.parts[0].planned.metadata["path"] == str(files[0])
-    assert [source for source, _ in found.news.failed] == ["r"]
+    assert found.plan.documents[0].metadata["path"] == str(files[0])
+    assert [one.source for one in found.plan.failed] == ["r"]
 
 
 def test_a_file_of_two_places_is_read_once(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_long_damaged_file_is_one_failure(
     file = tmp_path / "rows.parquet"
     file.write_bytes(b"PAR1" + b"?" * 1000)
     monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", 100)
-    assert [source for source, _ in planned(tmp_path, file).news.failed] == [str(file)]
+    assert [one.source for one in planned(tmp_path, file).plan.failed] == [str(file)]
 
 
 def test_a_long_parquet_file_is_read_in_parts(
@@ -157,7 +157,7 @@ def test_a_long_parquet_file_is_read_in_parts(
     assert len(list_places([str(file)], [])) == 4
     found = planned(tmp_path, file)
     assert names(found) == [f"r{n}" for n in range(7) if n != 5]
-    assert "rows.parquet, row 6: expected an object with its text" in found.news.failed[0][1]
+    assert "rows.parquet, row 6: expected an object with its text" in found.plan.failed[0].reason
 
 
 def test_what_holds_no_row_or_too_much_says_so(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_holds_no_row_or_too_much_says_so(tmp_path: Path) -> None:
     write_rows(tmp_path / "wrong.parquet", [{"words": "a"}])
     (tmp_path / "big.md").write_text("x" * 5000)
     found = planned(tmp_path, f"file://{tmp_path}", max_bytes=4000)
-    reasons = [reason for _, reason in found.news.failed]
+    reasons = [one.reason for one in found.plan.failed]
     assert names(found) == []
     for reason, wanted in zip(
         reasons,
@@ -242,7 +242,7 @@ def test_a_bucket_is_listed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found = planned(tmp_path, f"S3://bucket/docs{query}")
     finally:
         server.kill()
-    assert found.news.failed == []
+    assert found.plan.failed == []
     assert names(found) == [
         "bucket/docs/a.md",
         "bucket/docs/b/lines.jsonl#1",
