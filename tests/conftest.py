@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The prompts of the tests are so short that full prefill would be faster than what they test.
+os.environ.setdefault("KVRAG_NEVER_SLOWER", "off")
 
 import pytest
 

@@ -107,6 +107,11 @@ class KVEngine(OfProcess):
         prompt computes what it has not loaded, and counts misses. None takes the price of computing
         all its stored tokens, at least two seconds, for stores on other machines, and waits for
         local ones.
+    never_slower
+        Whether a prompt is computed as a whole where that is expected to be as fast as taking its
+        stored KV, as for short prompts. What computing costs is measured once for each model and
+        device, beside the first answer; until then, stored KV is taken. With `ttft`, for prompt
+        markup, link tokens and compressed chunks, and in several processes it is taken always.
 
     Raises
     ------
@@ -140,6 +145,7 @@ class KVEngine(OfProcess):
         session_bytes: int = SESSION_BYTES,
         session_store_bytes: int = 0,
         store_patience: float | None = None,
+        never_slower: bool = True,
     ) -> None:
         self._reader = PromptReader(index)
         self.index = index
@@ -149,7 +155,10 @@ class KVEngine(OfProcess):
         sizes = session_bytes, session_store_bytes
         if store_patience is not None:
             store_patience = arguments.number(store_patience, "store_patience", above=0)
-        self._fuser = PromptFuser(index, self._links, load_threads, *sizes, store_patience)
+        never_slower = arguments.flag(never_slower, "never_slower")
+        self._fuser = PromptFuser(
+            index, self._links, load_threads, *sizes, store_patience, never_slower
+        )
         self.defaults = Request(
             "",
             policy=policy,

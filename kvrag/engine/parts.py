@@ -9,7 +9,7 @@ import torch
 
 from kvrag.engine.answer import Part
 from kvrag.engine.prompt_reader import LaidOutPrompt
-from kvrag.fusion.fuser import MADE, FusedPrompt
+from kvrag.fusion.fuser import MADE, OUTPRICED, FusedPrompt
 
 _EARLIER = "an earlier answer"
 _NOT_LOADED = "found, but not loaded"
@@ -54,7 +54,8 @@ def prompt_parts(laid_out: LaidOutPrompt, fused: FusedPrompt) -> tuple[Part, ...
             states[rows] = [made] * (span.prompt_end - first)
             continue
         if first in computed_anyway:
-            states[rows] = [(FRESH, _NOT_LOADED)] * (span.prompt_end - first)
+            why = OUTPRICED if fused.report.num_outpriced else _NOT_LOADED
+            states[rows] = [(FRESH, why)] * (span.prompt_end - first)
             continue
         layers[rows] = computed[rows]
         states[rows] = [

@@ -11,6 +11,7 @@ from typing import Any
 from kvrag import arguments
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import Release
+from kvrag.engine.prices import Prices
 from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
 from kvrag.engine.sessions import FEWEST_ROWS, Sessions
@@ -26,11 +27,13 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
+from kvrag.fusion.pricing import Pricing
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
+from kvrag.loading.pace import Pace
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS, Patience
 from kvrag.loading.streaming import StreamEstimates
 
@@ -61,6 +64,8 @@ class PromptFuser:
         The link tokens of prompts.
     load_threads
         See `KVEngine`.
+    store_patience, never_slower
+        See `KVEngine`.
     session_bytes, session_store_bytes
         Memory for the KV of ended answers, and room in the index's store for what falls out of it.
     """
@@ -73,12 +78,15 @@ class PromptFuser:
         session_bytes: int,
         session_store_bytes: int,
         store_patience: float | None = None,
+        never_slower: bool = True,
     ) -> None:
         self._index = index
         self._links = links
         self._load_threads = load_threads
         self._store_patience = store_patience
         self._estimates = StreamEstimates()
+        self._waited = Pace()
+        self._prices = Prices(index.config.model_fingerprint) if never_slower else None
         session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
         session_store_bytes = arguments.whole(session_store_bytes, "session_store_bytes", 0)
         self.buffers = BufferPool()
@@ -189,6 +197,10 @@ class PromptFuser:
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
         self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
+        if self._prices is not None and layout.spans:
+            self._prices.measure_later(index.model)
+            if report.stream is None and (num_loaded := report.num_cached - report.num_kept):
+                self._waited.observe(num_loaded, report.seconds["load"])
         seconds = {"layout": layout_seconds, **report.seconds}
         seconds["load"] = seconds.get("load", 0.0) + begun.seconds
         misses = dict(report.misses)
@@ -317,7 +329,11 @@ class PromptFuser:
         streaming = None
         if request.ttft is not None:
             streaming = streaming_target(index, self._estimates, request.ttft, layout_seconds)
-        return Loading(num_threads, None if is_placed else index.tier_of, streaming)
+        if is_placed:  # by markup, or for another engine, which may compute faster or slower
+            return Loading(num_threads, None, streaming)
+        rows = None if self._prices is None else self._prices.known(index.model)
+        pricing = None if rows is None else Pricing(rows, self._waited)
+        return Loading(num_threads, index.tier_of, streaming, pricing)
 
 
 def _keeping(layout: Layout, laid_out: LaidOutPrompt, num_kept: int) -> Layout:

@@ -166,6 +166,7 @@ def _answered(answer: Answer, content: bool) -> dict[str, Any]:
         "llm.token_count.total": usage.prompt_tokens + usage.completion_tokens,
         "llm.token_count.prompt_details.cache_read": usage.cached_tokens,
         "kvrag.recomputed_tokens": answer.report.num_recomputed,
+        "kvrag.outpriced_tokens": answer.report.num_outpriced,
         "kvrag.reused_tokens": answer.report.num_reused + answer.report.num_exact,
         "kvrag.fresh_tokens": answer.report.num_fresh,
         "kvrag.kept_tokens": answer.report.num_kept,

@@ -44,6 +44,8 @@ from kvrag.positions.rotary import RotaryTable
 
 FOUND = "found, but computed"
 """The reason of fresh tokens that are stored: their record is lost, or was slower to load."""
+OUTPRICED = "found, but full prefill is faster"
+"""The reason of fresh tokens that are stored, in a prompt that is computed as a whole."""
 MADE = "computed to be stored"
 """The reason of fresh tokens whose record the store lacked, and gets now."""
 
@@ -414,7 +416,7 @@ def _report(
     if reasons and num_made:
         reasons[MADE] = num_made
     if reasons and num_more > 0:  # spans that a miss or a decision left out
-        reasons[FOUND] = num_more
+        reasons[OUTPRICED if plan.num_outpriced else FOUND] = num_more
     return FusionReport(
         policy=str(plan.repair),
         num_tokens=num_plain,
@@ -434,6 +436,7 @@ def _report(
         rows_asked=num_fresh_rows * plan.question_layers.stop,
         num_links=len(layout.links),
         num_unlinked=layout.num_unlinked,
+        num_outpriced=plan.num_outpriced,
         misses=plan.misses,
         expected_loss=expected.loss,
         expected_seconds=expected.seconds,

@@ -13,6 +13,7 @@ from kvrag.fusion.controller import Choice, Expected, LoadingController
 from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, num_whole_layers, planned_rows
 from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.pricing import Pricing
 from kvrag.fusion.repair import Repair
 from kvrag.loading import LOAD_THREADS, threads
 from kvrag.loading.cost import ChunkDecision, StoredRows
@@ -41,12 +42,15 @@ class Loading:
         compute than to load; None loads all chunks.
     streaming
         Loads the records before anything is computed, in the quality that the time to first token
-        allows; `tier_of` is then not used. None loads them whole.
+        allows; `tier_of` and `pricing` are then not used. None loads them whole.
+    pricing
+        Lets all of a prompt be computed where that is faster; None takes what is stored.
     """
 
     num_threads: int = LOAD_THREADS
     tier_of: TierOf | None = None
     streaming: Streaming | None = None
+    pricing: Pricing | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class FusePlan:
         For each record whether it is loaded or computed; empty if all are loaded.
     misses
         Why found chunks are computed instead: reason to number of spans.
+    num_outpriced
+        Stored tokens that are computed, because full prefill is expected to be faster.
     """
 
     layout: Layout
@@ -75,6 +81,7 @@ class FusePlan:
     spans: tuple[ReusedSpan, ...]
     decisions: Mapping[RecordId, ChunkDecision] = field(default_factory=dict)
     misses: Mapping[str, int] = field(default_factory=dict)
+    num_outpriced: int = 0
 
     # -- spans taken from the store ----------------------------------------------------------
 
@@ -189,6 +196,20 @@ def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading
         choice = Repair(NonePolicy())
     spans = tuple(span for span in layout.spans if span.prompt_start >= layout.num_kept)
     plan = FusePlan(layout, choice, num_layers, spans, misses=layout.misses)
+    plan = _with_decisions(plan, choice, loading)
+    # Link tokens were trained to repair stored chunks; a compressed chunk's rows are not tokens.
+    pricing = None if loading.streaming or layout.links or plan.compressed else loading.pricing
+    if pricing is None or not plan.spans:
+        return plan
+    num_exact = sum(span.length for span in plan.exact)
+    if not pricing.takes_full(plan.repair.policy, plan.prompt, len(plan.fresh), num_exact):
+        return plan
+    return replace(plan, spans=(), num_outpriced=num_exact + plan.prompt.num_reused)
+
+
+def _with_decisions(plan: FusePlan, choice: Choice, loading: Loading) -> FusePlan:
+    """Return the plan that computes the chunks of which a controller says so."""
+    spans = plan.spans
     if not isinstance(choice, LoadingController) or not choice.weighs_loading:
         return plan
     # A compressed chunk's rows are not tokens, so they cannot be computed instead.

@@ -64,6 +64,9 @@ class FusionReport:
     rows_compared
         Rows of one layer whose keys and values, or attention, were computed only to choose among
         them.
+    num_outpriced
+        Fresh tokens that are stored: the whole prompt was computed, because that was expected to be
+        faster.
     num_in_context
         Tokens found in the store that were encoded after a context: other text of their document,
         or a filler.
@@ -114,6 +117,7 @@ class FusionReport:
     hidden_load_seconds: float = 0.0
     rows_asked: int = 0
     rows_compared: int = 0
+    num_outpriced: int = 0
     num_in_context: int = 0
     expected_loss: float | None = None
     expected_seconds: float | None = None
@@ -202,6 +206,8 @@ class FusionReport:
             parts.insert(
                 1, f"{num_chunks} chunks of {self.num_computed} tokens computed, slower to load"
             )
+        if self.num_outpriced:
+            parts.insert(1, f"{self.num_outpriced} stored, but full prefill is faster")
         if self.num_made:
             parts.insert(1, f"first chunk of {self.num_made} tokens computed, to be stored")
         if self.stream is not None:

@@ -53,6 +53,7 @@ METRICS: MetricsOf = {
     "prompts": ("Prompts fused.", ()),
     "tokens": ("Prompt tokens: kept, exact, reused, recomputed or fresh.", ("kind",)),
     "chunks": ("Chunks of prompts: loaded, computed by decision, or made.", ("outcome",)),
+    "full_prefills": ("Prompts with known chunks, computed whole because that is faster.", ()),
     "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts but computed because they were missing.", ("reason",)),
     "seconds": ("Seconds of answering by stage; hidden_load delays no answer.", ("stage",)),
@@ -125,6 +126,7 @@ class IndexCounters:
         found: Counts = {("prompts", ()): 1}
         for kind in ("kept", "exact", "reused", "recomputed", "fresh"):
             found["tokens", (("kind", kind),)] = getattr(report, f"num_{kind}")
+        found["full_prefills", ()] = int(report.num_outpriced > 0)
         found["chunks", (("outcome", "loaded"),)] = report.num_chunks
         num_computed = sum(one.is_computed for one in report.decisions)
         found["chunks", (("outcome", "computed"),)] = num_computed

@@ -38,6 +38,13 @@ class Pace:
             self._seen.append((amount, seconds))
             self._prices = None
 
+    def forget_oldest(self) -> None:
+        """Forget the oldest observation, if there is one."""
+        with self._lock:
+            if self._seen:
+                self._seen.popleft()
+                self._prices = None
+
     def seconds(self, amount: float) -> float | None:
         """Return how long an amount of work will take; None before any observation."""
         with self._lock:

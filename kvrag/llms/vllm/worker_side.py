@@ -174,7 +174,7 @@ class WorkerSide:
         self._part = part or Part()
         self._model = model
         self._index = open_index(settings, model)
-        self._engine = KVEngine(self._index, links="off", load_threads=2)
+        self._engine = KVEngine(self._index, links="off", load_threads=2, never_slower=False)
         self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)

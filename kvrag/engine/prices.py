@@ -1,0 +1,215 @@
+"""The prices of computing with one model on one device: measured once, and kept on disk.
+
+That takes a second or less, beside the first prompt's answer: never before its first token. The
+result is kept in the user's cache for other processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvrag import arguments
+from kvrag.errors import ParameterError
+from kvrag.fusion.fuser import fuse
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.pricing import RowPrices
+from kvrag.fusion.repair import Repair
+from kvrag.kvcache import FusedKV
+from kvrag.loading import threads
+from kvrag.models.kv_model import KVModel
+from kvrag.process import after_fork, working
+from kvrag.regularfile import read_regular
+
+logger = logging.getLogger("kvrag")
+
+SWITCH = "KVRAG_NEVER_SLOWER"
+"""The environment variable that, set to ``off``, takes stored KV whatever it costs."""
+
+_NUM_ROWS = (16, 64, 256, 1024, 4096)
+_REPEATS = 5
+# A run that takes longer is the last, at the second number of rows or a later one: other prompts'
+# answers wait for each run.
+_LONGEST_CPU_RUN, _LONGEST_RUN = 0.03, 0.5
+
+_lock = threading.Lock()
+_known: dict[str, RowPrices | None] = {}
+_begun: set[str] = set()
+
+
+def _forget() -> None:
+    """Begin anew in a forked process: another thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+after_fork(_forget)
+
+
+class Prices:
+    """The prices of one engine's model, once they are known.
+
+    Parameters
+    ----------
+    fingerprint
+        That of the model (`KVModel.fingerprint`), for which nothing is hashed here.
+    """
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def known(self, model: KVModel) -> RowPrices | None:
+        """Return the prices if they were measured, by this process or an earlier one."""
+        if is_off() or model.ranks.size > 1:  # which must all decide alike
+            return None
+        key = _key(model, self._fingerprint)
+        with _lock:
+            if key not in _known:
+                _known[key] = _read(_path(key), key)
+            return _known[key]
+
+    def measure_later(self, model: KVModel) -> None:
+        """Measure in another thread, unless the prices are known or being measured."""
+        if self.known(model) is not None or is_off() or model.ranks.size > 1:
+            return
+        key = _key(model, self._fingerprint)
+        with _lock:
+            if key in _begun:
+                return
+            _begun.add(key)
+        threads.start(lambda: self.measure(model), threads.READING)
+
+    def measure(self, model: KVModel) -> RowPrices:
+        """Measure now, and keep the result."""
+        key = _key(model, self._fingerprint)
+        found = measure(model)
+        with _lock:
+            _known[key] = found
+            _begun.add(key)
+        _write(_path(key), key, found)
+        return found
+
+
+def is_off() -> bool:
+    """Return whether the environment says that stored KV is taken whatever it costs."""
+    return os.environ.get(SWITCH, "").lower() == "off"
+
+
+def measure(model: KVModel) -> RowPrices:
+    """Time some numbers of rows, the fewest first, for as long as that takes little time.
+
+    On the CPU, a few layers stand for all of them. On a GPU the whole model runs, as prompts do.
+    """
+    is_cpu = model.device.type == "cpu"
+    run, longest = (_layers_seconds, _LONGEST_CPU_RUN) if is_cpu else (_seconds, _LONGEST_RUN)
+    num_rows: list[int] = []
+    seconds: list[float] = []
+    for number in _NUM_ROWS:
+        number = min(number, model.max_positions - 1)
+        if num_rows and number <= num_rows[-1]:
+            break
+        took, one_run = run(model, number)
+        num_rows.append(number)
+        seconds.append(took)
+        if one_run > longest and len(num_rows) > 1:
+            break
+    # More rows never cost less: what says so was disturbed.
+    least = np.minimum.accumulate(seconds[::-1])[::-1]
+    return RowPrices(tuple(num_rows), tuple(map(float, least)))
+
+
+@torch.no_grad()
+def _layers_seconds(model: KVModel, num_rows: int) -> tuple[float, float]:
+    """Return the seconds of rows in all layers, by those of a few; and those of one of these."""
+    num_layers = model.spec.num_layers
+    buffer = FusedKV(replace(model.spec, num_layers=1), num_rows, num_rows, model.device)
+    buffer.keys, buffer.values = buffer.keys * num_layers, buffer.values * num_layers
+    rows = torch.arange(num_rows, device=model.device)
+    tables = model.tables(num_rows)
+    best = float("inf")
+    for turn in range(_REPEATS + 1):
+        # Another layer each time, whose weights are not in the processor's caches.
+        layer = turn % num_layers
+        with working(), model.computing_rows():
+            hidden = model.embed(rows % _vocabulary(model), rows)
+            compiled = model.compile()
+            # Processor time: what else the machine does is not the model's price.
+            started = time.thread_time()
+            model.forward_rows(layer, hidden, rows, buffer, tables[layer], compiled=compiled)
+            took = time.thread_time() - started
+        if turn:  # the first one sets up what is kept
+            best = min(best, took)
+        if took > _LONGEST_CPU_RUN and turn:
+            break
+    return best * num_layers, best
+
+
+def _seconds(model: KVModel, num_rows: int) -> tuple[float, float]:
+    """Return the seconds of a prompt without stored KV, twice."""
+    layout = Layout(tuple(one % _vocabulary(model) for one in range(num_rows)), (), 0, False)
+    buffer = FusedKV(model.spec, num_rows, num_rows, model.device)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        with working(), model.lock:
+            started = time.perf_counter()
+            fused = fuse(model, layout, _nothing, Repair(NonePolicy()), buffer)
+            float(fused.logits[0])  # waits for the device
+            best = min(best, time.perf_counter() - started)
+    return best, best
+
+
+def _vocabulary(model: KVModel) -> int:
+    return int(model.hf.config.get_text_config().vocab_size)
+
+
+def _nothing(chunk_id: str, context_ids: tuple[int, ...]) -> None:
+    """Open no record: the prompt has no stored tokens."""
+
+
+def _key(model: KVModel, fingerprint: str) -> str:
+    """Return what the prices depend on, as text."""
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else os.uname().machine
+    num_threads = torch.get_num_threads() if device.type == "cpu" else 0
+    values = fingerprint, device.type, name, num_threads, model.compute, version("kvrag")
+    return json.dumps([*map(str, values), torch.__version__])
+
+
+def _path(key: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "prices"
+    return folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+
+
+def _read(path: Path, key: str) -> RowPrices | None:
+    """Return kept prices; None if there are none that can be used."""
+    try:
+        values = json.loads(read_regular(path))
+        if values["of"] != key:
+            return None
+        return RowPrices(tuple(values["num_rows"]), tuple(values["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ParameterError):
+        return None
+
+
+def _write(path: Path, key: str, prices: RowPrices) -> None:
+    """Keep prices for other processes, whole or not at all; without a cache, nothing is kept."""
+    text = json.dumps({"of": key, **asdict(prices)})
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        Path(file.name).replace(path)

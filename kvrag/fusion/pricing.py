@@ -1,0 +1,118 @@
+"""Whether full prefill of a prompt is faster than taking its stored KV, by measured prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from kvrag.arguments import shown
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_counts
+from kvrag.loading.pace import Pace
+
+# Reuse has to be this much faster than full prefill: prices are of an idle machine, and of no store
+# that no prompt has read yet.
+_GAIN = 0.95
+
+
+@dataclass(frozen=True)
+class RowPrices:
+    """Seconds of computing rows of a prompt in all of a model's layers.
+
+    Attributes
+    ----------
+    num_rows, seconds
+        Numbers of rows, ascending, and the time that each takes. Between two of them, and after
+        the last, the time is linear. Fewer rows than the first take as long as the first: a layer's
+        weights are read for one row too.
+
+    Raises
+    ------
+    ParameterError
+        If these are not two numbers or more, or not in order.
+    """
+
+    num_rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rows, seconds = self.num_rows, self.seconds
+        is_sound = (
+            2 <= len(rows) == len(seconds)
+            and all(isinstance(one, int) and one > 0 for one in rows)
+            and all(isinstance(one, int | float) and 0 < one < float("inf") for one in seconds)
+            and all(one < other for one, other in pairwise(rows))
+        )
+        if not is_sound:
+            raise ParameterError(
+                f"prices {shown(rows)}, {shown(seconds)}: expected two or more ascending numbers "
+                "of rows, and seconds above 0 for each"
+            )
+
+    def of(self, num_rows: float) -> float:
+        """Return the seconds for a number of rows."""
+        last, before = self.num_rows[-1], self.num_rows[-2]
+        if num_rows <= last:
+            return float(np.interp(num_rows, self.num_rows, self.seconds))
+        slope = max(0.0, self.seconds[-1] - self.seconds[-2]) / (last - before)
+        return self.seconds[-1] + slope * (num_rows - last)
+
+    def of_reuse(self, policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> float:
+        """Return the seconds of computing what a policy leaves to compute.
+
+        Parameters
+        ----------
+        policy
+            The policy.
+        prompt
+            The prompt's reused tokens, before the question's attention is observed.
+        num_fresh
+            Number of tokens that are computed in any case.
+        """
+        num_layers = prompt.num_layers
+        counts = planned_counts(policy, prompt) if prompt.spans else [0] * num_layers
+        price = {count: self.of(num_fresh + count) for count in set(counts)}
+        seconds = sum(price[count] for count in counts) / num_layers
+        num_asked = policy.question_layers(num_layers).stop if prompt.spans else 0
+        return seconds + self.of(num_fresh) * num_asked / num_layers
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What decides between stored KV and full prefill for the prompts of one engine.
+
+    Attributes
+    ----------
+    rows
+        What computing costs.
+    loading
+        The seconds that the engine's prompts have waited for stored KV, by tokens.
+    """
+
+    rows: RowPrices
+    loading: Pace
+
+    def takes_full(
+        self, policy: RecomputePolicy, prompt: PromptRows, num_fresh: int, num_exact: int
+    ) -> bool:
+        """Return whether full prefill is expected to be as fast as reuse, or faster.
+
+        Parameters
+        ----------
+        policy, prompt, num_fresh
+            See `RowPrices.of_reuse`.
+        num_exact
+            Number of stored tokens besides those of `prompt`; nothing is computed for them.
+        """
+        num_stored = prompt.num_reused + num_exact
+        most = _GAIN * self.rows.of(num_fresh + num_stored)
+        most -= self.rows.of_reuse(policy, prompt, num_fresh)
+        if most <= 0.0:
+            return True
+        if (self.loading.seconds(num_stored) or 0.0) < most:
+            return False
+        # Loading may have been slow for a while only: without what it cost, it is tried again.
+        self.loading.forget_oldest()
+        return True
