@@ -6,6 +6,7 @@ Figures of different runs are not comparable: machines differ and drift; the rat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.prices import SWITCH, Prices
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import make_choice, takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
@@ -58,6 +60,8 @@ class TTFTOptions:
         the weights.
     device
         Where the model runs, such as ``"cuda"``; None means the CPU.
+    never_slower
+        Measure prices first, and let the engine compute prompts as a whole by them.
     """
 
     model: str | None = None
@@ -71,6 +75,7 @@ class TTFTOptions:
     contexts: Sequence[str | None] = (None,)
     compute: str | None = None
     device: str | None = None
+    never_slower: bool = False
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.question_tokens, self.repeats, *self.chunk_tokens)
@@ -100,6 +105,8 @@ class TTFTRow:
     prefill_rate
         The floor (`FloorMeter`) of that prefill without reuse over its time: 1 if all of it ran at
         the rate of the model's own matrices.
+    outpriced_tokens
+        Stored tokens that were computed, since full prefill was expected to be faster.
     compute
         What kvrag's linear layers compute in.
     floor_seconds, floor_ratio
@@ -133,6 +140,7 @@ class TTFTRow:
     work_ratio: float
     prefill_speedup: float
     prefill_rate: float
+    outpriced_tokens: int
     compute: str
 
 
@@ -153,6 +161,10 @@ def run_ttft_bench(
     longest = options.num_chunks * (max(options.chunk_tokens) + 2) + options.question_tokens + 2
     require_room(model, longest, "fewer or shorter chunks")
     meter = FloorMeter(model)
+    if options.never_slower:
+        say("measuring prices")
+        os.environ.pop(SWITCH, None)
+        Prices(model.fingerprint).measure(model)
     for chunk_tokens in options.chunk_tokens:
         yield from _rows(model, options, chunk_tokens, meter, say)
 
@@ -176,7 +188,9 @@ def _rows(
         ]
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
-        engines = [KVEngine(index, session_bytes=0) for index in indexes]
+        engines = [
+            KVEngine(index, session_bytes=0, never_slower=options.never_slower) for index in indexes
+        ]
         asked = [_Asked(e, prompt, p, options) for p in options.policies for e in engines]
         rounds = []
         for i in range(options.repeats + 1):
@@ -262,6 +276,7 @@ def _row(
         work_ratio=spent / operations_needed(index.model, fused[0]),
         prefill_speedup=median(one.plain / one.own.ttft_seconds for one in rounds),
         prefill_rate=own_floor / median(one.own.ttft_seconds for one in rounds),
+        outpriced_tokens=report.num_outpriced,
         compute=report.compute,
     )
 

@@ -41,6 +41,7 @@ class Settings:
     session_bytes: int | None = None
     session_store_bytes: int | None = None
     store_patience: float | None = None
+    never_slower: bool = True
     instruction: str = ""
     reranker: Reranker | None = None
     filter: dict[str, Any] | None = None
@@ -114,6 +115,7 @@ def make_engine(index: Index, settings: Settings, *, max_batch: int = 1) -> KVEn
         max_batch=max_batch,
         session_store_bytes=settings.session_store_bytes or 0,
         store_patience=settings.store_patience,
+        never_slower=settings.never_slower,
         **({} if settings.session_bytes is None else {"session_bytes": settings.session_bytes}),
     )
 

@@ -240,6 +240,14 @@ StorePatienceOption = Annotated[
         show_default=False,
     ),
 ]
+NeverSlowerOption = Annotated[
+    bool,
+    typer.Option(
+        "--never-slower/--no-never-slower",
+        help="Whether a prompt is computed as a whole where that is as fast as taking stored KV.",
+        rich_help_panel=RESEARCH,
+    ),
+]
 TTFTOption = Annotated[
     float | None,
     typer.Option(

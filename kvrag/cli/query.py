@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # They set how reused KV is repaired and how tokens are sampled; plain prefill does neither.
 _NOT_PLAIN = (
     *("policy", "ratio", "boundary_tokens", "eviction", "links", "ttft", "store_patience"),
+    "never_slower",
     *("temperature", "seed"),
 )
 
@@ -42,6 +43,7 @@ def query(
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
     store_patience: o.StorePatienceOption = None,
+    never_slower: o.NeverSlowerOption = True,
     max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
     temperature: o.TemperatureOption = 0.0,
     seed: o.SeedOption = None,
@@ -81,6 +83,7 @@ def query(
         links=links,
         ttft=ttft,
         store_patience=store_patience,
+        never_slower=never_slower,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -38,6 +38,7 @@ _ONLY = {
             "links",
             "ttft",
             "store_patience",
+            "never_slower",
             "session_bytes",
             "session_store_bytes",
             "max_tokens",
@@ -81,6 +82,7 @@ def serve(
     links: o.LinksOption = None,
     ttft: o.TTFTOption = None,
     store_patience: o.StorePatienceOption = None,
+    never_slower: o.NeverSlowerOption = True,
     session_bytes: o.SessionBytesOption = None,
     session_store_bytes: o.SessionStoreBytesOption = None,
     max_tokens: Annotated[
@@ -267,6 +269,7 @@ def serve(
         links=links,
         ttft=ttft,
         store_patience=store_patience,
+        never_slower=never_slower,
         session_bytes=session_bytes,
         session_store_bytes=session_store_bytes,
         max_tokens=max_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from kvrag import arguments
@@ -86,7 +86,7 @@ class PromptFuser:
         self._store_patience = store_patience
         self._estimates = StreamEstimates()
         self._waited = Pace()
-        self._prices = Prices(index.config.model_fingerprint) if never_slower else None
+        self._never_slower = never_slower
         session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
         session_store_bytes = arguments.whole(session_store_bytes, "session_store_bytes", 0)
         self.buffers = BufferPool()
@@ -96,6 +96,10 @@ class PromptFuser:
             # Whichever ends first, this object or the index, removes what was stored.
             index.closing.callback(weakref.finalize(self, self.stored.close))
             index.upkeep.guests.add(self.stored)
+
+    @cached_property
+    def _prices(self) -> Prices | None:
+        return Prices(self._index.config.model_fingerprint) if self._never_slower else None
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:

@@ -113,6 +113,9 @@ class EngineSettings(BaseModel):
     store_patience
         Seconds that a prompt gives each stored chunk; None means the price of computing; see
         `kvrag.KVEngine`.
+    never_slower
+        Whether a prompt is computed as a whole where that is as fast as taking stored KV; see
+        `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
@@ -152,6 +155,7 @@ class EngineSettings(BaseModel):
     session_bytes: int | None = Field(default=None, ge=0)
     session_store_bytes: int | None = Field(default=None, ge=0)
     store_patience: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    never_slower: bool = True
     schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
@@ -386,6 +390,7 @@ class EngineSettings(BaseModel):
             names = (
                 *("eviction", "links", "ttft"),
                 *("session_bytes", "session_store_bytes", "store_patience"),
+                "never_slower",
             )
             values = {name: getattr(self, name) for name in names}
             given = {name: value for name, value in values.items() if value is not None}

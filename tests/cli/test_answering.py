@@ -33,6 +33,11 @@ def test_patience_with_the_store_reaches_the_engine() -> None:
         make_engine(cast(Index, StubIndex()), settings(store_patience=-1))
 
 
+def test_whether_reuse_has_to_be_faster_reaches_the_engine() -> None:
+    with pytest.raises(ParameterError, match="never_slower 3: expected"):
+        make_engine(cast(Index, StubIndex()), settings(never_slower=3))
+
+
 @pytest.mark.parametrize(
     "values",
     [

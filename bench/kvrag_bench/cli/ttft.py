@@ -41,6 +41,9 @@ def bench_ttft(
     repeats: b.RepeatsOption = 3,
     compute: o.ComputeOption = None,
     device: o.DeviceOption = None,
+    never_slower: Annotated[
+        bool, typer.Option(help="Compute prompts as a whole where prices say that it is faster.")
+    ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare time to first token with plain prefill, and with the floor this machine allows."""
@@ -62,6 +65,7 @@ def bench_ttft(
         contexts=(None,) if context is None else lists.names(context, "--context"),
         compute=compute,
         device=device,
+        never_slower=never_slower,
     )
     with console.progress("measuring") as say:
         rows = list(run_ttft_bench(options, on_progress=say))
@@ -177,6 +181,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         policy = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
+        policy += ", computed as a whole" if row.outpriced_tokens else ""
         table.add_row(
             policy,
             "nothing" if row.context == "none" else row.context,
