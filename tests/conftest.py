@@ -13,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The prompts of the tests are so short that full prefill would be faster than what they test.
 os.environ.setdefault("KVRAG_NEVER_SLOWER", "off")
+# Kernels in Triton are interpreted; Triton reads this once, when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 

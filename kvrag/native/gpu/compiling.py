@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ _lock = threading.Lock()
 _loaded: dict[tuple[int, str], Any] = {}
 
 Argument = torch.Tensor | int | None
+
+# A kernel may use more shared memory only if it is told so.
+_DEFAULT_SHARED_BYTES = 48 << 10
 
 
 def source_folder() -> Path:
@@ -64,7 +69,7 @@ def compile_kernels(file: str, arch: str) -> bytes:
 def launch(
     kernel: str,
     device: torch.device,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     *arguments: Argument,
     num_threads: int = _THREADS,
     shared_bytes: int = 0,
@@ -87,17 +92,58 @@ def launch(
     """
     if 0 in grid:
         return
-    core = _cuda_core()
-    passed = [
-        argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0
-        for argument in arguments
-    ]
     with torch.cuda.device(device):
         # torch makes its context current only on first use, separately in each thread.
-        core.Device(torch.cuda.current_device()).set_current()
+        _cuda_core().Device(torch.cuda.current_device()).set_current()
         function = _function(kernel)
+    launch_function(
+        function, device, grid, arguments, num_threads=num_threads, shared_bytes=shared_bytes
+    )
+
+
+def launch_function(
+    function: Any,
+    device: torch.device,
+    grid: tuple[int, ...],
+    arguments: Sequence[Argument | float],
+    *,
+    num_threads: int,
+    shared_bytes: int,
+) -> None:
+    """Start a loaded kernel as `launch` does; floating-point numbers become float32."""
+    core = _cuda_core()
+    with torch.cuda.device(device):
+        core.Device(torch.cuda.current_device()).set_current()
         config = core.LaunchConfig(grid=grid, block=num_threads, shmem_size=shared_bytes)
+        passed = map(_passed, arguments)
         core.launch(torch.cuda.current_stream(), config, function, *passed)
+
+
+def load_function(cubin: bytes, name: str, index: int, shared_bytes: int) -> Any:
+    """Return a kernel of a cubin on a device, allowed to use so much dynamic shared memory."""
+    core = _cuda_core()
+    with torch.cuda.device(index):
+        core.Device(index).set_current()
+        function = core.ObjectCode.from_cubin(cubin).get_kernel(name)
+        if shared_bytes > _DEFAULT_SHARED_BYTES:
+            from cuda.bindings import driver
+
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (error,) = driver.cuKernelSetAttribute(
+                most, shared_bytes, function.handle, driver.CUdevice(index)
+            )
+            if int(error):
+                raise ParameterError(
+                    f"kernel {name}: expected a card with {shared_bytes} bytes of shared memory "
+                    f"for a block, found {error!r}"
+                )
+    return function
+
+
+def _passed(argument: Argument | float) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return ctypes.c_float(argument) if isinstance(argument, float) else argument or 0
 
 
 def blocks_for(num_items: int, num_threads: int = _THREADS) -> tuple[int, int]:

@@ -1,0 +1,339 @@
+"""A decoder layer's operations over rows of one prompt, besides products of matrices.
+
+`RowKernels` starts the kernels of ``cuda/triton/rows.py``. `RowTensors` computes the same in
+PyTorch: it says what the kernels compute, and is compared with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from kvrag.native.gpu.tiled import is_ready, start, tiling_of
+
+_NO_WINDOW = 1 << 62
+_MOST_SPLITS = 16
+# Programs that keep a card busy: some for each of its processors.
+_PROGRAMS = 264
+# The numbers of the state before tables and layers, which begin behind `_MOST_TABLES` of them.
+_MASS, _TABLES, _MOST_TABLES, _LAYERS = 4, 6, 2, 10
+
+
+class Norm(NamedTuple):
+    """Weights of a norm, its epsilon, and whether it adds 1 to its weights."""
+
+    weight: torch.Tensor
+    epsilon: float
+    adds_one: bool
+
+
+class Scores(NamedTuple):
+    """How a layer's attention weighs keys: factor, soft cap (0: none), keys seen (None: all)."""
+
+    scale: float
+    softcap: float
+    window: int | None
+
+
+@dataclass
+class RowPlaces:
+    """Where rows of a prompt belong, and what they attend to.
+
+    Attributes
+    ----------
+    positions
+        ``[B]`` int64: the rows' places in the buffer, ascending; those from `num_rows` on mean
+        nothing.
+    num_rows
+        How many there are.
+    tables
+        Cosines and sines ``[N, D]`` float32 of the buffer's rows, at most two.
+    keys, values
+        For each layer ``[H, C, D]``, contiguous.
+    last
+        The last row's place.
+    mass
+        ``[L, N]`` float32: what each key gets in each layer, to be added to; None: nobody asks.
+    first_counted
+        The first of the rows whose attention counts there.
+    """
+
+    positions: torch.Tensor
+    num_rows: int
+    tables: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    last: int
+    mass: torch.Tensor | None = None
+    first_counted: int = 0
+
+    def state(self) -> list[int]:
+        """Return what kernels read (``cuda/triton/rows.py``)."""
+        mass = (0, 0) if self.mass is None else (self.mass.data_ptr(), self.mass.stride(0))
+        capacity = self.keys[0].shape[1]
+        numbers = [self.num_rows, capacity, self.first_counted, self.last + 1, *mass]
+        for index in range(_MOST_TABLES):
+            numbers += [part.data_ptr() for part in self.tables[min(index, len(self.tables) - 1)]]
+        for keys, values in zip(self.keys, self.values, strict=True):
+            numbers += [keys.data_ptr(), values.data_ptr()]
+        return numbers
+
+
+class RowOperations(Protocol):
+    """Operations over rows ``[B, width]``; they may leave rows that mean nothing as they are."""
+
+    def norm(self, rows: torch.Tensor, norm: Norm, out: torch.Tensor, *, adds: bool) -> None:
+        """Write each row's norm to `out`, or add it there."""
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, is_gelu: bool) -> None:
+        """Write the activation of one slot times another; `out` may be either."""
+
+    def rotate(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        norms: tuple[Norm, Norm] | None,
+        layer: int,
+        table: int,
+        head_dim: int,
+    ) -> None:
+        """Norm and rotate queries in place, and write keys, so treated, and values to the buffer.
+
+        Keys and values are not used afterwards.
+        """
+
+    def attend(
+        self, query: torch.Tensor, out: torch.Tensor, layer: int, scores: Scores, head_dim: int
+    ) -> None:
+        """Write to `out` what rows gather from the buffer's rows up to their own."""
+
+    def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
+        """Add to the mass what keys got in the `attend` before, times their values' norms."""
+
+
+class RowTensors:
+    """`RowOperations` in PyTorch."""
+
+    def __init__(self, places: RowPlaces) -> None:
+        self._places = places
+
+    def norm(self, rows: torch.Tensor, norm: Norm, out: torch.Tensor, *, adds: bool) -> None:
+        made = _normed(rows, norm)
+        if adds:
+            out += made
+        else:
+            out.copy_(made)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, is_gelu: bool) -> None:
+        opened = gelu(gate, approximate="tanh") if is_gelu else silu(gate)
+        torch.mul(opened, up, out=out)
+
+    def rotate(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        norms: tuple[Norm, Norm] | None,
+        layer: int,
+        table: int,
+        head_dim: int,
+    ) -> None:
+        places = self._places
+        rows = slice(0, places.num_rows)
+        at = places.positions[rows]
+        # [n, heads, D], views of the slots
+        query, key, value = (part.view(len(part), -1, head_dim)[rows] for part in qkv)
+        if norms is not None:
+            query.copy_(_normed(query, norms[0]))
+            key = _normed(key, norms[1])
+        cos, sin = (part[at, None, : head_dim // 2] for part in places.tables[table])
+        query.copy_(_rotated(query, cos, sin))
+        places.keys[layer][:, at] = _rotated(key, cos, sin).transpose(0, 1)
+        places.values[layer][:, at] = value.transpose(0, 1)
+
+    def attend(
+        self, query: torch.Tensor, out: torch.Tensor, layer: int, scores: Scores, head_dim: int
+    ) -> None:
+        weights, values = self._weights(query, layer, scores, head_dim)
+        gathered = (weights.flatten(1, 2) @ values).view(*weights.shape[:3], head_dim)
+        # [H, G, n, D] -> [n, H * G * D]
+        out[: self._places.num_rows] = gathered.permute(2, 0, 1, 3).flatten(1).to(out.dtype)
+
+    def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
+        places = self._places
+        assert places.mass is not None
+        weights, values = self._weights(query, layer, scores, head_dim)
+        taken = weights[:, :, places.first_counted :].sum((1, 2)) * values.norm(dim=-1)
+        places.mass[layer, : places.last + 1] += taken.sum(0)
+
+    def _weights(
+        self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 weights ``[H, G, n, K]`` and values ``[H, K, D]``."""
+        places = self._places
+        seen, rows = slice(0, places.last + 1), slice(0, places.num_rows)
+        keys, values = (kv[layer][:, seen].float() for kv in (places.keys, places.values))
+        asked = query.view(len(query), len(keys), -1, head_dim)[rows].permute(1, 2, 0, 3).float()
+        found = (asked.flatten(1, 2) @ keys.transpose(1, 2)).view(*asked.shape[:3], -1)
+        found = found * scores.scale
+        if scores.softcap:
+            found = torch.tanh(found / scores.softcap) * scores.softcap
+        at = places.positions[rows, None]
+        key = torch.arange(places.last + 1, device=at.device)
+        allowed = key <= at
+        if scores.window is not None:
+            allowed &= key > at - scores.window
+        return found.masked_fill(~allowed, -math.inf).softmax(-1), values
+
+
+class RowKernels:
+    """`RowOperations` by kernels.
+
+    Parameters
+    ----------
+    positions
+        ``[B]`` int64: the rows' places, which may change between calls.
+    state
+        `RowPlaces.state`, on the card; it may change between calls.
+    dtype
+        The type of all slots, weights, keys and values.
+    num_heads
+        Query heads and key heads.
+    """
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        state: torch.Tensor,
+        dtype: torch.dtype,
+        num_heads: tuple[int, int],
+    ) -> None:
+        self._positions, self._state = positions, state
+        self._dtype, self._device = dtype, positions.device
+        self._most_rows = len(positions)
+        self._asked, self._given = num_heads
+        self._lse = torch.empty(self._asked, self._most_rows, device=self._device)
+        self._partial: torch.Tensor | None = None
+
+    def norm(self, rows: torch.Tensor, norm: Norm, out: torch.Tensor, *, adds: bool) -> None:
+        width = rows.shape[-1]
+        given = rows, norm.weight, out, self._state, width, norm.epsilon
+        flags = {"ADDS_ONE": int(norm.adds_one), "ADDS": int(adds)}
+        self._start("norm", (self._most_rows,), *given, **flags)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, is_gelu: bool) -> None:
+        tiling = tiling_of("gated", self._device, GELU=int(is_gelu))
+        grid = (-(-gate.numel() // tiling["BLOCK"]),)
+        self._start("gated", grid, gate, up, out, self._state, gate.shape[-1], GELU=int(is_gelu))
+
+    def rotate(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        norms: tuple[Norm, Norm] | None,
+        layer: int,
+        table: int,
+        head_dim: int,
+    ) -> None:
+        flags = {"NORMS": int(norms is not None), "ADDS_ONE": 0, "D": head_dim}
+        weights, epsilon = (qkv[0], qkv[1]), 0.0
+        if norms is not None:
+            weights, epsilon = (norms[0].weight, norms[1].weight), norms[0].epsilon
+            flags["ADDS_ONE"] = int(norms[0].adds_one)
+        block = tiling_of("rotate", self._device, **flags)["BT"]
+        grid = -(-self._most_rows // block), self._asked + 2 * self._given
+        numbers = layer, table, self._asked, self._given, epsilon
+        self._start("rotate", grid, *qkv, *weights, self._positions, self._state, *numbers, **flags)
+
+    def attend(
+        self, query: torch.Tensor, out: torch.Tensor, layer: int, scores: Scores, head_dim: int
+    ) -> None:
+        flags = {"D": head_dim, "SOFTCAP": int(bool(scores.softcap)), "WHOLE": 1}
+        group = self._asked // self._given
+        block = tiling_of("attend", self._device, **flags)["BM"]
+        tiles = -(-self._most_rows * group // block)
+        splits = min(_MOST_SPLITS, -(-_PROGRAMS // (tiles * self._given)))
+        # A few tiles too few cost less than the launch that joins splits.
+        splits = 1 if tiles * self._given * 2 > _PROGRAMS else splits
+        flags["WHOLE"] = int(splits == 1)
+        partial = self._lse
+        if splits > 1:
+            shape = (splits, self._asked, self._most_rows, head_dim + 16)
+            if self._partial is None or self._partial.shape != shape:
+                self._partial = torch.empty(shape, device=self._device)
+            partial = self._partial
+        given = query, self._positions, self._state, out, self._lse, partial
+        numbers = layer, self._asked, group, self._most_rows, *_numbers_of(scores)
+        self._start("attend", (tiles, self._given, splits), *given, *numbers, **flags)
+        if splits > 1:
+            self._start(
+                "combine",
+                (self._most_rows, self._asked),
+                partial,
+                self._state,
+                out,
+                self._lse,
+                self._asked,
+                self._most_rows,
+                splits,
+                D=head_dim,
+            )
+
+    def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
+        group = self._asked // self._given
+        given = query, self._positions, self._state, self._lse
+        numbers = layer, self._asked, self._given, group, self._most_rows, *_numbers_of(scores)
+        flags = {"D": head_dim, "SOFTCAP": int(bool(scores.softcap))}
+        self._start("mass", (_PROGRAMS,), *given, *numbers, **flags)
+
+    def _start(
+        self, name: str, grid: tuple[int, ...], *given: torch.Tensor | float, **constants: int
+    ) -> None:
+        start(name, grid, *given, dtype=self._dtype, device=self._device, **constants)
+
+
+def are_ready(
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    *,
+    has_softcap: bool,
+    norms: Norm | None,
+    adds_one: bool,
+    is_gelu: bool,
+) -> bool:
+    """Return whether `RowKernels` can be started for such layers."""
+    cap, head = int(has_softcap), {"D": head_dim}
+    own = {"NORMS": int(norms is not None), "ADDS_ONE": int(norms is not None and norms.adds_one)}
+    wanted: list[tuple[str, dict[str, int]]] = [
+        ("gated", {"GELU": int(is_gelu)}),
+        ("rotate", {**head, **own}),
+        ("combine", head),
+        ("mass", {**head, "SOFTCAP": cap}),
+        *(("attend", {**head, "SOFTCAP": cap, "WHOLE": whole}) for whole in (0, 1)),
+        *(("norm", {"ADDS_ONE": int(adds_one), "ADDS": adds}) for adds in (0, 1)),
+    ]
+    return head_dim & (head_dim - 1) == 0 and all(
+        is_ready(name, dtype, device, **constants) for name, constants in wanted
+    )
+
+
+def _numbers_of(scores: Scores) -> tuple[int, float, float]:
+    window = _NO_WINDOW if scores.window is None else scores.window
+    return window, float(scores.scale), float(scores.softcap)
+
+
+def _normed(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
+    numbers = rows.float()
+    numbers = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + norm.epsilon)
+    if norm.adds_one:
+        return (numbers * (1.0 + norm.weight.float())).to(rows.dtype)
+    return norm.weight * numbers.to(rows.dtype)
+
+
+def _rotated(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return heads ``[n, heads, D]`` rotated by angles ``[n, 1, D / 2]``."""
+    first, second = rows.float().chunk(2, dim=-1)
+    made = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return made.to(rows.dtype)

@@ -1,0 +1,348 @@
+"""Starts the kernels of ``cuda/triton``, which are written in Triton.
+
+They are compiled ahead of time where the package ``kvrag_gpu`` has them for the card's architecture
+(``pip install 'kvrag[gpu]'``; `tools.aot` makes it), and are started as those of ``cuda/kernels``
+are. Otherwise Triton compiles them at first use, if it and a C compiler are there. Otherwise, and
+with ``KVRAG_GPU_KERNELS=off``, PyTorch has to compute: `is_ready` says so.
+
+A kernel more: its file in ``cuda/triton``, and an entry in `PROGRAMS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import xxhash
+
+from kvrag.errors import ParameterError
+from kvrag.native.gpu.compiling import Argument, launch_function, load_function, source_folder
+
+VARIABLE = "KVRAG_GPU_KERNELS"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+"""What is compiled ahead of time."""
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Triton's names of the types of elements."""
+
+PACKAGE = "kvrag_gpu"
+"""The package of kernels that are compiled."""
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_loaded: dict[tuple[int, str], tuple[Any, int, int]] = {}
+
+Constants = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is cut: constants besides those that callers give, and Triton's options."""
+
+    constants: Constants
+    warps: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel of ``cuda/triton``.
+
+    Attributes
+    ----------
+    file
+        Its file there, without the ending.
+    arguments
+        Names and types of what differs between calls, in order: ``*T`` and ``*fp32`` are addresses,
+        aligned to 16 bytes, of elements and of float32; ``i64/16`` is a multiple of 16.
+    constants
+        The values that each constant has ahead of time; others are compiled at first use.
+    tiling
+        Takes the constants and an architecture.
+    """
+
+    file: str
+    arguments: Mapping[str, str]
+    constants: Mapping[str, tuple[int, ...]]
+    tiling: Callable[[Constants, str], Tiling]
+
+    def variants(self) -> Iterator[Constants]:
+        """Yield the constants of what is compiled ahead of time."""
+        for values in product(*self.constants.values()):
+            yield dict(zip(self.constants, values, strict=True))
+
+
+def _attend_tiling(constants: Constants, arch: str) -> Tiling:
+    # Found by compiling: larger tiles spill registers.
+    head_dim, is_new = constants["D"], arch in ("sm_90", "sm_100")
+    if head_dim > 128:
+        is_small = not (is_new or constants["WHOLE"])
+        return Tiling({"BM": 32 if is_small else 64, "BN": 32}, warps=8, stages=2)
+    if head_dim > 64 and not (is_new and constants["WHOLE"]):
+        return Tiling({"BM": 64, "BN": 64}, warps=8, stages=2)
+    return Tiling({"BM": 128, "BN": 64}, warps=8, stages=3 if is_new else 2)
+
+
+def _mass_tiling(constants: Constants, _: str) -> Tiling:
+    head_dim = constants["D"]
+    return Tiling(
+        {"BM": 64, "BN": 64 if head_dim <= 64 else 32}, warps=8 if head_dim > 128 else 4, stages=2
+    )
+
+
+_DIMS, _FLAG = (64, 128, 256), (0, 1)
+_ADDRESSES = {"query": "*T", "positions": "*i64", "state": "*i64"}
+_SCORES = {"window": "i64", "scale": "fp32", "cap": "fp32"}
+
+PROGRAMS: dict[str, Program] = {
+    "norm": Program(
+        "rows",
+        {
+            **dict.fromkeys(("rows", "weight", "out"), "*T"),
+            "state": "*i64",
+            "width": "i64/16",
+            "epsilon": "fp32",
+        },
+        {"ADDS_ONE": _FLAG, "ADDS": _FLAG},
+        lambda _, __: Tiling({"BLOCK": 1024}, warps=4),
+    ),
+    "gated": Program(
+        "rows",
+        {**dict.fromkeys(("gate", "up", "out"), "*T"), "state": "*i64", "width": "i64/16"},
+        {"GELU": _FLAG},
+        lambda _, __: Tiling({"BLOCK": 2048}, warps=4),
+    ),
+    "rotate": Program(
+        "rows",
+        {
+            **dict.fromkeys(("query", "key", "value", "query_weight", "key_weight"), "*T"),
+            **dict.fromkeys(("positions", "state"), "*i64"),
+            **dict.fromkeys(("layer", "table", "num_asked", "num_given"), "i64"),
+            "epsilon": "fp32",
+        },
+        {"D": _DIMS, "NORMS": _FLAG, "ADDS_ONE": _FLAG},
+        lambda _, __: Tiling({"BT": 16}, warps=4),
+    ),
+    "attend": Program(
+        "rows",
+        {
+            **_ADDRESSES,
+            "out": "*T",
+            **dict.fromkeys(("lse", "partial"), "*fp32"),
+            **dict.fromkeys(("layer", "num_asked", "group", "most_rows"), "i64"),
+            **_SCORES,
+        },
+        {"D": _DIMS, "SOFTCAP": _FLAG, "WHOLE": _FLAG},
+        _attend_tiling,
+    ),
+    "combine": Program(
+        "rows",
+        {
+            "partial": "*fp32",
+            "state": "*i64",
+            "out": "*T",
+            "lse": "*fp32",
+            **dict.fromkeys(("num_asked", "most_rows", "splits"), "i64"),
+        },
+        {"D": _DIMS},
+        lambda _, __: Tiling({"SPLITS": 16}, warps=4),
+    ),
+    "mass": Program(
+        "rows",
+        {
+            **_ADDRESSES,
+            "lse": "*fp32",
+            **dict.fromkeys(("layer", "num_asked", "num_given", "group", "most_rows"), "i64"),
+            **_SCORES,
+        },
+        {"D": _DIMS, "SOFTCAP": _FLAG},
+        _mass_tiling,
+    ),
+}
+"""The kernels by name."""
+
+
+def is_ready(name: str, dtype: torch.dtype, device: torch.device, **constants: int) -> bool:
+    """Return whether `start` can start a kernel on a device."""
+    if dtype not in TYPES or os.environ.get(VARIABLE, "").lower() in ("off", "0"):
+        return False
+    if device.type == "cpu":
+        return interprets()
+    return device.type == "cuda" and (
+        key_of(name, dtype, architecture(device), constants) in _compiled() or _can_compile()
+    )
+
+
+def start(
+    name: str,
+    grid: tuple[int, ...],
+    *arguments: Argument | float,
+    dtype: torch.dtype,
+    device: torch.device,
+    **constants: int,
+) -> None:
+    """Start a kernel on torch's current stream of `device`, and return without waiting.
+
+    Parameters
+    ----------
+    name
+        The kernel, of `PROGRAMS`.
+    grid
+        Programs in up to three directions. If one is 0, nothing happens.
+    arguments
+        In the kernel's order.
+    dtype
+        The type of elements.
+    constants
+        The kernel's, except those of its tiling.
+
+    Raises
+    ------
+    ParameterError
+        If `is_ready` is false.
+    """
+    if 0 in grid:
+        return
+    if not is_ready(name, dtype, device, **constants):
+        raise ParameterError(
+            f"kernel {name}: there is none for {device} and {dtype}: pip install 'kvrag[gpu]', or "
+            f"install Triton and a C compiler; {VARIABLE}=off computes without"
+        )
+    tiling = PROGRAMS[name].tiling(constants, architecture(device))
+    if device.type == "cuda":
+        key = key_of(name, dtype, architecture(device), constants)
+        if key in _compiled():
+            function, threads, shared = _function(device, key)
+            # Two addresses more, of scratch memory that these kernels do without.
+            given = (*arguments, None, None)
+            launch_function(function, device, grid, given, num_threads=threads, shared_bytes=shared)
+            return
+        with torch.cuda.device(device):
+            _run(name, grid, arguments, constants, tiling)
+        return
+    _run(name, grid, arguments, constants, tiling)
+
+
+def tiling_of(name: str, device: torch.device, **constants: int) -> Constants:
+    """Return the constants of a kernel's tiling, which say how many programs it takes."""
+    return PROGRAMS[name].tiling(constants, architecture(device)).constants
+
+
+def _run(
+    name: str,
+    grid: tuple[int, ...],
+    arguments: tuple[Argument | float, ...],
+    constants: Constants,
+    tiling: Tiling,
+) -> None:
+    kernel = getattr(sources(PROGRAMS[name].file), name)
+    kernel[grid](
+        *arguments,
+        **constants,
+        **tiling.constants,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """Return a device's architecture; what the interpreter plays is sm_80."""
+    if device.type != "cuda":
+        return "sm_80"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def sources(file: str) -> ModuleType:
+    """Return a file of ``cuda/triton`` as a module. It needs Triton."""
+    path = source_folder() / "triton" / f"{file}.py"
+    spec = importlib.util.spec_from_file_location(f"kvrag_triton_{file}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def key_of(name: str, dtype: torch.dtype, arch: str, constants: Constants) -> str:
+    """Return the name of a kernel compiled with some constants."""
+    own = "".join(f"-{key}{value}" for key, value in sorted(constants.items()))
+    return f"{name}-{TYPES[dtype]}{own}-{arch}"
+
+
+def source_digest() -> str:
+    """Return a digest of all that kernels compiled ahead of time are made of."""
+    content = xxhash.xxh3_128()
+    for path in sorted((source_folder() / "triton").glob("*.py")):
+        content.update(path.read_bytes())
+    return content.hexdigest()
+
+
+def interprets() -> bool:
+    """Return whether Triton's interpreter plays the card, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _can_compile() -> bool:
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    return _has_triton() and any(name and shutil.which(name) for name in compilers)
+
+
+@cache
+def _folder() -> Path | None:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
+@cache
+def _compiled() -> Mapping[str, Mapping[str, Any]]:
+    """Return what was compiled ahead of time, by key; nothing if it is of other sources."""
+    folder = _folder()
+    if folder is None:
+        return {}
+    known = json.loads((folder / "kernels.json").read_text())
+    if known["sources"] != source_digest():
+        _log.warning(
+            "%s has the kernels of another version of kvrag, which are not used: "
+            "pip install --upgrade 'kvrag[gpu]'",
+            PACKAGE,
+        )
+        return {}
+    found: Mapping[str, Mapping[str, Any]] = known["kernels"]
+    return found
+
+
+def _function(device: torch.device, key: str) -> tuple[Any, int, int]:
+    """Return a compiled kernel on a device, its threads and bytes of shared memory."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _lock:
+        if (index, key) not in _loaded:
+            folder, entry = _folder(), _compiled()[key]
+            assert folder is not None
+            cubin = (folder / f"{key}.cubin").read_bytes()
+            shared = int(entry["shared"])
+            function = load_function(cubin, entry["name"], index, shared)
+            _loaded[index, key] = function, 32 * int(entry["warps"]), shared
+        return _loaded[index, key]
