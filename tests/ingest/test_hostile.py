@@ -90,14 +90,14 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_a_hundred_hostile_documents(
+def test_dozens_of_hostile_documents(
     quick_index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(monkeypatch)
-    write(tmp_path / "files", make_known(0.02) | dict(make_files(60)))
+    write(tmp_path / "files", make_known(0.02) | dict(make_files(20)))
     num_indexed, num_refused = check(quick_index, tmp_path / "files", watch)
-    assert num_indexed > 20
-    assert num_refused > 30
+    assert num_indexed > 15
+    assert num_refused > 20
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import stored_bytes
 from tests.support.models import make_model, make_tokenizer
+from tests.support.properties import trials
 
 DOCUMENTS = [
     Document(f"d{i}", f"Page {i}. The keeper of the northern light wrote the book. " * 3)
-    for i in range(40)
+    for i in range(16)
 ]
 
 # Everything is imported once; each ingestion is a child that is forked before any computing
@@ -95,7 +96,7 @@ class Ingester:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX")
-@pytest.mark.parametrize("num_kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(trials(60), marks=pytest.mark.slow)])
 def test_killed_at_random_moments_the_index_opens_and_is_completed(
     tmp_path: Path, num_kills: int
 ) -> None:

@@ -35,7 +35,7 @@ PASSAGE = (
 
 
 @pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
-@pytest.mark.parametrize("num_passages", [20, pytest.param(trials(250), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_passages", [6, pytest.param(trials(250), marks=pytest.mark.slow)])
 def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passages: int) -> None:
     items = json.loads(MUSIQUE.read_text())
     passages = [passage["text"] for item in items for passage in item["ctxs"]][:num_passages]
@@ -73,12 +73,12 @@ def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passage
         assert record.num_tokens == len(chunk.token_ids)
 
     # A sentence of a passage leads to it.
-    asked = random.Random(0).sample(passages, 20)
+    asked = random.Random(0).sample(passages, min(num_passages, 20))
     found = [
         any(" ".join(text.split()[20:50]) in hit.chunk.text for hit in index.search(query, 10))
         for text, query in ((text, " ".join(text.split()[20:50])) for text in asked)
     ]
-    assert sum(found) >= 18
+    assert sum(found) >= 0.9 * len(found)
     assert index.upkeep.verify().ok
 
 

@@ -98,7 +98,7 @@ def text_of(journal: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "num_kills", [6, pytest.param(trials(100), marks=pytest.mark.slow)], ids=["few", "many"]
+    "num_kills", [3, pytest.param(trials(100), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_killed_writers(
     tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch, num_kills: int

@@ -77,10 +77,10 @@ def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("windows", [1, 3])
 def test_a_graph_finds_what_comparing_all_finds(windows: int, small_graphs: None) -> None:
-    given = clustered(6000)
+    given = clustered(2000)
     graph, flat = indexed(graph_of(given), given, windows), indexed(Flat(given), given, windows)
     assert recall(graph, flat) >= 0.98
-    for wanted in (np.arange(0, 6000, 2), np.arange(0, 6000, 50), np.arange(3), np.arange(0)):
+    for wanted in (np.arange(0, 2000, 2), np.arange(0, 2000, 50), np.arange(3), np.arange(0)):
         assert recall(graph, flat, wanted) >= 0.98 * min(len(wanted), 10) / 10
     (best, *_), again = graph.search(given[7], 3), graph_of(given)
     assert best == (7 // windows, pytest.approx(1.0, abs=1e-3))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvrag.native import instruction_set, instruction_sets, use_instruction_set
+from tests.support.properties import IS_EXHAUSTIVE
 
 
 @contextmanager
@@ -20,9 +21,27 @@ def kept_instruction_set() -> Iterator[None]:
         use_instruction_set(before)
 
 
+def _under(name: str) -> Iterator[str]:
+    with kept_instruction_set():
+        use_instruction_set(name)
+        yield name
+
+
 @pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test under each of them."""
-    with kept_instruction_set():
-        use_instruction_set(request.param)
-        yield request.param
+    yield from _under(request.param)
+
+
+@pytest.fixture(
+    params=instruction_sets()
+    if IS_EXHAUSTIVE
+    else sorted({instruction_sets()[:2][-1], instruction_sets()[-1]}),
+    name="isa",
+)
+def isa_of_few(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test of what is built on kernels under the second and the last of them.
+
+    The kernels themselves are tested under each (`isa`); this too if `EXHAUSTIVE`.
+    """
+    yield from _under(request.param)
