@@ -19,7 +19,7 @@ from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.settings import IndexSettings
 
 if TYPE_CHECKING:
-    from kvrag.ingest.ray.estimate import Estimate
+    from kvrag.ingest.ray.options import Estimate
     from kvrag.ingest.report import IngestReport
 
 _LIMITS = ParseLimits()

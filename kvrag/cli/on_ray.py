@@ -13,7 +13,7 @@ from kvrag.store.extras import require
 
 if TYPE_CHECKING:
     from kvrag.ingest.ray import RayOptions, RayRunner
-    from kvrag.ingest.ray.estimate import Estimate
+    from kvrag.ingest.ray.options import Estimate
     from kvrag.ingest.report import IngestReport
 
 _OPTIONS = {
@@ -95,7 +95,7 @@ class Asked:
 
     def estimate(self, runner: RayRunner, report: IngestReport) -> Estimate:
         """Return what the ingestion of a dry run will take."""
-        from kvrag.ingest.ray.estimate import estimate
+        from kvrag.ingest.ray.options import estimate
 
         assert runner.config is not None
         return estimate(

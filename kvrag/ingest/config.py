@@ -6,7 +6,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,13 @@ _DEFAULTS = {
     "index_id": "",
     "control_tokens": KEEP,
     "corpus_filler": "",
+}
+# Fields that hold so many hexadecimal digits, or "", and fields that hold one of some words.
+_HEXADECIMAL = {"profile": 40, "anchors": 40, "key_check": 32, "index_id": 32}
+_CHOICES: dict[str, Collection[str]] = {
+    "context": DEFAULT_TOKENS,
+    "control_tokens": CONTROL_TOKENS,
+    "dtype": DTYPE_BYTES,
 }
 
 
@@ -279,24 +286,16 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         if not is_valid:
             raise _foreign(path, f"{field.name!r} is {shown(value)}")
         checked[field.name] = value
-    if not re.fullmatch(r"([0-9a-f]{40})?", checked["profile"]):
-        raise _foreign(path, f"'profile' is {shown(checked['profile'])}")
+    for name, length in _HEXADECIMAL.items():
+        if not re.fullmatch(f"([0-9a-f]{{{length}}})?", checked[name]):
+            raise _foreign(path, f"{name!r} is {shown(checked[name])}")
+    for name, known in _CHOICES.items():
+        if checked[name] not in known:
+            raise _foreign(path, f"{name!r} is {shown(checked[name])}")
     try:
         parse_compression(checked["compression"])
     except ParameterError as error:
         raise _foreign(path, str(error)) from error
-    if not re.fullmatch(r"([0-9a-f]{40})?", checked["anchors"]):
-        raise _foreign(path, f"'anchors' is {shown(checked['anchors'])}")
-    if not re.fullmatch(r"([0-9a-f]{32})?", checked["key_check"]):
-        raise _foreign(path, f"'key_check' is {shown(checked['key_check'])}")
-    if not re.fullmatch(r"([0-9a-f]{32})?", checked["index_id"]):
-        raise _foreign(path, f"'index_id' is {shown(checked['index_id'])}")
-    if checked["context"] not in DEFAULT_TOKENS:
-        raise _foreign(path, f"'context' is {shown(checked['context'])}")
-    if checked["control_tokens"] not in CONTROL_TOKENS:
-        raise _foreign(path, f"'control_tokens' is {shown(checked['control_tokens'])}")
-    if checked["dtype"] not in DTYPE_BYTES:
-        raise _foreign(path, f"'dtype' is {shown(checked['dtype'])}")
     try:
         salt = bytes.fromhex(checked["tenant_salt"])
     except ValueError as error:

@@ -4,7 +4,7 @@ A context is stored as token ids only, without its KV. Except for ``corpus`` it 
 another document: otherwise the rest of an index would change a chunk's KV. The filler comes from no
 document and no user: it is a text file of this package, the same for every chunk of every tenant,
 so it carries nothing from one to another. The filler of ``corpus`` is passages of the index's own
-documents (`kvrag.ingest.corpus_filler`), chosen once and then the same for all chunks.
+documents (`join_passages`), chosen once and then the same for all chunks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import chain, zip_longest
 from typing import Any
 
 from kvrag.arguments import shown
-from kvrag.chunk import Chunk
+from kvrag.chunk import Chunk, normalise_text
 from kvrag.errors import ParameterError
 from kvrag.models.control import ControlTokens, encode_documents
 from kvrag.models.tokens import encode
@@ -41,6 +42,14 @@ DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512, CORP
 
 SEPARATOR = "\n\n"
 """Joins chunks in a context as prompts join them, so that a prompt can repeat it verbatim."""
+
+# Documents that are read for it, evenly spaced among all: many short passages of many documents
+# did better than few long ones.
+MOST_DOCUMENTS = 24
+# Characters of a passage, at least if it has them, and at most.
+_SHORT, _LONG = 200, 500
+# More than a token has in common languages, so that the text is long enough.
+CHARACTERS_A_TOKEN = 6
 
 _FILLER_FILE = "filler.txt"
 _CONTEXT = re.compile("([a-z]+)(?::([1-9][0-9]{0,8}))?")
@@ -320,3 +329,34 @@ def _ids_before(
             break
         ids.append(token_id)
     return tuple(ids)
+
+
+def join_passages(texts: Iterable[str], num_tokens: int) -> str:
+    """Return passages of texts, in turn one of each, until there are enough."""
+    enough = num_tokens * CHARACTERS_A_TOKEN
+    rounds = zip_longest(*map(_passages, texts))
+    chosen: list[str] = []
+    for passage in dict.fromkeys(filter(None, chain.from_iterable(rounds))):
+        if sum(map(len, chosen)) >= enough:
+            break
+        chosen.append(passage)
+    return SEPARATOR.join(chosen)
+
+
+def _passages(text: str) -> Iterator[str]:
+    """Yield a text's paragraphs, short ones joined and long ones cut at the end of a sentence."""
+    passage = ""
+    for paragraph in re.split(r"\n\s*\n", normalise_text(text)):
+        passage = f"{passage}\n{paragraph.strip()}".strip()
+        if len(passage) >= _SHORT:
+            yield _cut(passage)
+            passage = ""
+    if passage:
+        yield passage
+
+
+def _cut(passage: str) -> str:
+    if len(passage) <= _LONG:
+        return passage
+    ends: Sequence[int] = [one.end() for one in re.finditer(r"[.!?]\s", passage[:_LONG])]
+    return passage[: ends[-1] if ends and ends[-1] >= _SHORT else _LONG].rstrip()

@@ -20,8 +20,7 @@ from typing import Any
 
 from kvrag import arguments
 from kvrag.errors import ParameterError
-from kvrag.ingest.metadata import plain_scalar
-from kvrag.ingest.times import order_of, written
+from kvrag.ingest.metadata import order_of, plain_scalar, written
 
 Wanted = Mapping[str, Any] | None
 """A filter as callers give it; None admits all chunks."""
@@ -62,7 +61,7 @@ def read_filter(given: Any) -> Filter | None:
 
     A field without a condition may have any value. A list has each of its values: ``$eq`` finds it
     by one of them, ``$ne`` if none is equal. A chunk without the field is found only by ``$ne`` and
-    ``$nin``. Ranges compare numbers with numbers, times with times (`kvrag.ingest.times`), and
+    ``$nin``. Ranges compare numbers with numbers, times with times (`kvrag.ingest.metadata`), and
     other texts by their code points. A field of a mapping is named ``outer.inner``.
 
     Raises

@@ -17,11 +17,9 @@ from kvrag.chunk import PAGE_BREAK, Document, Mark, content_hash, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.code import CODE_SUFFIXES, is_installed, outline
 from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text
-from kvrag.ingest.decoding import read_page, read_text
-from kvrag.ingest.ebooks import epub_to_text
-from kvrag.ingest.files import printable
+from kvrag.ingest.files import printable, read_page, read_text
 from kvrag.ingest.headings import checked_outline
-from kvrag.ingest.html import html_to_text
+from kvrag.ingest.html import epub_to_text, html_to_text
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
 from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.pdf import pdf_to_text

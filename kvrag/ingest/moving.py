@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError
 from kvrag.ingest.maintenance import remove_others
+from kvrag.ingest.report import Report
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store
 from kvrag.store.capabilities import Flushes, capability
@@ -26,7 +27,7 @@ class Guest(Protocol):
 
 
 @dataclass(frozen=True)
-class MoveReport:
+class MoveReport(Report):
     """The result of moving an index's KV to another store.
 
     Attributes
@@ -50,10 +51,6 @@ class MoveReport:
     num_present: int
     num_lost: int
     num_removed: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
 
 def copy_records(

@@ -7,8 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class Report:
+    """A dataclass that can be printed as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+
 @dataclass(frozen=True)
-class IngestProgress:
+class IngestProgress(Report):
     """The progress of an ingestion, as passed to the progress callback.
 
     Attributes
@@ -46,10 +54,6 @@ class IngestProgress:
     eta_seconds: float | None
     doing: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class FailedDocument:
@@ -60,7 +64,7 @@ class FailedDocument:
 
 
 @dataclass(frozen=True)
-class IngestReport:
+class IngestReport(Report):
     """The result of `Index.add`; with ``dry_run``, its expected result.
 
     Attributes
@@ -121,13 +125,9 @@ class IngestReport:
         """Whether every document could be read."""
         return not self.failed
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class IndexStats:
+class IndexStats(Report):
     """The content of an index in numbers.
 
     Attributes
@@ -186,10 +186,6 @@ class IndexStats:
     has_graph: bool
     generation: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class RecordProblem:
@@ -203,7 +199,7 @@ class RecordProblem:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """The result of reading every record.
 
     Attributes
@@ -253,11 +249,11 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, including `ok`."""
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, **super().to_dict()}
 
 
 @dataclass(frozen=True)
-class GcReport:
+class GcReport(Report):
     """What `Upkeep.gc` removed: records that no chunk needs, codec profiles that no record needs,
     and files of killed processes.
     """
@@ -267,13 +263,9 @@ class GcReport:
     num_temporary_files: int
     num_profiles: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class RecodeReport:
+class RecodeReport(Report):
     """The result of `Upkeep.recode`.
 
     Attributes
@@ -298,7 +290,3 @@ class RecodeReport:
     size_bytes_before: int
     size_bytes: int
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)

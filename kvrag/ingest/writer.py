@@ -9,13 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvrag import arguments
+from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.foreign import document_failures
 from kvrag.ingest import lock
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import CORPUS, encoded_behind
-from kvrag.ingest.corpus_filler import choose_passages
+from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, encoded_behind, join_passages
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.files import read_file
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
     Held,
@@ -270,3 +272,40 @@ class Writer:
                 with contextlib.suppress(IndexFormatError):  # its chunk is gone again
                     self._fitter.repair(key)
             doubts.discard(key)
+
+
+def choose_passages(
+    sources: Sources, parser: Parser, num_tokens: int, check: Callable[[Document], object]
+) -> str:
+    """Return passages of some of the documents, joined by blank lines.
+
+    The documents' order does not matter. Files that cannot be read are passed over, and documents
+    that are not indexed.
+
+    Parameters
+    ----------
+    sources
+        The arguments of `Index.add`.
+    parser
+        Reads files.
+    num_tokens
+        The number of tokens that the text should have, if the documents are long enough.
+    check
+        Raises DocumentError for a document that is not indexed: it must not reach others' KV.
+    """
+    names = sorted([*sources.documents, *sources.files])
+    step = max(1, len(names) / MOST_DOCUMENTS)
+    chosen = [names[int(at * step)] for at in range(min(len(names), MOST_DOCUMENTS))]
+    texts: list[str] = []
+    for name in chosen:
+        # What is wrong with a document is reported when it is indexed.
+        with document_failures(lambda _: None):
+            if name in sources.documents:
+                found = [sources.documents[name]]
+            else:
+                content = read_file(name, parser.limits.max_file_bytes)
+                found = parser.parse(name, content)[:MOST_DOCUMENTS]
+            for document in found:
+                check(document)
+            texts += [one.text for one in found]
+    return join_passages(texts, num_tokens)

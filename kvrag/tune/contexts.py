@@ -9,8 +9,15 @@ from statistics import fmean
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.ingest.checks import check_unencrypted
-from kvrag.ingest.contexts import CORPUS, Context, check_filler, parse_context
-from kvrag.ingest.corpus_filler import CHARACTERS_A_TOKEN, MOST_DOCUMENTS, join_passages
+from kvrag.ingest.contexts import (
+    CHARACTERS_A_TOKEN,
+    CORPUS,
+    MOST_DOCUMENTS,
+    Context,
+    check_filler,
+    join_passages,
+    parse_context,
+)
 from kvrag.ingest.index import Index
 from kvrag.tune.bootstrap import ratio_interval
 from kvrag.tune.calibrate import CalibrationOptions, ask_about

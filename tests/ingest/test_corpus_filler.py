@@ -10,8 +10,7 @@ from kvrag import Index, KVEngine
 from kvrag.chunk import Chunk, Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import filler_ids
-from kvrag.ingest.corpus_filler import join_passages
+from kvrag.ingest.contexts import filler_ids, join_passages
 
 TEXTS = [
     f"The mill of number {n} grinds {word} in autumn. Its wheel was made by a smith from the "

@@ -16,8 +16,7 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, parse_context
-from kvrag.ingest.corpus_filler import join_passages
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, join_passages, parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.judgements import Contestant
 from kvrag.tune.judging import check_policies

@@ -20,8 +20,7 @@ import torch
 
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.policies.base import highest, share_of
-from kvrag.ingest.contexts import SEPARATOR, filler_ids
-from kvrag.ingest.corpus_filler import join_passages
+from kvrag.ingest.contexts import SEPARATOR, filler_ids, join_passages
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvrag.chunk import Chunk
     from kvrag.ingest.index import Index
     from kvrag.ingest.limits import ParseLimits
-    from kvrag.ingest.ray.job import Job
     from kvrag.ingest.ray.packets import Packet
     from kvrag.ingest.ray.reading import Listed
+    from kvrag.ingest.ray.workers import Job
 
 _FILES_A_TASK, _BYTES_A_TASK, _MOST_TASKS = 8, 32 << 20, 4096
 # Fractions, so that a machine of two processors has room for every stage: parsing waits for its own
@@ -302,7 +302,7 @@ class RayRunner:
         return coding.label, storage.profiles.get(profile).content if profile else b""
 
     def _job(self, run: Run, codec: str, profile: bytes) -> Job:
-        from kvrag.ingest.ray.job import Job
+        from kvrag.ingest.ray.workers import Job
 
         storage, options = run.storage, self._options
         store = options.store or storage.config.store or f"file:{storage.path / KV_FOLDER}"

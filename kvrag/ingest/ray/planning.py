@@ -19,9 +19,9 @@ from kvrag.foreign import document_failures
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
 from kvrag.ingest.plan import Known, Plan, PlannedDocument, Planner, Sources, document_digest
-from kvrag.ingest.ray.job import Job
 from kvrag.ingest.ray.packets import Packet, against_second, pack, split
 from kvrag.ingest.ray.reading import Listed, each_row, read_listed
+from kvrag.ingest.ray.workers import Job
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.stages import CutAgain

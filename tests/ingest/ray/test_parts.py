@@ -31,11 +31,10 @@ from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
 from kvrag.ingest.ray.cluster import _default_address, connected, reason_of, settings
 from kvrag.ingest.ray.collecting import Collector, assemble
-from kvrag.ingest.ray.estimate import estimate
-from kvrag.ingest.ray.job import Job
+from kvrag.ingest.ray.options import estimate
 from kvrag.ingest.ray.packets import Packet, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
-from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
+from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder, Job
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.stages import Outcome, Run
