@@ -2,50 +2,91 @@
 
 The catalog holds everything except the KV itself. The other files in the index folder (the caches
 of vectors and words) can be rebuilt from it. Each change is one transaction that increases the
-generation by one.
+generation by one: a reader compares generations to find out whether its copy is stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvrag.chunk import Chunk, ChunkKey
-from kvrag.ingest.catalogfile import checked
+from kvrag.arguments import shown
+from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
+from kvrag.errors import IndexFormatError
+from kvrag.ingest.catalogfile import CatalogFile, checked
 from kvrag.ingest.changelog import ChangeLog
-from kvrag.ingest.mending import CatalogMending
+from kvrag.ingest.filters import searched_fields
 from kvrag.ingest.rows import (
     Change,
     DocumentRow,
+    Encoding,
     FileState,
     KeyOf,
+    StoredChunk,
+    VectorRows,
     pack_json,
     unpack_json,
+    vector_mark,
 )
+from kvrag.ingest.rowwriter import RowWriter
 from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
+    DOCUMENT_COLUMNS,
+    FILE_COLUMNS,
     FILE_NAME,
     KEYS,
+    NAMES,
+    NO_GENERATION,
     SCHEMA_VERSION,
+    STATE_COLUMNS,
+    VECTOR_COLUMNS,
+    State,
+    StoredDocument,
+    damaged,
+    joined,
+    sound_chunk,
 )
-from kvrag.ingest.tablereads import TableReads
-from kvrag.ingest.upgrading import CatalogUpgrade
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvrag.ingest.filters import Filter
 
 __all__ = ["FILE_NAME", "SCHEMA_VERSION", "Catalog"]
 
+_SAMPLE = 100
+_BATCH = 500  # below SQLite's limit on the parameters of a statement
+_LARGEST_ROW = 1 << 52
+_ALL_CHUNK_COLUMNS = f"{CHUNK_COLUMNS}, {KEYS}, embedding, vector_seal"
+# Reads of no row that need all columns.
+_NO_ROWS = (
+    f"SELECT {_ALL_CHUNK_COLUMNS} FROM chunks LIMIT 0",
+    f"SELECT {DOCUMENT_COLUMNS} FROM documents LIMIT 0",
+    f"SELECT {FILE_COLUMNS} FROM files LIMIT 0",
+    "SELECT row, place, kv_key FROM other_keys LIMIT 0",
+    f"SELECT {STATE_COLUMNS} FROM state LIMIT 0",
+)
 # A chunk's number of tokens, 0 if it is not that of its token ids: it may be any value.
 _NUM_TOKENS = (
     "(CASE WHEN typeof(token_ids) = 'blob' AND typeof(num_tokens) = 'integer' "
     "AND LENGTH(token_ids) = 4 * num_tokens THEN num_tokens ELSE 0 END)"
 )
 _HAS_KEY = "(kv_key = :key OR row IN (SELECT row FROM other_keys WHERE kv_key = :key))"
+# Whether a chunk is found by its id and by the names of its KV: indexes may be damaged too.
+_IS_FOUND = (
+    "(SELECT c.row FROM chunks c INDEXED BY sqlite_autoindex_chunks_1 "
+    "WHERE c.chunk_id = chunks.chunk_id) = row "
+    "AND EXISTS (SELECT 1 FROM chunks c INDEXED BY chunks_by_key "
+    "WHERE c.kv_key = chunks.kv_key AND c.row = chunks.row) "
+    "AND NOT EXISTS (SELECT 1 FROM other_keys o WHERE o.row = chunks.row AND NOT EXISTS "
+    "(SELECT 1 FROM other_keys p INDEXED BY other_keys_by_key "
+    "WHERE p.kv_key = o.kv_key AND p.row = o.row AND p.place = o.place))"
+)
 
 
-class Catalog(TableReads, CatalogMending, CatalogUpgrade):
+class Catalog(CatalogFile):
     """Documents and chunks of one index. Safe to use from several threads.
 
     Methods never return damaged rows: they leave them out and call `on_damage`.
@@ -54,8 +95,8 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
     ----------
     path
         The catalog's file; it must exist (see `Catalog.create`).
-    seal_key
-        The key of the rows' seals (`kvrag.ingest.seals.seal_key`).
+    checksum_key
+        What the rows' checksums begin with (`kvrag.ingest.schema.checksum_key`).
     cipher_key
         The 32-byte encryption key of the file; None if it is not encrypted.
 
@@ -70,11 +111,14 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
     ----------
     log
         Where changes go if this is the view of a shared index; None writes them to this file.
+    encoding
+        How the index encodes its chunks; needed to remove single ones.
     """
 
     log: ChangeLog | None = None
+    encoding: Encoding
 
-    # -- reading -----------------------------------------------------------------------------
+    # -- documents and files -----------------------------------------------------------------
 
     @checked
     def file(self, path: str) -> FileState | None:
@@ -157,6 +201,13 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
         return documents[0][0], num_chunks, num_tokens
 
     @checked
+    def distrusted(self) -> list[str]:
+        """Return the documents that are incomplete, or not known to be complete."""
+        return [one.source for one in self._sound_documents("WHERE digest = '' ORDER BY source")]
+
+    # -- chunks ------------------------------------------------------------------------------
+
+    @checked
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks in the order of the ids; skips unknown and damaged chunks."""
         found = self.find_chunks(chunk_ids)
@@ -179,41 +230,6 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
             for values in self._select_in(CHUNK_COLUMNS, "row", rows)
         }
         return {row: chunk for row, chunk in found.items() if chunk is not None}
-
-    @checked
-    def search_words(
-        self, question: str, k: int, wanted: Filter | None = None
-    ) -> list[tuple[int, float]]:
-        """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
-        with self._snapshot():
-            found = self._words.search(self, question, k, wanted)
-        self._words.discard_if_older(self.mark())
-        return found
-
-    @checked
-    def rows_of(self, wanted: Filter) -> list[int]:
-        """Return the numbers of the chunk rows that a filter admits, ascending."""
-        with self._snapshot():
-            found = self._words.rows(self, wanted)
-        self._words.discard_if_older(self.mark())
-        return found
-
-    @checked
-    def check_words(self, *, repair: bool) -> str:
-        """Return what is wrong with the index of words; `repair` removes a damaged one.
-
-        The next search rebuilds it.
-        """
-        found = self._words.damage()
-        if found and repair:
-            self._words.discard()
-        return found
-
-    @checked
-    def refresh_words(self) -> None:
-        """Bring the index of words, if there is one, up to date with the catalog."""
-        with self._snapshot():
-            self._words.refresh(self)
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:
@@ -281,100 +297,449 @@ class Catalog(TableReads, CatalogMending, CatalogUpgrade):
                 for one in self._chunk(row).encodings():
                     if key_of(one) == key:
                         return one
-        raise self._damaged(f"no chunk has the KV {key}")
+        raise damaged(self.path, f"no chunk has the KV {key}")
+
+    # -- words -------------------------------------------------------------------------------
+
+    @checked
+    def search_words(
+        self, question: str, k: int, wanted: Filter | None = None
+    ) -> list[tuple[int, float]]:
+        """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
+        with self._snapshot():
+            found = self._words.search(self, question, k, wanted)
+        self._words.discard_if_older(self.mark())
+        return found
+
+    @checked
+    def rows_of(self, wanted: Filter) -> list[int]:
+        """Return the numbers of the chunk rows that a filter admits, ascending."""
+        with self._snapshot():
+            found = self._words.rows(self, wanted)
+        self._words.discard_if_older(self.mark())
+        return found
+
+    @checked
+    def check_words(self, *, repair: bool) -> str:
+        """Return what is wrong with the index of words; `repair` removes a damaged one.
+
+        The next search rebuilds it.
+        """
+        found = self._words.damage()
+        if found and repair:
+            self._words.discard()
+        return found
+
+    @checked
+    def refresh_words(self) -> None:
+        """Bring the index of words, if there is one, up to date with the catalog."""
+        with self._snapshot():
+            self._words.refresh(self)
+
+    def mark(self) -> bytes:
+        """Return 16 bytes that change whenever the catalog changes."""
+        return self._checksums.whole([repr(self._rows("SELECT * FROM state")).encode()])
+
+    def row_checksums(self) -> Iterator[tuple[int, object]]:
+        """Yield the number and the checksum of each readable chunk row."""
+        yield from self._scan("row, seal")
+
+    def sound_texts(
+        self, rows: Sequence[int]
+    ) -> Iterator[tuple[int, bytes, str, Mapping[str, Any]]]:
+        """Yield number, checksum, text and fields of each sound chunk row."""
+        for values in self._select_in(CHUNK_COLUMNS, "row", rows):
+            if self._is_sound(values):
+                row, _, source, ordinal, text, *_, metadata, _, checksum = values
+                yield row, checksum, text, searched_fields(source, ordinal, unpack_json(metadata))
+
+    # -- all chunks, for the copies that searches and matching use ---------------------------
+
+    @checked
+    def generation(self) -> int:
+        """Return how many transactions have changed the catalog; -1 if that row is damaged."""
+        state = self._state()
+        return NO_GENERATION if state is None else state.generation
+
+    @checked
+    def version(self) -> tuple[int, bytes]:
+        """Return the generation and a digest of the documents' contents; -1 if the generation is
+        damaged.
+        """
+        state = self._state()
+        return (NO_GENERATION, b"") if state is None else state.version
+
+    @checked
+    def each_text(self, use: Callable[[str, str], None]) -> tuple[int, bytes]:
+        """Call `use` with the id and text of each chunk in turn; return the version.
+
+        Leaves out chunks whose text differs from what was indexed.
+        """
+        with self._snapshot():
+            for row, chunk_id, source, ordinal, text in self._scan(
+                "row, chunk_id, source, ordinal, text"
+            ):
+                if _is_named(chunk_id, source, ordinal, text):
+                    use(chunk_id, text)
+                else:
+                    self._note(f"the text of chunk {row} is not what was written")
+            return self.version()
+
+    @checked
+    def each_head(
+        self, num_tokens: int, use: Callable[[str, bytes, int], None]
+    ) -> tuple[int, bytes]:
+        """Call `use` with each chunk's id, its first token ids and its number of tokens.
+
+        The token ids are packed as in the row (`kvrag.ingest.rows.pack_ids`), at most
+        `num_tokens` of them. They may be damaged: use them only to compare, and read the chunk
+        before you use it. Returns the version.
+        """
+        with self._snapshot():
+            for row, chunk_id, head, length in self._scan(
+                f"row, chunk_id, substr(token_ids, 1, {4 * num_tokens}), num_tokens"
+            ):
+                if isinstance(head, bytes) and isinstance(length, int):
+                    use(chunk_id, head, length)
+                else:
+                    self._note(f"the tokens of chunk {row} are not what was written")
+            return self.version()
+
+    @checked
+    def tokens_behind(self, row: int, most: int) -> list[tuple[int, bytes]]:
+        """Return row number and token ids of the next chunks after a row, at most `most`.
+
+        The token ids are packed as in the row (`kvrag.ingest.rows.pack_ids`). They may be damaged:
+        use them only to compare, and read the chunk before you use it.
+        """
+        found = self._rows(
+            "SELECT row, token_ids FROM chunks WHERE row > ? ORDER BY row LIMIT ?", (row, most)
+        )
+        return [(number, ids if isinstance(ids, bytes) else b"") for number, ids in found]
+
+    @checked
+    def token_ids_of(self, rows: Sequence[int], chunk_ids: Sequence[str]) -> dict[str, bytes]:
+        """Return token ids as `tokens_behind` does, by chunk id; leaves out unknown chunks."""
+        columns = "chunk_id, token_ids"
+        found = [
+            *self._select_in(columns, "row", rows),
+            *self._select_in(columns, "chunk_id", chunk_ids),
+        ]
+        return {
+            chunk_id: ids
+            for chunk_id, ids in found
+            if isinstance(chunk_id, str) and isinstance(ids, bytes)
+        }
+
+    @checked
+    def num_vectors(self, dim: int) -> int:
+        """Return how many vectors the chunks have, a vector for each window of their texts."""
+        counted = self._rows("SELECT SUM(LENGTH(embedding) / ?) FROM chunks", (4 * dim,))
+        return counted[0][0] if counted and isinstance(counted[0][0], int) else 0
+
+    @checked
+    def vectors(self, dim: int, known: NDArray[np.uint64] | None = None) -> VectorRows:
+        """Return the vectors of the chunks, in order of row number.
+
+        Leaves out vectors that differ from what was written.
+
+        Parameters
+        ----------
+        known
+            Marks of chunks whose vectors are not wanted ``[m]``; None wants all.
+        """
+        import numpy as np
+
+        with self._snapshot():
+            present = np.empty(0, np.uint64)
+            found = self._scan(VECTOR_COLUMNS)
+            if known is not None:
+                rows, present = self.marks()
+                new = np.sort(rows[~np.isin(present, known)])
+                found = self._select_in(VECTOR_COLUMNS, "row", new.tolist())
+            owners: list[tuple[int, int, int]] = []
+            vectors: list[NDArray[np.float32]] = [np.empty((0, dim), np.float32)]
+            for values in found:
+                sound = self._is_vector_sound(values)
+                num, rest = divmod(len(values[2]), 4 * dim) if sound else (0, 0)
+                if num and not rest:
+                    owners.append((values[0], vector_mark(*values[:2]), num))
+                    vectors.append(np.frombuffer(values[2], dtype="<f4").reshape(num, dim))
+                else:
+                    self._note(f"the vector of chunk {values[0]} is not what was written")
+            counts = [num for *_, num in owners]
+            return VectorRows(
+                self.version(),
+                present,
+                np.repeat(np.array([row for row, *_ in owners], np.int64), counts),
+                np.repeat(np.array([mark for _, mark, _ in owners], np.uint64), counts),
+                np.concatenate(vectors, dtype=np.float32),
+            )
+
+    @checked
+    def marks(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Return row numbers and marks (`kvrag.ingest.rows.vector_mark`) of all chunks ``[m]``."""
+        import numpy as np
+
+        # By the index of ids, which is far smaller than the table.
+        places = self._rows("SELECT row, chunk_id FROM chunks ORDER BY chunk_id")
+        rows = np.fromiter((row for row, _ in places), np.int64, len(places))
+        marks = np.fromiter((vector_mark(*one) for one in places), np.uint64, len(places))
+        return rows, marks
+
+    # -- what is stored, sound or not --------------------------------------------------------
+
+    @checked
+    def damage(self) -> list[str]:
+        """Return the problems that SQLite's own check finds in the file; empty if it is sound."""
+        try:
+            there = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master")}
+            if missing := [name for name in NAMES if name not in there]:
+                return [f"it has no {name}" for name in missing]
+            for statement in _NO_ROWS:
+                self._connection.execute(statement)
+            rows = self._connection.execute("PRAGMA integrity_check(10)").fetchall()
+        except self._sql.DatabaseError as error:  # too damaged for the check itself
+            self._go_on(error)
+            return [str(error)]
+        return [str(text) for (text,) in rows if text != "ok"]
+
+    @checked
+    def has_sound_tables(self) -> bool:
+        """Return whether all rows of documents and files are present and unchanged.
+
+        Chunks are not checked here: a document's are checked when it is added again.
+        """
+        state = self._state()
+        if state is None or state != self._counted(state.generation):
+            return False
+        for table in ("documents", "files"):  # and their indexes
+            if self._rows(f"PRAGMA integrity_check({table})") != [("ok",)]:
+                return False
+        return all(is_right for _, is_right in (*self.stored_documents(), *self.stored_files()))
+
+    @checked
+    def is_foreign(self) -> bool:
+        """Return whether the catalog has rows, and another index wrote them.
+
+        Damage does not look like this: it leaves the state's row, or some other row, as it was.
+        """
+        if self._state() is not None:
+            return False
+        found = [
+            self._checksums.is_right(name, row)
+            for name, columns in (
+                ("chunk", CHUNK_COLUMNS),
+                ("document", DOCUMENT_COLUMNS),
+                ("file", FILE_COLUMNS),
+            )
+            for row in self._rows(f"SELECT {columns} FROM {name}s LIMIT {_SAMPLE}")
+        ]
+        return bool(found) and not any(found)
+
+    def stored_state(self) -> tuple[State | None, State]:
+        """Return the state, None if its row is damaged, and what it must be for the other rows."""
+        state = self._state()
+        return state, self._counted(0 if state is None else state.generation)
+
+    def stored_rows(self) -> dict[Any, list[int]]:
+        """Return the numbers of the readable chunk rows by source, in order."""
+        found: dict[Any, list[int]] = {}
+        for row, source in self._scan("row, source"):
+            found.setdefault(source, []).append(row)
+        return found
+
+    def stored_chunks(self, rows: Sequence[int] | None = None) -> Iterator[StoredChunk]:
+        """Yield what the readable chunk rows hold, all of them or some."""
+        columns = _ALL_CHUNK_COLUMNS
+        if self.is_old:
+            columns = columns.replace("vector_seal", "x''").replace("seal", "x''")
+        found = self._scan(columns) if rows is None else self._select_in(columns, "row", rows)
+        for *values, keys, embedding, vector_checksum in found:
+            vector = (values[0], values[1], embedding, vector_checksum)
+            chunk: Chunk | None = None
+            with contextlib.suppress(IndexFormatError):
+                chunk = self._chunk(values)
+            yield StoredChunk(
+                row=values[0],
+                chunk_id=values[1],
+                source=values[2],
+                ordinal=values[3],
+                num_tokens=values[7],
+                chunk=chunk,
+                keys=keys,
+                checksums=joined(values[10], vector_checksum, ""),
+                embedding=embedding if self.is_old or self._is_vector_sound(vector) else None,
+            )
+
+    def stored_documents(self, sources: Iterable[Any] = ()) -> list[tuple[StoredDocument, bool]]:
+        """Return the readable documents, and whether each row is what was written.
+
+        Documents with the given sources are found even if the table cannot be read in order.
+        """
+        columns = DOCUMENT_COLUMNS
+        if self.is_old:
+            columns = "source, file, digest, metadata, 0, x'', x''"
+        rows = {row[0]: row for row in self._readable(f"SELECT {columns} FROM documents")}
+        for source in sources:
+            if source not in rows:
+                for row in self._rows(
+                    f"SELECT {columns} FROM documents WHERE source = ?", (source,)
+                ):
+                    rows[source] = row
+        return [
+            (StoredDocument(*row[:-1]), self._is_right("document", row)) for row in rows.values()
+        ]
+
+    def stored_files(self) -> list[tuple[FileState, bool]]:
+        """Return the readable states of files, and whether each row is what was written."""
+        columns = "path, digest, size_bytes, mtime_ns, 0, 0, x''" if self.is_old else FILE_COLUMNS
+        rows = self._readable(f"SELECT {columns} FROM files")
+        return [(FileState(*row[:-1]), self._is_right("file", row)) for row in rows]
+
+    def checksum_of(self, parts: Iterable[bytes]) -> bytes:
+        """Return the checksum of a document's chunks, of what each contributes (`joined`)."""
+        return self._checksums.whole(parts)
 
     # -- writing -----------------------------------------------------------------------------
 
-    def apply(self, change: Change) -> None:
-        """Write a whole change, or nothing.
+    def apply(self, change: Change) -> int:
+        """Write a whole change, or nothing; return the number of single chunks removed.
 
         Raises
         ------
         StoreError
             When the disk refuses the write; the catalog is then unchanged.
-        """
-        if self.log is not None:
-            self.log.commit(change)
-        else:
-            self.apply_here(change)
-
-    @checked
-    def apply_here(self, change: Change) -> None:
-        """Write a change to this file, also if it is the view of a shared index."""
-        with self._transaction():
-            for path in change.forget_files:
-                self._drop_file(path)
-            for source in change.remove:
-                self._drop_document(source)
-            for source, file, digest, metadata, rows in change.put:
-                self._put_document(source, file, digest, pack_json(metadata), rows)
-            for state in change.put_files:
-                self._put_file(state)
-
-    def remove_chunks(
-        self,
-        chunk_ids: Iterable[str],
-        encoded_behind: Callable[[int, Iterator[Chunk]], Iterator[Chunk]],
-        key_of: KeyOf,
-    ) -> int:
-        """Remove single chunks, and documents that lose their last chunk; return how many.
-
-        Chunks that were encoded after a removed one lose their contexts: from then on they use
-        the KV of the chunk alone, if the store has it.
-
-        Parameters
-        ----------
-        encoded_behind
-            Yields the chunks after a given place of a document whose context reaches that place.
-        key_of
-            Returns the name that a chunk's KV must have.
-
-        Raises
-        ------
         IndexFormatError
-            When a chunk to remove differs from what was written.
+            When a single chunk to remove differs from what was written.
         """
-        if self.log is not None:
-            return self.log.drop(list(self.find_chunks(chunk_ids)))
-        return self.remove_chunks_here(chunk_ids, encoded_behind, key_of)
+        return self.write(change) if self.log is None else self.log.commit(change)
 
     @checked
-    def remove_chunks_here(
-        self,
-        chunk_ids: Iterable[str],
-        encoded_behind: Callable[[int, Iterator[Chunk]], Iterator[Chunk]],
-        key_of: KeyOf,
-    ) -> int:
-        """Remove chunks from this file, as `remove_chunks` does."""
-        num_removed = 0
-        with self._transaction():
-            for chunk_id in chunk_ids:
-                rows = self._connection.execute(
-                    f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
-                ).fetchall()
-                if not rows:
-                    continue
-                # A damaged row does not say which chunks follow it: remove every trace of it.
-                removed = self._chunk(rows[0])
-                source, ordinal = removed.source, removed.ordinal
-                later = self._connection.execute(
-                    f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE source = ? AND ordinal > ? "
-                    "ORDER BY ordinal",
-                    (source, ordinal),
-                ).fetchall()
-                gone = [rows[0], *(one for one in later if not self._is_sound(one))]
-                num_removed += len(gone)
-                self._connection.executemany(
-                    "DELETE FROM chunks WHERE row = ?", [(one[0],) for one in gone]
-                )
-                sound = (self._chunk(one) for one in later if self._is_sound(one))
-                for chunk in list(encoded_behind(ordinal, sound)):
-                    alone = replace(chunk, contexts=((),))
-                    self._write_contexts(alone, [key_of(alone)])
-                if self._connection.execute(
-                    "SELECT 1 FROM chunks WHERE source = ? LIMIT 1", (source,)
-                ).fetchone():
-                    self._distrust(source)
-                else:
-                    self._drop_document(source)
+    def write(self, change: Change) -> int:
+        """Write a change to this file, also if it is the view of a shared index."""
+        with self._transaction() as state:
+            rows = RowWriter(self._connection, self._checksums, self.path, state)
+            num_removed = sum(rows.drop_chunk(one, self.encoding) for one in change.remove_chunks)
+            for path in change.forget_files:
+                rows.drop_file(path)
+            for source in change.remove:
+                rows.drop_document(source)
+            for source, file, digest, metadata, chunks in change.put:
+                rows.put_document(source, file, digest, pack_json(metadata), chunks)
+            for one in change.put_files:
+                rows.put_file(one)
         return num_removed
+
+    # -- reading rows ------------------------------------------------------------------------
+
+    def _select_in(
+        self, columns: str, column: str, values: Sequence[Any]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the readable chunk rows that have one of some values in a column."""
+        for begin in range(0, len(values), _BATCH):
+            batch = values[begin : begin + _BATCH]
+            marks = ",".join("?" * len(batch))
+            statement = f"SELECT {columns} FROM chunks WHERE {column} IN "
+            try:
+                yield from self._connection.execute(f"{statement}({marks})", batch).fetchall()
+            except self._sql.DatabaseError as error:
+                self._go_on(error)
+                for value in batch:
+                    yield from self._rows(f"{statement}(?)", (value,))
+
+    def _scan(self, columns: str) -> Iterator[tuple[Any, ...]]:
+        """Yield all readable chunk rows, in order; `columns` begin with row."""
+        last = -1
+        try:
+            for values in self._connection.execute(f"SELECT {columns} FROM chunks ORDER BY row"):
+                last = values[0]
+                yield values
+        except self._sql.DatabaseError as error:
+            self._go_on(error)
+            yield from self._select_in(columns, "row", self._rows_behind(last))
+
+    def _rows_behind(self, last: int) -> Sequence[int]:
+        """Return the row numbers after the one at which reading the table in order failed."""
+        found = self._rows(
+            "SELECT row FROM chunks INDEXED BY chunks_by_source WHERE row > ? ORDER BY row", (last,)
+        )
+        if found:
+            return [row for (row,) in found]
+        highest = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
+        number = highest[0][0] if highest and isinstance(highest[0][0], int) else 0
+        return range(last + 1, min(number, last + 10_000_000) + 1)
+
+    def _readable(self, statement: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a statement up to the first unreadable one."""
+        try:
+            yield from self._connection.execute(statement)
+        except self._sql.DatabaseError as error:
+            if self._go_on(error):
+                yield from self._connection.execute(statement)
+
+    def _is_right(self, name: str, row: Sequence[Any]) -> bool:
+        """Return whether a row is what was written; rows of an old catalog do not say."""
+        return self.is_old or self._checksums.is_right(name, row)
+
+    def _is_vector_sound(self, values: Sequence[Any]) -> bool:
+        """Return whether a chunk's vector (`VECTOR_COLUMNS`) is unchanged."""
+        return self._checksums.is_right("vector", values)
+
+    def _is_sound(self, values: Sequence[Any]) -> bool:
+        """Return whether a chunk's row (`CHUNK_COLUMNS`) is unchanged."""
+        return self._checksums.is_right("chunk", values)
+
+    def _chunk(self, values: Sequence[Any]) -> Chunk:
+        """Return the chunk of a row (`CHUNK_COLUMNS`). Raises IndexFormatError."""
+        return sound_chunk(values, None if self.is_old else self._checksums, self.path)
+
+    def _sound_chunk(self, values: Sequence[Any]) -> Chunk | None:
+        """Return the chunk of a row, or None and a note of the damage."""
+        if self._is_sound(values):
+            return self._chunk(values)
+        self._note(f"chunk {shown(values[1])} of {shown(values[2])} is not what was written")
+        return None
+
+    def _sound_documents(self, where: str, values: Sequence[Any] = ()) -> list[StoredDocument]:
+        """Return the documents with sound rows; damage in the others is noted."""
+        return [StoredDocument(*row) for row in self._sound("document", where, values)]
+
+    def _sound_files(self, where: str, values: Sequence[Any] = ()) -> list[FileState]:
+        """Return the file states with sound rows; damage in the others is noted."""
+        return [FileState(*row) for row in self._sound("file", where, values)]
+
+    def _sound(self, name: str, where: str, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        columns = {"document": DOCUMENT_COLUMNS, "file": FILE_COLUMNS}[name]
+        for row in self._rows(f"SELECT {columns} FROM {name}s {where}", values):
+            if self._checksums.is_right(name, row):
+                yield row[:-1]
+            else:
+                self._note(f"the entry of {name} {shown(row[0])} is not what was written")
+
+    def _is_whole(self, document: StoredDocument) -> bool:
+        """Return whether all chunks of a document are present and unchanged."""
+        if not self._has_its_chunks(document):
+            self._note(f"the chunks of document {shown(document.source)} are not what was written")
+            return False
+        return True
+
+    def _has_its_chunks(self, document: StoredDocument) -> bool:
+        parts = []
+        for *chunk, keys, embedding, vector_checksum, found in self._rows(
+            f"SELECT {_ALL_CHUNK_COLUMNS}, {_IS_FOUND} FROM chunks "
+            # By row, so that the table is compared and not its index.
+            "NOT INDEXED WHERE row IN (SELECT row FROM chunks WHERE source = ?) ORDER BY ordinal",
+            (document.source,),
+        ):
+            vector = (*chunk[:2], embedding, vector_checksum)
+            if not (found and self._is_sound(chunk) and self._is_vector_sound(vector)):
+                return False
+            parts.append(joined(chunk[10], vector_checksum, keys))
+        return (len(parts), self._checksums.whole(parts)) == (document.num_chunks, document.chunks)
+
+
+def _is_named(chunk_id: object, source: object, ordinal: object, text: object) -> bool:
+    """Return whether a chunk's id matches its text and place."""
+    is_typed = isinstance(text, str) and isinstance(source, str) and isinstance(ordinal, int)
+    return is_typed and chunk_id == chunk_id_of(source, ordinal, text)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The catalog's file: its connection, its snapshots, and its replacement by another file."""
+"""The catalog's file: its connection, its transactions, and its replacement by another file."""
 
 from __future__ import annotations
 
@@ -6,30 +6,38 @@ import contextlib
 import functools
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from kvrag.errors import IndexFormatError, StoreError
+from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
 from kvrag.ingest import words
 from kvrag.ingest.config import newer_error
-from kvrag.ingest.connection import (
+from kvrag.ingest.schema import (
+    APPLICATION_ID,
+    SCHEMA,
+    SCHEMA_VERSION,
+    STATE_COLUMNS,
+    Checksums,
+    State,
+)
+from kvrag.regularfile import open_regular, require_regular
+from kvrag.sqlitefile import (
     FileStamp,
-    catalog_error,
-    check_encryption,
     connect,
     file_stamp,
     is_damage,
-    is_lost,
-    put_in_place,
+    library,
+    open_connection,
+    unlock,
 )
-from kvrag.ingest.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, State, write_state
-from kvrag.ingest.seals import Seals
-from kvrag.regularfile import require_regular
-from kvrag.sqlitefile import library, open_connection, unlock
 
 _MAX_TRIES = 8  # of a read that another process's writes disturb
+_PAGE_BYTES = 4096
+_PLAIN = b"SQLite format 3\0"
 
 _T = TypeVar("_T", bound="CatalogFile")
 _P = ParamSpec("_P")
@@ -70,19 +78,29 @@ class CatalogFile:
     ----------
     path
         The catalog's file.
+    cipher_key
+        The key that encrypts it; None if it is not encrypted.
     is_old
-        Whether the rows have no seals yet.
+        Whether the rows have no checksums yet (schema 2).
+    on_damage
+        Called for every row that is left out because it is damaged.
+    num_noted
+        Number of those calls.
     """
 
     def __init__(
-        self, path: Path, *, seal_key: bytes = b"", cipher_key: bytes | None = None
+        self, path: Path, *, checksum_key: bytes = b"", cipher_key: bytes | None = None
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self._seals = Seals(seal_key)
-        self._cipher_key = cipher_key
+        self._checksums = Checksums(checksum_key)
+        self._checksum_key = checksum_key
+        self.cipher_key = cipher_key
         self._sql = library(cipher_key)
         self._words = self._word_index()
+        self.on_damage: Callable[[str], None] = lambda _: None
+        self.num_noted = 0
+        self._state_now: State | None = None  # while a transaction is open
         self._connection: sqlite3.Connection
         self._stamp: FileStamp | None
         self._inode: int | None
@@ -118,7 +136,12 @@ class CatalogFile:
 
     @classmethod
     def create(
-        cls: type[_T], path: Path, *, seal_key: bytes = b"", cipher_key: bytes | None = None
+        cls: type[_T],
+        path: Path,
+        *,
+        checksum_key: bytes = b"",
+        cipher_key: bytes | None = None,
+        generation: int = 0,
     ) -> _T:
         """Create an empty catalog; replaces an unfinished one that a killed process left."""
         sql = library(cipher_key)
@@ -130,14 +153,14 @@ class CatalogFile:
                 unlock(connection, cipher_key)
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
-                write_state(connection, Seals(seal_key), State(0))
+                State(generation).write(connection, Checksums(checksum_key))
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             finally:
                 connection.close()
         except (sql.Error, OSError) as error:
             raise catalog_error(path, error) from error
-        return cls(path, seal_key=seal_key, cipher_key=cipher_key)
+        return cls(path, checksum_key=checksum_key, cipher_key=cipher_key)
 
     def close(self) -> None:
         """Close the file."""
@@ -149,16 +172,11 @@ class CatalogFile:
 
     def _word_index(self) -> words.WordIndex:
         path = self.path.with_name(words.FILE_NAME)
-        return words.WordIndex(path, self._seals, self._cipher_key)
+        return words.WordIndex(path, self._checksums, self.cipher_key)
 
-    def seal(self, content: bytes) -> bytes:
-        """Return a seal for content that is stored next to the catalog."""
-        return self._seals.whole([content])
-
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether the file is encrypted."""
-        return self._cipher_key is not None
+    def checksum(self, content: bytes) -> bytes:
+        """Return the checksum of content that is stored next to the catalog."""
+        return self._checksums.whole([content])
 
     def _reopen_if_changed(self) -> bool:
         """Reopen the file if this connection cannot see what other processes have written."""
@@ -193,7 +211,7 @@ class CatalogFile:
         """Open the file; close the previous connection only then, so that a failure can retry."""
         inode = self.path.stat().st_ino
         former = getattr(self, "_connection", None)
-        self._connection, self._stamp = connect(self.path, self._cipher_key)
+        self._connection, self._stamp = connect(self.path, self.cipher_key)
         self._inode = inode
         if former is not None:
             former.close()
@@ -209,8 +227,90 @@ class CatalogFile:
             with contextlib.suppress(self._sql.Error):
                 self._connection.execute("ROLLBACK")
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Make several calls read one generation; damage on the way is not noted."""
+        with self._lock:
+            noted, self.on_damage = self.on_damage, lambda _: None
+            try:
+                with self._snapshot():
+                    yield
+            except self._sql.Error as error:
+                raise catalog_error(self.path, error) from error
+            finally:
+                self.on_damage = noted
+
+    @contextmanager
+    def _transaction(self) -> Iterator[State]:
+        """Write everything or nothing; the state is updated in the same transaction."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            # The new generation must be one that no reader has seen.
+            self._state_now = self._state() or self._counted(time.time_ns())
+            yield self._state_now
+            self._state_now.generation += 1
+            self._state_now.write(self._connection, self._checksums)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        finally:
+            self._state_now = None
+
+    def _state(self) -> State | None:
+        """Return the state, or None if its row is damaged or missing."""
+        if self.is_old:
+            return None
+        rows = self._rows(f"SELECT {STATE_COLUMNS} FROM state")
+        is_sound = len(rows) == 1 and self._checksums.is_right("state", rows[0])
+        return State.of_row(rows[0]) if is_sound else None
+
+    def _counted(self, generation: int) -> State:
+        """Return the state computed from the existing rows."""
+        state = State(generation)
+        if self.is_old:
+            return state
+        for (checksum,) in self._rows("SELECT seal FROM documents"):
+            state.count_document(checksum, 1)
+        for (checksum,) in self._rows("SELECT seal FROM files"):
+            state.count_file(checksum, 1)
+        return state
+
+    def _note(self, what: str) -> None:
+        self.num_noted += 1
+        self.on_damage(f"{self.path}: {what}")
+
+    def _rows(
+        self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
+        """Return rows; none, and a note of the damage, if they cannot be read."""
+        try:
+            return self._connection.execute(statement, values).fetchall()
+        except self._sql.DatabaseError as error:
+            if self._go_on(error):
+                return self._rows(statement, values)
+            return []
+
+    def _go_on(self, error: sqlite3.DatabaseError) -> bool:
+        """Note an error caused by damage and make the connection usable again; raise others.
+
+        After a page fails authentication, SQLCipher refuses all others. Invalid UTF-8 is decoded
+        to other text from now on, and the checksum reveals it: True means that the caller tries
+        again.
+        """
+        if not is_damage(error):
+            raise error
+        if "Could not decode" in str(error) and self._connection.text_factory is str:
+            self._connection.text_factory = _decoded
+            return True
+        self._note(str(error))
+        if self.cipher_key is not None and self._state_now is None:
+            self._connect()
+        return False
+
     def write_copy(self, path: Path, cipher_key: bytes | None) -> None:
-        """Write the whole catalog into a new file, under another key or none.
+        """Write the whole catalog into a new file, under a key or none.
 
         Raises
         ------
@@ -218,14 +318,21 @@ class CatalogFile:
             When SQLCipher is not installed.
         StoreError
             When the folder refuses the write.
+        IndexFormatError
+            When the catalog is damaged.
         """
-        sql = library(cipher_key or self._cipher_key)
+        sql = library(cipher_key or self.cipher_key)
         path.unlink(missing_ok=True)
         with self._lock:
             try:
+                if sql is sqlite3:
+                    self._connection.execute("VACUUM INTO ?", (str(path),))
+                    with contextlib.closing(open_connection(path, isolation_level=None)) as copy:
+                        copy.execute("PRAGMA journal_mode = WAL")
+                    return
                 connection = open_connection(self.path, sql=sql, isolation_level=None)
                 try:
-                    unlock(connection, self._cipher_key)
+                    unlock(connection, self.cipher_key)
                     key = "" if cipher_key is None else f"x'{cipher_key.hex()}'"
                     connection.execute("ATTACH DATABASE ? AS fresh KEY ?", (str(path), key))
                     connection.execute("SELECT sqlcipher_export('fresh')").fetchall()
@@ -237,30 +344,15 @@ class CatalogFile:
             except sql.Error as error:
                 raise catalog_error(path, error) from error
 
-    def write_snapshot(self, path: Path) -> None:
-        """Write the whole catalog into a new file, under the same key.
-
-        Raises
-        ------
-        StoreError
-            When the folder refuses the write.
-        IndexFormatError
-            When the catalog is damaged.
-        """
-        if self._cipher_key is not None:
-            self.write_copy(path, self._cipher_key)
-            return
-        with self._lock:
-            try:
-                self._connection.execute("VACUUM INTO ?", (str(path),))
-                with contextlib.closing(open_connection(path, isolation_level=None)) as copy:
-                    copy.execute("PRAGMA journal_mode = WAL")
-            except self._sql.Error as error:
-                raise catalog_error(path, error) from error
-
-    def replace_file(self) -> None:
-        """Continue with the file at `next_path`, which has the same key."""
-        self.use_next(self._cipher_key)
+    def make_empty(self: _T, path: Path) -> _T:
+        """Return a new catalog with the keys of this one, and the generation after its own."""
+        state = self._state()
+        return self.create(
+            path,
+            checksum_key=self._checksum_key,
+            cipher_key=self.cipher_key,
+            generation=time.time_ns() if state is None else state.generation,
+        )
 
     def use_next(self, cipher_key: bytes | None) -> None:
         """Continue with the file at `next_path`, whose key may be another, the same, or none."""
@@ -270,10 +362,89 @@ class CatalogFile:
             self._connection.close()
             self._words.discard()  # first: no text of an encrypted catalog may stay readable
             put_in_place(self.path)
-            self._cipher_key = cipher_key
+            self.cipher_key = cipher_key
             self._sql = library(cipher_key)
             self._words = self._word_index()
+            self.is_old = False
             try:
                 self._connect()
             except (self._sql.Error, OSError) as error:
                 raise catalog_error(self.path, error) from error
+
+
+def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError:
+    """Return the kvrag error that an error of SQLite or of the system amounts to."""
+    text = getattr(error, "strerror", None) or str(error)  # the path may say anything
+    if is_damage(error):
+        return IndexFormatError(
+            f"{path} is damaged or not a catalog ({text}); run 'kvrag verify --repair', and ingest "
+            "again what it cannot mend"
+        )
+    if "full" in text:
+        text += "; free some space and ingest again, nothing committed so far is lost"
+    elif "readonly" in text or "unable to open" in text:
+        text += "; change the folder's permissions, or use another folder"
+    return StoreError(f"cannot use {path}: {text}")
+
+
+def is_lost(path: Path) -> bool:
+    """Return whether there is no catalog, or an empty file in its place."""
+    return not path.exists() or (path.is_file() and not path.stat().st_size)
+
+
+def check_encryption(path: Path, is_expected: bool) -> None:
+    """Raise IndexMismatchError if a catalog is encrypted and should not be, or the reverse.
+
+    A damaged catalog may pass: without a key, encrypted bytes are known by their randomness alone.
+    """
+    with open_regular(path) as file:
+        page = file.read(_PAGE_BYTES)
+    if is_expected and page.startswith(_PLAIN):
+        found, expected = "is not encrypted", "is"
+    elif not is_expected and not page.startswith(_PLAIN) and _is_random(page):
+        found, expected = "is encrypted", "is not"
+    else:
+        return
+    raise IndexMismatchError(
+        f"{path} {found}, and index.json beside it says that the index {expected}: one of the two "
+        "files is from another index. Put back the right one; if the catalog is lost, move this "
+        "one away and ingest all documents again. Nothing was changed"
+    )
+
+
+def _is_random(page: bytes) -> bool:
+    """Return whether each byte value is about as frequent as any other."""
+    return len(page) == _PAGE_BYTES and max(Counter(page).values()) < 4 * _PAGE_BYTES // 256
+
+
+def next_path(path: Path) -> Path:
+    """Return the path of a rewritten catalog before it is put in place."""
+    return path.with_name(f"{path.name}.next")
+
+
+def put_in_place(path: Path) -> None:
+    """Replace the catalog by the rewritten one.
+
+    The old log must never be next to the new file, so it is removed first. Meanwhile the new
+    file's name says that it is the valid one: after a crash, `finish_placing` does the rest.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        next_path(path).replace(ready_path(path))
+    finish_placing(path)
+
+
+def ready_path(path: Path) -> Path:
+    """Return the path of a rewritten catalog that is valid but not in place yet."""
+    return path.with_name(f"{path.name}.ready")
+
+
+def finish_placing(path: Path) -> None:
+    """Do what is left of `put_in_place`; the caller holds the writer's lock."""
+    if ready_path(path).is_file():
+        for end in ("-wal", "-shm"):
+            path.with_name(path.name + end).unlink(missing_ok=True)
+        ready_path(path).replace(path)
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode(errors="replace")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from kvrag.chunk import ChunkKey
@@ -33,11 +33,8 @@ class ChangeLog(Protocol):
         The caller takes out those that it has looked for.
         """
 
-    def commit(self, change: Change) -> None:
-        """Write a change to the log, and carry it out here."""
-
-    def drop(self, chunk_ids: Sequence[str]) -> int:
-        """Remove single chunks; return how many."""
+    def commit(self, change: Change) -> int:
+        """Write a change to the log, and carry it out here; return the single chunks removed."""
 
     def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
         """Record some settings, unless another codec than the given one was chosen meanwhile."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 from pathlib import Path
+from typing import Any
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
 from kvrag.ingest import lock, words
 from kvrag.ingest.catalog import FILE_NAME, Catalog
+from kvrag.ingest.catalogfile import finish_placing, next_path, put_in_place, ready_path
 from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
-from kvrag.ingest.connection import finish_placing, next_path, put_in_place, ready_path
-from kvrag.ingest.seals import seal_key
+from kvrag.ingest.schema import checksum_key
 from kvrag.store.base import Store
 from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
 from kvrag.store.encrypted import EncryptedStore
@@ -87,28 +88,27 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     """
     path = folder / FILE_NAME
     check_key(folder, config, store)
-    key = catalog_key(store) if config.key_check else None
-    the_seal_key = seal_key(bytes.fromhex(config.tenant_salt), config.index_id)
+    keys = _keys(config, store)
     if ready_path(path).is_file():
         # The holder of the lock will put it in place, or was killed.
         with contextlib.suppress(StoreError, OSError), lock.writer_lock(folder):
             finish_placing(path)
     try:
-        catalog = Catalog(path, seal_key=the_seal_key, cipher_key=key)
+        catalog = Catalog(path, **keys)
     except (IndexFormatError, IndexMismatchError):
         # A process was killed after it recorded another key and before it replaced the catalog.
         following = next_path(path)
         if not following.is_file():
             raise
         with contextlib.suppress(IndexFormatError, IndexMismatchError):
-            Catalog(following, seal_key=the_seal_key, cipher_key=key).close()
+            Catalog(following, **keys).close()
             (folder / words.FILE_NAME).unlink(missing_ok=True)  # under the former key, or none
             put_in_place(path)
-        catalog = Catalog(path, seal_key=the_seal_key, cipher_key=key)
+        catalog = Catalog(path, **keys)
     if catalog.is_old:
-        is_foreign = bool(config.index_id)  # an index with an id was made with seals
+        is_foreign = bool(config.index_id)  # an index with an id was made with checksums
     else:
-        # `Storage.bring_up_to_date` refuses an older index.json.
+        # `open_index` refuses an older index.json.
         is_foreign = config.format_version == FORMAT_VERSION and catalog.is_foreign()
     if is_foreign:
         catalog.close()
@@ -130,11 +130,19 @@ def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
         aside = path.with_name(f"{path.name}.damaged.{number}")
     with contextlib.suppress(FileNotFoundError):
         path.replace(aside)
-    return Catalog.create(
-        path,
-        seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
-        cipher_key=catalog_key(store) if config.key_check else None,
-    )
+    return make_catalog(folder, config, store)
+
+
+def make_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
+    """Return a new, empty catalog in a folder, with the key of a store if that has the index's."""
+    return Catalog.create(folder / FILE_NAME, **_keys(config, store))
+
+
+def _keys(config: IndexConfig, store: Store) -> dict[str, Any]:
+    return {
+        "checksum_key": checksum_key(bytes.fromhex(config.tenant_salt), config.index_id),
+        "cipher_key": catalog_key(store) if config.key_check else None,
+    }
 
 
 def check_key(folder: Path, config: IndexConfig, store: Store) -> None:

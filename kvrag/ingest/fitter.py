@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import DocumentError, ParameterError, ProfileError
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.healing import audit_rows
 from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
 
@@ -118,7 +119,7 @@ class CodecFitter:
         Optional records are among them if the store has them.
         """
         storage = self._storage
-        audit = storage.catalog.audit(storage.key_of)
+        audit = audit_rows(storage.catalog, storage.key_of)
         found = {key: n for key, n in audit.optional.items() if storage.store.contains(key)}
         found |= audit.needed
         return {key: storage.num_rows(found[key]) for key in sorted(found)}

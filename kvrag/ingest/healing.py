@@ -1,18 +1,65 @@
-"""Repair of a damaged catalog, and reports of what was lost."""
+"""Check of a damaged catalog, its repair, and reports of what was lost.
+
+A repair writes what is sound to a new catalog, which takes the place of the old one. A document
+that is not whole is marked, so that adding it again writes it again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvrag.arguments import shown
+from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
-from kvrag.ingest.audit import Audit
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.catalogfile import next_path
 from kvrag.ingest.config import RUNS_NAME
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.rows import Change, ChunkRow, KeyOf, StoredChunk, unpack_json
+from kvrag.ingest.schema import StoredDocument
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 from kvrag.store.capabilities import Mends, capability, tiers_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Embed: TypeAlias = "Callable[[str], NDArray[np.float32]]"
+
+# The metadata that the chunker adds to a document's.
+_ADDED_METADATA = ("heading", "headings", "page", "start")
+_BATCH = 1000  # chunks of a transaction, at least
+
+
+@dataclass
+class Audit:
+    """What is wrong with a catalog.
+
+    Attributes
+    ----------
+    num_chunks
+        Number of chunks, damaged ones included.
+    num_documents
+        Number of documents that there should be.
+    needed
+        Names of the sound chunks' KV, each with its number of tokens.
+    optional
+        The same for their optional records (`Chunk.is_optional`), which the store may lack.
+    problems
+        A line of text for each problem.
+    """
+
+    num_chunks: int = 0
+    num_documents: int = 0
+    needed: dict[ChunkKey, int] = field(default_factory=dict)
+    optional: dict[ChunkKey, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -31,11 +78,84 @@ class Held:
     distrusted: frozenset[str]
 
 
+# -- checks --------------------------------------------------------------------------------------
+
+
 def audit_catalog(storage: Storage) -> Audit:
-    """Check the whole catalog against its seals."""
-    audit = storage.catalog.audit(storage.key_of)
-    audit.structure = storage.catalog.damage()
-    return audit
+    """Check the whole catalog: SQLite's own check, then every row."""
+    found = audit_rows(storage.catalog, storage.key_of)
+    found.problems[:0] = storage.catalog.damage()
+    return found
+
+
+def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
+    """Compare every row with its checksum, and the tables with each other.
+
+    Parameters
+    ----------
+    key_of
+        Returns the name that a chunk's KV must have, the first of several.
+    """
+    found = Audit()
+    parts: dict[Any, list[tuple[str, bytes]]] = {}
+    with catalog.reading():
+        of_chunks = list(_audit_chunks(catalog, key_of, found, parts))
+        found.problems += _audit_state(catalog, found)
+        found.problems += of_chunks
+        found.problems += _audit_documents(catalog, parts)
+        for file, is_right in catalog.stored_files():
+            if not is_right:
+                found.problems.append(f"{file.path}: the recorded state of this file is damaged")
+    return found
+
+
+def _audit_chunks(
+    catalog: Catalog, key_of: KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
+) -> Iterator[str]:
+    for one in catalog.stored_chunks():
+        found.num_chunks += 1
+        place = f"{one.source}, chunk {one.ordinal} ({one.chunk_id})"
+        parts.setdefault(one.source, []).append((str(one.ordinal).zfill(20), _part(one, one.keys)))
+        if one.embedding is None:
+            yield f"{place}: its vector is not what was written"
+        if one.chunk is None:
+            yield f"{place}: it is not what was written"
+            continue
+        keys = {key_of(each): each.contexts[0] for each in one.chunk.encodings()}
+        expected = " ".join(key.digest for key in keys)
+        for key, context_ids in keys.items():
+            is_optional = one.chunk.is_optional(context_ids)
+            (found.optional if is_optional else found.needed)[key] = one.num_tokens
+        if one.keys != expected:
+            yield f"{place}: names the KV {shown(one.keys)}, expected {expected}"
+
+
+def _audit_documents(catalog: Catalog, parts: dict[Any, list[tuple[str, bytes]]]) -> Iterator[str]:
+    for document, is_right in catalog.stored_documents():
+        source = document.source
+        chunks = [part for _, part in sorted(parts.pop(source, []))]
+        if not is_right:
+            yield f"{source}: its entry is not what was written"
+        elif document.num_chunks != len(chunks):
+            yield f"{source}: it had {document.num_chunks} chunks, {len(chunks)} are there"
+        elif document.chunks != catalog.checksum_of(chunks):
+            yield f"{source}: its chunks are not those that it had"
+    for source, alone in parts.items():
+        yield f"{source}: its entry is missing, {len(alone)} of its chunks are there"
+
+
+def _audit_state(catalog: Catalog, found: Audit) -> Iterator[str]:
+    state, counted = catalog.stored_state()
+    if state is None:
+        yield "the catalog's own state is not what was written"
+        return
+    found.num_documents = state.num_documents
+    if state.num_documents != counted.num_documents:
+        yield f"there were {state.num_documents:,} documents, {counted.num_documents:,} are there"
+    elif state.documents != counted.documents:
+        yield "the documents differ from those that were written"
+    if (state.num_files, state.files) != (counted.num_files, counted.files):
+        yield "recorded states of files are missing"
 
 
 def store_damage(store: Store, *, mend: bool) -> list[str]:
@@ -56,33 +176,160 @@ def store_damage(store: Store, *, mend: bool) -> list[str]:
     return found
 
 
+# -- repair --------------------------------------------------------------------------------------
+
+
+def mend_catalog(storage: Storage, encoders: Encoders) -> list[str]:
+    """Repair the catalog; return the existing files that must be read again.
+
+    The caller holds the writer's lock. The view of a shared index is made again from its log.
+    """
+    if storage.log is not None:
+        storage.log.rebuild()
+        return []
+    paths = salvage(
+        storage.catalog, storage.key_of, lambda text: encoders.embedding.embed_windows([text])[0]
+    )
+    # It may have been made from damaged tokens.
+    (storage.path / RUNS_NAME).unlink(missing_ok=True)
+    return [path for path in paths if Path(path).is_file()]
+
+
+def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed | None) -> list[str]:
+    """Replace a catalog by one with its sound content; return the files to read again.
+
+    Vectors are computed again from their text, names of KV from their tokens. A chunk with other
+    damage goes. The files of incomplete documents are read again: all of them, if it is unknown
+    which documents are missing. Rows of a catalog of schema 2 have no checksums: those that
+    contradict themselves go.
+
+    Parameters
+    ----------
+    key_of
+        Returns the name that a chunk's KV must have, the first of several.
+    embed
+        Returns the vectors ``[num_windows, dim]`` of a text; None leaves a chunk with a damaged
+        vector out.
+
+    Raises
+    ------
+    StoreError
+        When the folder refuses the write; the catalog is then unchanged.
+    """
+    temporary = catalog.path.with_name(f".{catalog.path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with contextlib.closing(catalog.make_empty(temporary)) as fresh, catalog.reading():
+            paths = _Salvage(catalog, fresh, key_of, embed).run()
+        temporary.replace(next_path(catalog.path))
+    finally:
+        for end in ("", "-wal", "-shm"):
+            temporary.with_name(temporary.name + end).unlink(missing_ok=True)
+    catalog.use_next(catalog.cipher_key)
+    return paths
+
+
+class _Salvage:
+    """Writes what is sound in one catalog to another, an empty one."""
+
+    def __init__(
+        self, catalog: Catalog, fresh: Catalog, key_of: KeyOf, embed: Embed | None
+    ) -> None:
+        self._catalog = catalog
+        self._fresh = fresh
+        self._key_of = key_of
+        self._embed = embed
+
+    def run(self) -> list[str]:
+        """Do it; return the files to read again."""
+        catalog = self._catalog
+        state, counted = catalog.stored_state()
+        rows_of = catalog.stored_rows()
+        documents = {
+            one.source: one for one, is_right in catalog.stored_documents(rows_of) if is_right
+        }
+        files = catalog.stored_files()
+        known = {one.path: one for one, is_right in files if is_right}
+        # Otherwise something is missing, and nothing says what.
+        is_complete = catalog.is_old or (
+            state == counted and not catalog.damage() and len(known) == len(files)
+        )
+        again: set[str] = set()
+        change = Change()
+        for source in dict.fromkeys([*rows_of, *documents]):
+            document = documents.get(source)
+            chunks, is_whole = self._chunks_of(rows_of.get(source, []), document)
+            if document is not None and document.file is not None and not is_whole:
+                again.add(document.file)
+            # Only a document's row says for certain which file it is of.
+            is_complete = is_complete and document is not None
+            if document is not None and (chunks or is_whole):
+                digest, metadata = document.digest if is_whole else "", document.metadata
+                change.put.append((source, document.file, digest, unpack_json(metadata), chunks))
+            elif chunks:
+                change.put.append((source, None, "", _metadata_of(chunks[0].chunk), chunks))
+            if sum(len(rows) for *_, rows in change.put) >= _BATCH:
+                self._fresh.write(change)
+                change = Change()
+        if is_complete:
+            change.put_files = [one for path, one in known.items() if path not in again]
+        self._fresh.write(change)
+        return sorted(again if is_complete else known)
+
+    def _chunks_of(
+        self, rows: Sequence[int], document: StoredDocument | None
+    ) -> tuple[list[ChunkRow], bool]:
+        """Return the sound chunks of a document, and whether they are all that it had."""
+        found = [row for one in self._catalog.stored_chunks(rows) for row in self._sound(one)]
+        found.sort(key=lambda one: one[0].chunk.ordinal)
+        chunks, parts = [row for row, _ in found], [part for _, part in found]
+        if document is None:
+            return chunks, False
+        if self._catalog.is_old:
+            return chunks, len(chunks) == len(rows)
+        checksum = self._catalog.checksum_of(parts)
+        return chunks, (len(parts), checksum) == (document.num_chunks, document.chunks)
+
+    def _sound(self, one: StoredChunk) -> Iterator[tuple[ChunkRow, bytes]]:
+        """Yield a chunk to write, and what it contributes to its document, if it is sound."""
+        import numpy as np
+
+        chunk = one.chunk
+        if chunk is None:
+            return
+        keys = [self._key_of(each) for each in chunk.encodings()]
+        names = " ".join(key.digest for key in keys)
+        vectors = np.frombuffer(one.embedding or b"", "<f4")
+        if self._catalog.is_old:
+            is_named = chunk.chunk_id == chunk_id_of(chunk.source, chunk.ordinal, chunk.text)
+            if not is_named or (names, len(chunk.token_ids)) != (one.keys, one.num_tokens):
+                return
+            if not (np.isfinite(vectors).all() and vectors.any()):
+                return
+        elif one.embedding is None:
+            assert self._embed is not None
+            vectors = np.asarray(self._embed(chunk.text), np.float32)
+        yield ChunkRow(chunk, keys, vectors), _part(one, names)
+
+
+def _part(one: StoredChunk, keys: Any) -> bytes:
+    """Return what a chunk with some names of KV contributes to its document's checksum."""
+    return one.checksums + (keys.encode() if isinstance(keys, str) else b"")
+
+
+def _metadata_of(chunk: Chunk) -> dict[str, Any]:
+    """Return the metadata of a chunk's document, whose row is lost."""
+    return {name: one for name, one in chunk.metadata.items() if name not in _ADDED_METADATA}
+
+
+# -- what was lost -------------------------------------------------------------------------------
+
+
 def held_by(storage: Storage, audit: Audit) -> Held:
     """Return the readable content of a damaged catalog."""
     num_documents = audit.num_documents
     with contextlib.suppress(IndexFormatError):
         num_documents = max(num_documents, storage.catalog.counts()[0])
     return Held(num_documents, frozenset(storage.catalog.distrusted()))
-
-
-def mend_catalog(storage: Storage, encoders: Encoders, audit: Audit) -> list[str]:
-    """Repair the catalog; return the existing files that must be read again.
-
-    The caller holds the writer's lock. The view of a shared index is made again from its log.
-    """
-    catalog = storage.catalog
-    if storage.log is not None:
-        storage.log.rebuild()
-        return []
-    if audit.structure:
-        catalog.rebuild()
-        audit = catalog.audit(storage.key_of)
-        audit.others.append("the file was rebuilt")  # something may be missing
-    paths = catalog.mend(
-        audit, storage.key_of, lambda text: encoders.embedding.embed_windows([text])[0]
-    )
-    # It may have been made from damaged tokens.
-    (storage.path / RUNS_NAME).unlink(missing_ok=True)
-    return [path for path in paths if Path(path).is_file()]
 
 
 def lost_since(before: Held, storage: Storage, num_removed: int = 0) -> list[str]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ProfileError, RecordError, StoreError
-from kvrag.ingest.audit import Audit
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
@@ -18,6 +17,7 @@ from kvrag.store.base import Store
 
 if TYPE_CHECKING:
     from kvrag.ingest.coding import RecordCoding
+    from kvrag.ingest.healing import Audit
     from kvrag.kvcache import KVSpec
 
 # Readers write the vectors' cache without the writer's lock.
@@ -45,7 +45,7 @@ def verify_records(
     home
         The store that must have the records: `store`, or the tier of it that all machines share.
     audit
-        The result of the check of the catalog's rows against their seals.
+        The result of the check of the catalog's rows against their checksums.
     num_rows
         Returns the rows of KV that a chunk with a given number of tokens must have.
     repair

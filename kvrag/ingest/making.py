@@ -15,13 +15,11 @@ from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, lock, profiles, words
-from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.checks import check_device, check_limit, check_unencrypted
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.contexts import ALONE, check_filler, default_context, parse_context
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.encryption import catalog_key, key_check, secret_salt
-from kvrag.ingest.seals import seal_key
+from kvrag.ingest.encryption import key_check, make_catalog, secret_salt
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
@@ -174,17 +172,13 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
             ) from error
         with lock.writer_lock(folder):
             _require_free(folder)
-            catalog = Catalog.create(
-                folder / catalogs.FILE_NAME,
-                seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
-                cipher_key=None if opened is None else catalog_key(opened),
-            )
+            store = FileStore(folder / KV_FOLDER) if opened is None else opened
+            catalog = make_catalog(folder, config, store)
             if settings.profile is not None:
                 profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
             # Written last, since this file makes the folder an index.
             config.save(folder)
         undoing.pop_all()
-    store = opened if opened is not None else FileStore(folder / KV_FOLDER)
     return Storage(folder, config, catalog, store)
 
 

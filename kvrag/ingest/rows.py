@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvrag.ingest.contexts import Context
+
 KeyOf = Callable[[Chunk], ChunkKey]
 """Returns the name that a chunk's KV must have, the first of several."""
 
@@ -116,12 +118,58 @@ class VectorRows:
     vectors: NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class StoredChunk:
+    """What a chunk's row holds, sound or not.
+
+    Attributes
+    ----------
+    row, chunk_id, source, ordinal, num_tokens, keys
+        As they are stored; `keys` are the names of its KV.
+    chunk
+        The chunk; None if the row is damaged.
+    checksums
+        What it contributes to its document's checksum, without the names of its KV.
+    embedding
+        Its vectors as bytes; None if they are damaged.
+    """
+
+    row: int
+    chunk_id: Any
+    source: Any
+    ordinal: Any
+    num_tokens: Any
+    keys: Any
+    chunk: Chunk | None
+    checksums: bytes
+    embedding: bytes | None
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How an index encodes its chunks.
+
+    Attributes
+    ----------
+    key_of
+        Returns the name that a chunk's KV must have, the first of several.
+    context
+        What chunks are encoded after.
+    """
+
+    key_of: KeyOf
+    context: Context
+
+
 @dataclass
 class Change:
     """The writes of one transaction, in this order.
 
     Attributes
     ----------
+    remove_chunks
+        Ids of single chunks to remove. Documents that lose their last chunk go too. Not together
+        with other writes.
     forget_files, put_files
         Files whose state is removed, and files whose state is written.
     remove
@@ -137,9 +185,10 @@ class Change:
         default_factory=list
     )
     put_files: list[FileState] = field(default_factory=list)
+    remove_chunks: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.forget_files or self.remove or self.put or self.put_files)
+        return any(vars(self).values())
 
 
 def vector_mark(row: int, chunk_id: object) -> int:
@@ -171,6 +220,22 @@ def unpack_json(text: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"metadata is a {type(values).__name__}")
     return values
+
+
+def pack_chunk(row: int, chunk: Chunk) -> tuple[Any, ...]:
+    """Return a chunk as the values of its row, in the order of its checksum."""
+    return (
+        row,
+        chunk.chunk_id,
+        chunk.source,
+        chunk.ordinal,
+        chunk.text,
+        pack_ids(chunk.token_ids),
+        pack_ids(chunk.token_starts),
+        len(chunk.token_ids),
+        pack_json(chunk.metadata),
+        pack_contexts(chunk.contexts),
+    )
 
 
 def unpack_chunk(row: Sequence[Any]) -> Chunk:

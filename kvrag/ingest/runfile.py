@@ -77,7 +77,7 @@ def load_table(catalog: Catalog) -> Table:
 
 def keep_table(catalog: Catalog, table: Table) -> None:
     """Write a table beside the catalog, if the folder allows it."""
-    if catalog.is_encrypted or table.version[0] == NO_GENERATION:
+    if catalog.cipher_key is not None or table.version[0] == NO_GENERATION:
         return
     parts = [part.astype("<u8", copy=False).tobytes() for part in table.fingerprints.parts]
     sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
@@ -106,7 +106,7 @@ def _path(catalog: Catalog) -> Path:
 
 
 def _read(catalog: Catalog) -> Table | None:
-    if catalog.is_encrypted:
+    if catalog.cipher_key is not None:
         return None
     try:
         with open_regular(_path(catalog)) as file:
@@ -137,4 +137,4 @@ def _seal(catalog: Catalog, said: Sequence[Any], parts: Sequence[bytes | memoryv
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
-    return catalog.seal(_HEADER.pack(*said, digest.digest()))
+    return catalog.checksum(_HEADER.pack(*said, digest.digest()))

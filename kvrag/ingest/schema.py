@@ -1,24 +1,41 @@
-"""The catalog's tables and the meaning of their rows.
+"""The catalog's tables, and the checksums of their rows.
 
-Every row that answers depend on carries a seal (`kvrag.ingest.seals`), which is checked whenever
-the row is read. A document's row seals the seals of its chunks, so that a missing chunk is noticed.
-The state's row holds the number of documents and files, and the sums of their seals.
+Every row that answers depend on carries a checksum, in its column ``seal``, which is compared
+whenever the row is read. A document's row has the checksum of its chunks' checksums, so that a
+missing chunk is noticed. The state's row holds the number of documents and files, and the sums of
+their checksums.
+
+A checksum finds accidents, and rows of other indexes. It proves nothing about who wrote a row:
+``index.json``, beside the catalog, holds all that it depends on. (In an encrypted catalog, the
+key authenticates the pages.)
+
+A new column of a row has its place here, in `kvrag.ingest.rows`, and where `Catalog` writes the
+row; it needs a new `SCHEMA_VERSION`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sqlite3
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-from kvrag.ingest.seals import SEAL_BYTES, Seals
+from kvrag.arguments import shown
+from kvrag.chunk import Chunk
+from kvrag.errors import IndexFormatError
+from kvrag.ingest.rows import unpack_chunk
 
 FILE_NAME = "catalog.sqlite"
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x6B765247  # "kvRG"
 NO_GENERATION = -1
 
-_MAX_SUM = 1 << (8 * SEAL_BYTES)
+CHECKSUM_BYTES = 16
+_MAX_SUM = 1 << (8 * CHECKSUM_BYTES)
 
 SCHEMA = """
 CREATE TABLE state (
@@ -74,23 +91,105 @@ CREATE INDEX other_keys_by_key ON other_keys (kv_key);
 CREATE INDEX chunks_by_source ON chunks (source, ordinal);
 CREATE INDEX chunks_by_key ON chunks (kv_key);
 """
+NAMES = re.findall(r"CREATE (?:TABLE|INDEX) (\w+)", SCHEMA)
 
-FILE_COLUMNS = "path, digest, size_bytes, mtime_ns, inode, ctime_ns, seal"
-DOCUMENT_COLUMNS = "source, file, digest, metadata, num_chunks, chunks, seal"
-CHUNK_COLUMNS = (
-    "row, chunk_id, source, ordinal, text, token_ids, token_starts, num_tokens, metadata, "
-    "contexts, seal"
+# What each checksum covers, in the order of the row as it is read: integers, texts, texts that may
+# be missing, and bytes.
+_COVERED = {
+    "state": "generation:i num_documents:i documents:b num_files:i files:b",
+    "file": "path:t digest:t size_bytes:i mtime_ns:i inode:i ctime_ns:i",
+    "document": "source:t file:o digest:t metadata:t num_chunks:i chunks:b",
+    "chunk": "row:i chunk_id:t source:t ordinal:i text:t token_ids:b token_starts:b num_tokens:i "
+    "metadata:t contexts:b",
+    "vector": "row:i chunk_id:t embedding:b",
+}
+_COLUMNS = {
+    name: [one.partition(":")[0] for one in covered.split()] for name, covered in _COVERED.items()
+}
+STATE_COLUMNS, FILE_COLUMNS, DOCUMENT_COLUMNS, CHUNK_COLUMNS = (
+    ", ".join([*_COLUMNS[name], "seal"]) for name in ("state", "file", "document", "chunk")
 )
-VECTOR_COLUMNS = "row, chunk_id, embedding, vector_seal"
+VECTOR_COLUMNS = ", ".join([*_COLUMNS["vector"], "vector_seal"])
 # The names of a chunk's KV, in the order of its contexts; the chunk's own row holds the first.
 KEYS = (
     "kv_key || COALESCE((SELECT group_concat(' ' || kv_key, '') FROM (SELECT kv_key FROM "
     "other_keys WHERE other_keys.row = chunks.row ORDER BY place)), '')"
 )
+# The errors for a row with a value of another type; such a row is damaged.
+_NO_VALUES = (AttributeError, TypeError, ValueError, struct.error)
+
+
+def checksum_key(tenant_salt: bytes, index_id: str = "") -> bytes:
+    """Return what an index's checksums begin with: rows of another index have other ones."""
+    said = index_id.encode()
+    return hashlib.blake2b(said, key=tenant_salt, person=b"kvrag seals", digest_size=32).digest()
+
+
+class Checksums:
+    """Makes and compares the checksums of one index: BLAKE2b of 16 bytes, another for each table.
+
+    Parameters
+    ----------
+    key
+        What they begin with (`checksum_key`).
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._started = {
+            name: hashlib.blake2b(
+                digest_size=CHECKSUM_BYTES, key=key, person=b"kvrag " + name.encode()
+            )
+            for name in (*_COVERED, "whole", "words")
+        }
+        self._kinds = {
+            name: [one.partition(":")[2] for one in covered.split()]
+            for name, covered in _COVERED.items()
+        }
+
+    def of(self, name: str, values: Sequence[Any]) -> bytes:
+        """Return the checksum of a row: ``state``, ``file``, ``document``, ``chunk``, ``vector``.
+
+        The values are those that the checksum covers, in order. Raises an error of their types.
+        """
+        numbers: list[int] = []
+        texts: list[bytes] = []
+        contents: list[bytes] = []
+        is_there: list[bool] = []
+        for kind, value in zip(self._kinds[name], values, strict=True):
+            if kind == "t":
+                texts.append(value.encode())
+            elif kind == "i":
+                numbers.append(value)
+            elif kind == "b":
+                contents.append(value)
+            else:
+                is_there.append(value is not None)
+                texts.append((value or "").encode())
+        return self._digest(name, (*numbers, *is_there), (*texts, *contents))
+
+    def is_right(self, name: str, row: Sequence[Any]) -> bool:
+        """Return whether a row, whose last value is its checksum, is what was written."""
+        try:
+            return bool(row[-1] == self.of(name, row[:-1]))
+        except _NO_VALUES:
+            return False
+
+    def whole(self, parts: Iterable[bytes], name: str = "whole") -> bytes:
+        """Return the checksum of a sequence of bytes; ``words`` has others than ``whole``."""
+        parts = list(parts)
+        return self._digest(name, list(map(len, parts)), parts)
+
+    def _digest(self, name: str, numbers: Sequence[int], parts: Sequence[bytes]) -> bytes:
+        numbers = (*numbers, *map(len, parts))
+        digest = self._started[name].copy()
+        # The lengths come first, so that no two rows flatten to the same bytes.
+        digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
+        digest.update(b"".join(parts))
+        return bytes(digest.digest())
 
 
 class StoredDocument(NamedTuple):
-    """A document's row; `chunks` seals its chunks' seals and names of KV, in order."""
+    """A document's row; `chunks` is the checksum of its chunks' (`joined`), in order."""
 
     source: str
     file: str | None
@@ -109,7 +208,7 @@ class State:
     generation
         Number of transactions that have changed the catalog.
     num_documents, documents, num_files, files
-        Number of rows in each table, and the sums of their seals.
+        Number of rows in each table, and the sums of their checksums.
     """
 
     generation: int
@@ -118,39 +217,67 @@ class State:
     num_files: int = 0
     files: int = 0
 
-    def count_document(self, seal: object, by: int) -> None:
+    def count_document(self, checksum: object, by: int) -> None:
         """Add (1) or subtract (-1) a document's row."""
         self.num_documents += by
-        self.documents = (self.documents + by * seal_number(seal)) % _MAX_SUM
+        self.documents = (self.documents + by * _number(checksum)) % _MAX_SUM
 
-    def count_file(self, seal: object, by: int) -> None:
+    def count_file(self, checksum: object, by: int) -> None:
         """Add (1) or subtract (-1) a file's row."""
         self.num_files += by
-        self.files = (self.files + by * seal_number(seal)) % _MAX_SUM
+        self.files = (self.files + by * _number(checksum)) % _MAX_SUM
+
+    @property
+    def version(self) -> tuple[int, bytes]:
+        """The generation, and a digest of the documents' contents."""
+        return self.generation, self.documents.to_bytes(CHECKSUM_BYTES, "little")
+
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> State:
+        """Return the state that a sound row holds."""
+        generation, num_documents, documents, num_files, files = row[:5]
+        return cls(generation, num_documents, _number(documents), num_files, _number(files))
+
+    def write(self, connection: sqlite3.Connection, checksums: Checksums) -> None:
+        """Write the state's row."""
+        generation, documents = self.version
+        files = self.files.to_bytes(CHECKSUM_BYTES, "little")
+        values = (generation, self.num_documents, documents, self.num_files, files)
+        connection.execute("DELETE FROM state")
+        connection.execute(
+            "INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)", (*values, checksums.of("state", values))
+        )
 
 
-def seal_number(seal: object) -> int:
-    """Return a seal as the number that the state sums; 0 if it is not a seal."""
-    is_seal = isinstance(seal, bytes) and len(seal) == SEAL_BYTES
-    return int.from_bytes(cast("bytes", seal), "little") if is_seal else 0
+def _number(checksum: object) -> int:
+    """Return a checksum as the number that the state sums; 0 if it is none."""
+    is_one = isinstance(checksum, bytes) and len(checksum) == CHECKSUM_BYTES
+    return int.from_bytes(cast("bytes", checksum), "little") if is_one else 0
 
 
-def joined(seal: object, vector_seal: object, keys: object) -> bytes:
-    """Return a chunk's contribution to the seal in its document's row."""
-    parts = (seal, vector_seal, keys.encode() if isinstance(keys, str) else keys)
+def joined(checksum: object, vector_checksum: object, keys: object) -> bytes:
+    """Return a chunk's contribution to the checksum in its document's row."""
+    parts = (checksum, vector_checksum, keys.encode() if isinstance(keys, str) else keys)
     return b"".join(one for one in parts if isinstance(one, bytes))
 
 
-def write_state(connection: sqlite3.Connection, seals: Seals, state: State) -> None:
-    """Write the state's row."""
-    values = (
-        state.generation,
-        state.num_documents,
-        state.documents.to_bytes(SEAL_BYTES, "little"),
-        state.num_files,
-        state.files.to_bytes(SEAL_BYTES, "little"),
-    )
-    connection.execute("DELETE FROM state")
-    connection.execute(
-        "INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)", (*values, seals.state(values))
+def sound_chunk(row: Sequence[Any], checksums: Checksums | None, path: Path) -> Chunk:
+    """Return the chunk of a row (`CHUNK_COLUMNS`); None as checksums compares none.
+
+    Raises IndexFormatError, which names the catalog's file.
+    """
+    _, chunk_id, source, ordinal, text, ids, starts, _, metadata, contexts, _ = row
+    place = f"chunk {shown(chunk_id)} of {shown(source)}"
+    if checksums is not None and not checksums.is_right("chunk", row):
+        raise damaged(path, f"{place} is not what was written")
+    try:
+        return unpack_chunk((chunk_id, text, ids, starts, source, ordinal, metadata, contexts))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(path, f"{place}: {error}") from error
+
+
+def damaged(path: Path, what: str) -> IndexFormatError:
+    """Return the error for a row of the catalog that is not what was written."""
+    return IndexFormatError(
+        f"{path} is damaged ({what}); run 'kvrag verify --repair', or ingest its document again"
     )

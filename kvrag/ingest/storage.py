@@ -19,17 +19,16 @@ from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexClosedError, IndexFormatError, ParameterError, RecordError, StoreError
 from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
-from kvrag.ingest import config as configs
-from kvrag.ingest import lock, profiles, vectorheader
+from kvrag.ingest import profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.catalogfile import next_path
 from kvrag.ingest.changelog import ChangeLog
 from kvrag.ingest.checks import check_unencrypted
-from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
-from kvrag.ingest.connection import next_path
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.profiles import ProfileFolder
-from kvrag.ingest.rows import DocumentRow
+from kvrag.ingest.rows import DocumentRow, Encoding
 from kvrag.loading.patience import Patience
 from kvrag.process import OfProcess
 from kvrag.store.base import Store
@@ -81,6 +80,7 @@ class Storage(OfProcess):
         self._is_closed = False
         self._is_damage_told = False
         catalog.on_damage = self._note_damage
+        catalog.encoding = Encoding(self.key_of, config.chunk_context)
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
@@ -131,7 +131,7 @@ class Storage(OfProcess):
         The caller holds the writer's lock.
         """
         catalog = self.catalog
-        if catalog.is_encrypted:
+        if catalog.cipher_key is not None:
             return
         cached = vectorheader.vector_stats(self.path)
         num_vectors = catalog.num_vectors
@@ -332,23 +332,6 @@ class Storage(OfProcess):
             return
         require_key_of_records(self.store)
         self.use_key_of(self.store, replace(self.config, key_check=key_check(self.store)))
-
-    def bring_up_to_date(self) -> None:
-        """Seal rows and `index.json` from before they had seals; takes the lock."""
-        if not self.catalog.is_old:
-            if self.config.format_version < FORMAT_VERSION:
-                raise IndexFormatError(
-                    f"{self.path / configs.FILE_NAME} is older than the catalog next to it: it was "
-                    "replaced. Put back the file as it was, from a copy; without one, ingest into "
-                    "a new folder"
-                )
-            return
-        logger.warning("%s was made by an older kvrag: its rows are sealed now", self.path)
-        with lock.writer_lock(self.path):
-            self.config.save(self.path)
-            self.catalog.upgrade(self.key_of)
-            # The upgrade gave the index another identity, which seals the index of words.
-            self.catalog.refresh_words()
 
     # -- private -----------------------------------------------------------------------------
 

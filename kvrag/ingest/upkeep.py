@@ -18,7 +18,14 @@ from kvrag.ingest.config import KV_FOLDER
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import key_check
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.healing import audit_catalog, held_by, lost_since, mend_catalog, store_damage
+from kvrag.ingest.healing import (
+    audit_catalog,
+    audit_rows,
+    held_by,
+    lost_since,
+    mend_catalog,
+    store_damage,
+)
 from kvrag.ingest.kept import kept_keys
 from kvrag.ingest.maintenance import collect_garbage, first_of, remove_others, verify_records
 from kvrag.ingest.moving import Guest, MoveReport, clear_left, copy_records, is_same_store
@@ -233,7 +240,7 @@ class Upkeep:
             try:
                 check_lasting(target)
                 needed = {ChunkKey(one) for one in self._needed_keys()}
-                optional = storage.catalog.audit(storage.key_of).optional
+                optional = audit_rows(storage.catalog, storage.key_of).optional
                 report = copy_records(needed, storage.store, target, on_progress, optional)
                 own = f"file:{storage.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
@@ -328,7 +335,7 @@ class Upkeep:
             self._fitter.replace_lost_profile()
             if found:
                 before = held_by(storage, audit)
-                paths = mend_catalog(storage, self._encoders, audit)
+                paths = mend_catalog(storage, self._encoders)
                 failed = self._writer.read_again(paths).failed
                 not_healed = (
                     *lost_since(before, storage),
@@ -370,7 +377,7 @@ class Upkeep:
         """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
         noted = set(filter(is_key, catalog.keys()))
-        audit = catalog.audit(self._storage.key_of)
+        audit = audit_rows(catalog, self._storage.key_of)
         must_be = {key.digest for key in (*audit.needed, *audit.optional)}
         return noted | must_be | kept_keys(self._storage.path).keys()
 

@@ -91,7 +91,7 @@ class CurrentVectors:
 
     def _loaded(self) -> VectorIndex:
         catalog = self._catalog
-        if catalog.is_encrypted:
+        if catalog.cipher_key is not None:
             return VectorIndex.read(catalog, self._dim)
         cached = _read(self._path, catalog, self._dim)
         if cached is not None and cached.version == catalog.version():
@@ -190,7 +190,7 @@ def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
 
 
 def _seal(catalog: Catalog, said: Sequence[Any], digest: bytes) -> bytes:
-    return catalog.seal(HEADER.pack(*said, digest, b""))
+    return catalog.checksum(HEADER.pack(*said, digest, b""))
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:

@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol
 from kvrag.errors import StoreError
 from kvrag.ingest.filters import Filter, values_of
 from kvrag.ingest.folding import asked_words, is_spaceless, words_of
-from kvrag.ingest.seals import SEAL_BYTES, Seals
+from kvrag.ingest.schema import CHECKSUM_BYTES, Checksums
 from kvrag.regularfile import open_regular
 from kvrag.sqlitefile import library, open_connection, unlock
 
@@ -42,7 +42,7 @@ _MAX_WORDS = 256
 _BATCH = 1 << 20
 _VERSION = b"4"
 _OLDER = (b"3",)  # sound, but made again before it is used
-_TAIL_BYTES = 2 * SEAL_BYTES  # version of the catalog, seal of the file
+_TAIL_BYTES = 2 * CHECKSUM_BYTES  # version of the catalog, seal of the file
 
 
 class Texts(Protocol):
@@ -51,7 +51,7 @@ class Texts(Protocol):
     def mark(self) -> bytes:
         """Return 16 bytes that change whenever the catalog changes."""
 
-    def row_seals(self) -> Iterable[tuple[int, object]]:
+    def row_checksums(self) -> Iterable[tuple[int, object]]:
         """Yield the number and the seal of each chunk row."""
 
     def sound_texts(
@@ -73,9 +73,9 @@ class WordIndex:
         Key of the catalog; None if it is not encrypted.
     """
 
-    def __init__(self, path: Path, seals: Seals, cipher_key: bytes | None) -> None:
+    def __init__(self, path: Path, checksums: Checksums, cipher_key: bytes | None) -> None:
         self._path = path
-        self._seals = seals
+        self._checksums = checksums
         self._cipher_key = cipher_key
         self._sql = library(cipher_key)
         self._connection: Any = None
@@ -171,7 +171,7 @@ class WordIndex:
             return
         self.close()
         try:
-            if (self._tail() or b"")[:SEAL_BYTES] != texts.mark():
+            if (self._tail() or b"")[:CHECKSUM_BYTES] != texts.mark():
                 self._write(texts)
         except (self._sql.DatabaseError, OSError):
             self.discard()
@@ -189,7 +189,7 @@ class WordIndex:
             return self._connection
         self.close()
         tail = self._tail()
-        if tail is None or tail[:SEAL_BYTES] != mark:
+        if tail is None or tail[:CHECKSUM_BYTES] != mark:
             try:
                 self._write(texts)
             except (self._sql.DatabaseError, OSError) as error:
@@ -214,7 +214,7 @@ class WordIndex:
 
         `copy` gets what is before them.
         """
-        digest = hashlib.blake2b(digest_size=SEAL_BYTES)
+        digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
         try:
             with open_regular(self._path) as file:
                 left = os.fstat(file.fileno()).st_size - _TAIL_BYTES
@@ -229,8 +229,8 @@ class WordIndex:
                 tail = file.read()
         except OSError:
             return None
-        is_right = tail[SEAL_BYTES:] == self._seals.words(
-            (version, tail[:SEAL_BYTES], digest.digest())
+        is_right = tail[CHECKSUM_BYTES:] == self._checksums.whole(
+            (version, tail[:CHECKSUM_BYTES], digest.digest()), "words"
         )
         return tail if len(tail) == _TAIL_BYTES and is_right else None
 
@@ -249,12 +249,12 @@ class WordIndex:
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute("PRAGMA secure_delete = ON")
                 self._fill(connection, texts)
-            digest = hashlib.blake2b(digest_size=SEAL_BYTES)
+            digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
             with temporary.open("r+b") as file:
                 while part := file.read(_BATCH):
                     digest.update(part)
                 mark = texts.mark()
-                file.write(mark + self._seals.words((_VERSION, mark, digest.digest())))
+                file.write(mark + self._checksums.whole((_VERSION, mark, digest.digest()), "words"))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)
@@ -267,7 +267,7 @@ class WordIndex:
         if not connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(_SCHEMA)
         old = dict(connection.execute("SELECT row, seal FROM of"))
-        new = dict(texts.row_seals())
+        new = dict(texts.row_checksums())
         gone = [(row,) for row, seal in old.items() if new.get(row) != seal]
         added = [row for row, seal in new.items() if row not in old or old[row] != seal]
         connection.execute("BEGIN")

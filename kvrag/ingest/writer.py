@@ -14,7 +14,7 @@ from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.foreign import document_failures
 from kvrag.ingest import lock
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, encoded_behind, join_passages
+from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, join_passages
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import read_file
@@ -22,6 +22,7 @@ from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
     Held,
     audit_catalog,
+    audit_rows,
     held_by,
     lost_since,
     mend_catalog,
@@ -98,7 +99,7 @@ class Writer:
         chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
         with lock.writer_lock(storage.path):
             storage.refresh()
-            catalog, config = storage.catalog, storage.config
+            catalog = storage.catalog
             known = {
                 source: catalog.chunk_ids_of(source)
                 for source in dict.fromkeys(sources)
@@ -108,11 +109,8 @@ class Writer:
             if known:
                 catalog.apply(Change(remove=list(known)))
             if chunk_ids:
-                num_removed += catalog.remove_chunks(
-                    dict.fromkeys(filter(is_storable, chunk_ids)),
-                    lambda ordinal, later: encoded_behind(ordinal, later, config.chunk_context),
-                    storage.key_of,
-                )
+                found = catalog.find_chunks(filter(is_storable, chunk_ids))
+                num_removed += catalog.apply(Change(remove_chunks=list(found)))
             storage.refresh_caches()
             return num_removed
 
@@ -234,7 +232,7 @@ class Writer:
         self._is_swept = True
         audit = audit_catalog(self._storage)
         before = held_by(self._storage, audit)
-        self.read_again(mend_catalog(self._storage, self._encoders, audit))
+        self.read_again(mend_catalog(self._storage, self._encoders))
         return before
 
     def _with_passages(self, sources: Sources, parser: Parser, dry_run: bool) -> IndexConfig:
@@ -257,7 +255,7 @@ class Writer:
         """
         storage = self._storage
         num_computed = 0
-        for key in storage.catalog.audit(storage.key_of).needed:
+        for key in audit_rows(storage.catalog, storage.key_of).needed:
             if not storage.home.contains(key):
                 self._fitter.repair(key)
                 num_computed += 1

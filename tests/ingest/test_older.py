@@ -1,4 +1,4 @@
-"""Indexes made before rows were sealed, files that changed unnoticed, and a catalog set aside."""
+"""Indexes made before rows had checksums, files that changed unnoticed, and a catalog set aside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrag.models.kv_model import KVModel
 from tests.support.older import make_older
 
 
-def test_an_older_index_is_sealed_when_it_is_opened(
+def test_an_older_index_gets_checksums_when_it_is_opened(
     index: Index, docs: Path, model: KVModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     index.add(docs)
@@ -84,8 +84,8 @@ def test_a_catalog_of_a_newer_kvrag_is_left_as_it_is(index: Index, docs: Path) -
 
 
 @pytest.mark.parametrize("column", ["text = 'another'", "token_ids = x'05000000'", "kv_key = 'z'"])
-def test_damage_of_an_older_index_is_not_sealed(
-    index: Index, docs: Path, model: KVModel, column: str
+def test_damage_of_an_older_index_gets_no_checksum(
+    index: Index, docs: Path, model: KVModel, column: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     index.add(docs)
     index.close()
@@ -94,8 +94,12 @@ def test_damage_of_an_older_index_is_not_sealed(
         connection.execute(f"UPDATE chunks SET {column} WHERE source LIKE '%ledger.txt'")
         connection.commit()
     with Index.open(index.path, model=model) as again:
-        assert not again.upkeep.verify().ok
-        assert again.upkeep.verify(repair=True).ok
+        assert "1 chunks contradicted themselves and are left out" in caplog.text
+        assert all("ledger" not in hit.chunk.source for hit in again.search("ledger", 3))
+        assert again.upkeep.verify().ok
+        report = again.add(docs)
+        assert report.changed + report.added == (str(docs / "ledger.txt"),)
+        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
         assert again.upkeep.verify().ok
 
 

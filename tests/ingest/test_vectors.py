@@ -215,7 +215,7 @@ def test_a_version_that_changes_nothing_keeps_the_vectors(
     kept = first.get()
     for _ in range(2):
         before = catalog.version()
-        catalog.apply_here(Change())
+        catalog.write(Change())
         first.keep(before)
     others = [CurrentVectors(index.path, catalog, dim) for _ in range(2)]
     for other in others:

@@ -14,7 +14,7 @@ from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest import words
 from kvrag.ingest.filters import Filter
 from kvrag.ingest.index import Index
-from kvrag.ingest.seals import Seals
+from kvrag.ingest.schema import Checksums
 from kvrag.models.kv_model import KVModel
 from tests.support.older import make_older
 
@@ -331,13 +331,13 @@ def test_rare_words_count_more(tmp_path: Path) -> None:
         def mark(self) -> bytes:
             return bytes(16)
 
-        def row_seals(self) -> list[tuple[int, object]]:
+        def row_checksums(self) -> list[tuple[int, object]]:
             return [(n, b"") for n in range(5000)]
 
         def sound_texts(self, rows: Sequence[int]) -> list[tuple[int, bytes, str, dict[str, Any]]]:
             return [(n, b"", f"word{n % 97} word{n}", {}) for n in rows]
 
-    index = words.WordIndex(tmp_path / words.FILE_NAME, Seals(b""), None)
+    index = words.WordIndex(tmp_path / words.FILE_NAME, Checksums(b""), None)
     assert [row for row, _ in index.search(Texts(), "word4321", 3)] == [4321]
     # Those that hold the rarer word too come before those with the common one alone.
     assert index.search(Texts(), "word3 word100", 2)[0][0] == 100

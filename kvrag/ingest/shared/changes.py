@@ -1,16 +1,15 @@
 """A change of the catalog as a segment: what a writer commits, and every reader carries out.
 
 The form is safetensors: the vectors of all chunks as one matrix, and everything else as JSON,
-compressed. A change carried out on equal catalogs makes equal catalogs, row numbers and seals
-included.
+compressed. A change carried out on equal catalogs makes equal catalogs, row numbers and
+checksums included.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from kvrag.chunk import Chunk, ChunkKey
@@ -20,20 +19,13 @@ from kvrag.ingest.rows import Change, ChunkRow, FileState
 _MOST_BYTES = 1 << 31  # of JSON: a window has 32,768 tokens, and any number of small documents
 
 
-@dataclass(frozen=True)
-class Drop:
-    """Single chunks to remove (`Catalog.remove_chunks`)."""
-
-    chunk_ids: Sequence[str]
-
-
-def pack(change: Change | Drop) -> bytes:
+def pack(change: Change) -> bytes:
     """Return a change as the bytes of a segment."""
     import numpy as np  # late: most commands need neither
     from safetensors.numpy import save
 
-    if isinstance(change, Drop):
-        said: dict[str, Any] = {"drop": list(change.chunk_ids)}
+    if change.remove_chunks:
+        said: dict[str, Any] = {"drop": change.remove_chunks}
         vectors = [np.empty((0, 0), np.float32)]
     else:
         rows = [row for *_, rows in change.put for row in rows]
@@ -58,7 +50,7 @@ def pack(change: Change | Drop) -> bytes:
     )
 
 
-def unpack(content: bytes, where: str) -> Change | Drop:
+def unpack(content: bytes, where: str) -> Change:
     """Return the change in a segment's bytes. Raises IndexFormatError, which names `where`."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -68,7 +60,7 @@ def unpack(content: bytes, where: str) -> Change | Drop:
         unzip = zlib.decompressobj()
         said = json.loads(unzip.decompress(tensors["change"].tobytes(), _MOST_BYTES))
         if "drop" in said:
-            return Drop([str(one) for one in said["drop"]])
+            return Change(remove_chunks=[str(one) for one in said["drop"]])
         vectors = _Vectors(tensors["vectors"])
         return Change(
             forget_files=said["forget_files"],

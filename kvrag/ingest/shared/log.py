@@ -28,13 +28,12 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest import words
+from kvrag.ingest.catalogfile import next_path
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
-from kvrag.ingest.connection import next_path
-from kvrag.ingest.contexts import encoded_behind
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
-from kvrag.ingest.shared.changes import Drop, pack, unpack
+from kvrag.ingest.shared.changes import pack, unpack
 from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
 from kvrag.ingest.shared.manifest import CHANGE, CONFIG, RUNNING, Base, Delta, File, Log, Manifest
 from kvrag.ingest.shared.parts import (
@@ -202,22 +201,14 @@ class SharedLog:
         former = catalog.version()
         change = self._change_of(delta)
         try:
-            if isinstance(change, Drop):
-                context = storage.config.chunk_context
-                catalog.remove_chunks_here(
-                    change.chunk_ids,
-                    lambda ordinal, later: encoded_behind(ordinal, later, context),
-                    storage.key_of,
-                )
-            else:
-                catalog.apply_here(change)
+            catalog.write(change)
         except IndexFormatError:
             return False
         if delta.content is None:
             storage.vectors.keep(former)
         return catalog.generation() == delta.version
 
-    def _change_of(self, delta: Delta) -> Change | Drop:
+    def _change_of(self, delta: Delta) -> Change:
         if delta.content is None:
             return Change()
         where = f"the segment of version {delta.version} in {self._segments.url}"
@@ -244,7 +235,7 @@ class SharedLog:
             build(made, storage.config, head, self._segments, storage.store)
             forget_applied(storage.path)
             (made / catalog.path.name).replace(next_path(catalog.path))
-            catalog.replace_file()
+            catalog.use_next(catalog.cipher_key)
             for cache in made.iterdir():
                 cache.replace(storage.path / cache.name)
         note_applied(storage.path, head.names())
@@ -263,8 +254,8 @@ class SharedLog:
         """
         return self._in_doubt
 
-    def commit(self, change: Change) -> None:
-        """Write a change to the log, and carry it out here.
+    def commit(self, change: Change) -> int:
+        """Write a change to the log, and carry it out here; return the single chunks removed.
 
         Raises
         ------
@@ -272,18 +263,14 @@ class SharedLog:
             When the bucket refuses. If it does not answer, the change may be there or not; the
             next ingestion completes it.
         """
-        self._commit(pack(change))
+        if change:
+            self._commit(pack(change))
         collecting = self._log.collecting()
         if collecting != self._collecting or collecting.startswith(RUNNING):
             key_of = self._storage.key_of
             for *_, rows in change.put:
                 self._in_doubt |= {key_of(one) for row in rows for one in row.chunk.required()}
-
-    def drop(self, chunk_ids: Sequence[str]) -> int:
-        """Remove single chunks; return how many."""
-        if chunk_ids:
-            self._commit(pack(Drop(chunk_ids)))
-        return len(chunk_ids)
+        return len(change.remove_chunks)
 
     def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
         """Record some settings, and the profiles of this view that the log does not have.
@@ -419,7 +406,7 @@ class SharedLog:
         storage.refresh_vectors()
         with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
             copy = Path(scratch)
-            catalog.write_snapshot(copy / catalog.path.name)
+            catalog.write_copy(copy / catalog.path.name, catalog.cipher_key)
             for name in (VECTORS_NAME, words.FILE_NAME, RUNS_NAME):
                 with contextlib.suppress(FileNotFoundError):
                     os.link(storage.path / name, copy / name)  # it may be replaced meanwhile
@@ -521,13 +508,9 @@ class SharedLog:
                     deltas |= {one.version: one for one in manifest.deltas}
                 if deltas[number].content is not None:
                     change = self._change_of(deltas[number])
-                    if isinstance(change, Change):
-                        found.update(
-                            key.digest
-                            for *_, rows in change.put
-                            for row in rows
-                            for key in row.keys
-                        )
+                    found.update(
+                        key.digest for *_, rows in change.put for row in rows for key in row.keys
+                    )
         except (IndexFormatError, KeyError):
             return None
         return found if version <= head.version else None

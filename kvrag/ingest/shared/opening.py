@@ -20,8 +20,8 @@ from kvrag.errors import (
     ParameterError,
 )
 from kvrag.ingest.catalog import FILE_NAME
+from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.config import VIEW_OF_NAME, IndexConfig, write_atomically
-from kvrag.ingest.connection import is_lost
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import key_check
 from kvrag.ingest.making import make_index

@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvrag.ingest.catalog import FILE_NAME, Catalog
+from kvrag.ingest.catalog import FILE_NAME
 from kvrag.ingest.config import IndexConfig, write_atomically
-from kvrag.ingest.encryption import catalog_key
-from kvrag.ingest.seals import seal_key
+from kvrag.ingest.encryption import make_catalog
 from kvrag.ingest.shared.manifest import Manifest
 from kvrag.ingest.shared.parts import get_file
 from kvrag.store.base import Store
@@ -51,10 +50,6 @@ def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, st
         for file in head.base.files:
             get_file(segments, file, folder / file.name)
         return
-    Catalog.create(
-        folder / FILE_NAME,
-        seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
-        cipher_key=catalog_key(store) if config.key_check else None,
-    ).close()
+    make_catalog(folder, config, store).close()
     for end in ("-wal", "-shm"):
         (folder / f"{FILE_NAME}{end}").unlink(missing_ok=True)
