@@ -8,7 +8,7 @@ import typer
 
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.cli.indexing import EmbeddingOption, ModelOption, Settings, index_into
+from kvrag.cli.indexing import EmbeddingOption, ModelOption, index_into
 
 
 def adopt(
@@ -40,7 +40,7 @@ def adopt(
     report = index_into(
         index,
         adopted(load_object(vector_store, "MODULE:NAME")),
-        Settings(embedding=embedding),
+        {"embedding": embedding},
         model=model,
         device=device,
         store=store,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,8 @@ from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import IndexNotFoundError, ParameterError
-from kvrag.ingest.settings import IndexOptions
+from kvrag.ingest.settings import IndexSettings
+from kvrag.optiontable import text_of
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
@@ -37,9 +38,7 @@ ModelOption = Annotated[
 EmbeddingOption = Annotated[
     str | None,
     typer.Option(
-        help="Embedding for retrieval: minilm, hashing, the folder or hub name of a "
-        "sentence-transformers model, or MODULE:NAME for an object of Python. Default for a "
-        "new index: minilm with 'kvrag\\[embed]', otherwise hashing.",
+        help=text_of(IndexSettings, "embedding").replace("[", "\\["),
         rich_help_panel=o.TUNING,
         show_default=False,
     ),
@@ -54,23 +53,10 @@ class _Given:
     embedding: Embedding | None
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What an index is created with; None means the default, or the existing index's value."""
-
-    embedding: str | None = None
-    codec: str | None = None
-    chunk_tokens: int | None = None
-    dtype: str | None = None
-    context: str | None = None
-    compression: str | None = None
-    control_tokens: str | None = None
-
-
 def index_into(
     path: Path | str,
     documents: Iterable[Any],
-    settings: Settings,
+    settings: Mapping[str, Any],
     *,
     model: str | None,
     device: str | None,
@@ -84,8 +70,9 @@ def index_into(
 ) -> IngestReport:
     """Add documents to an index, which is created if it does not exist, and print the report.
 
-    `more` returns what the JSON of a report holds in addition; `adding` are further arguments of
-    `Index.add`. Raises ParameterError, before anything is written, for a store that is unknown or
+    `settings` has fields of `IndexSettings` by name, of which None means the default, or what an
+    existing index has. `more` returns what the JSON of a report holds in addition; `adding` are
+    further arguments of `Index.add`. Raises ParameterError, before anything is written, for a store that is unknown or
     ends with the command.
     """
     from kvrag.cli.opening import quiet_libraries
@@ -101,15 +88,16 @@ def index_into(
                 "persistent store, with memory as a tier before it"
             )
         check_kind(store)
-    custom, name = _embedding(settings.embedding)
-    settings = replace(settings, embedding=name)
+    custom, name = _embedding(settings.get("embedding"))
+    asked = {**settings, "embedding": name}
+    asked = {name: value for name, value in asked.items() if value is not None}
     given = _Given(profile, custom)
     quiet_libraries()
     if model is not None:
         check_model(model)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
-        opened = _open_or_create(path, model, device, store, settings, given, folder)
+        opened = _open_or_create(path, model, device, store, asked, given, folder)
         is_hidden = adding.get("runner") is not None  # Ray has its own bars
         with opened, IngestBar(opened.path, is_hidden=is_hidden) as bar:
             check_lasting(opened.store)  # also for an index that was created elsewhere
@@ -214,7 +202,7 @@ def _open_or_create(
     model: str | None,
     device: str | None,
     store: str | None,
-    settings: Settings,
+    settings: Mapping[str, Any],
     objects: _Given,
     scratch: Path | None,
 ) -> Index:
@@ -235,16 +223,15 @@ def _open_or_create(
         if model is None:
             model = _only_model()
             console.note(f"no --model given: the new index uses {model}, which is installed here")
-        if settings.embedding is None and objects.embedding is None:
+        if "embedding" not in settings and objects.embedding is None:
             _tell_default_embedding()
-        named = {name: value for name, value in asdict(settings).items() if value is not None}
+        options = {"profile": objects.profile, "device": device, "store": store, **settings}
         if objects.embedding is not None:
-            named["embedding"] = objects.embedding
-        options = {"profile": objects.profile, "device": device, "store": store, **named}
+            options["embedding"] = objects.embedding
         return Index.create(
             scratch / "index" if scratch is not None else path,
             model=model,
-            **cast("IndexOptions", options),
+            **options,
         )
     try:
         if store is not None and opened.store.url != opened.config.store:
@@ -258,17 +245,17 @@ def _open_or_create(
                 f"the index at {path} exists already, and --profile is for a new index: leave it "
                 "out, or use 'kvrag recode --profile'"
             )
-        for name, wanted in asdict(settings).items():
+        for name, wanted in settings.items():
             recorded = getattr(opened.config, name)
             accepted, asked = {recorded}, {wanted}
             if name == "context":  # with or without its number of tokens
                 recorded = str(opened.config.chunk_context)
                 accepted.add(recorded)
-            if name == "embedding" and wanted is not None:  # a name, or a folder
+            if name == "embedding":  # a name, or a folder
                 asked.add(str(arguments.resolved_path(wanted, "--embedding")))
             if name == "embedding" and recorded == HashingEmbedding.name:
                 accepted.add(HASHING)
-            if wanted is not None and accepted.isdisjoint(asked):
+            if accepted.isdisjoint(asked):
                 raise ParameterError(
                     f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
                     "leave the option out, or make a new index in another folder"

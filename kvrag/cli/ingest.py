@@ -11,12 +11,13 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.cli.indexing import EmbeddingOption, ModelOption, Settings, index_into
+from kvrag.cli.indexing import EmbeddingOption, ModelOption, index_into
 from kvrag.cli.on_ray import Asked
 from kvrag.errors import ParameterError
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.settings import IndexSettings
+from kvrag.optiontable import text_of
 
 if TYPE_CHECKING:
     from kvrag.ingest.ray.options import Estimate
@@ -36,16 +37,14 @@ def ingest(
         int | None,
         typer.Option(
             min=MIN_CHUNK_TOKENS,
-            help="Maximum length of a chunk, in tokens. Default for a new index: "
-            f"{IndexSettings.chunk_tokens}.",
+            help=text_of(IndexSettings, "chunk_tokens"),
             show_default=False,
         ),
     ] = None,
     codec: Annotated[
         str | None,
         typer.Option(
-            help="How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, "
-            f"transform:BITS or stream:BITS. Default for a new index: {IndexSettings.codec}.",
+            help=text_of(IndexSettings, "codec"),
             show_default=False,
         ),
     ] = None,
@@ -53,8 +52,7 @@ def ingest(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Type of the model's weights and KV: float32, bfloat16 or float16. Default for a "
-            "new index: the checkpoint's type.",
+            help=text_of(IndexSettings, "dtype"),
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -63,12 +61,7 @@ def ingest(
         str | None,
         typer.Option(
             metavar="NAME[:TOKENS]",
-            help="Text that the model reads before each chunk it encodes: none, filler (the same "
-            "unrelated text for all chunks, 512 tokens), corpus (the same, with "
-            "passages of the first documents as the text), document (earlier text of the same "
-            "document, at most 256 tokens) or neighbours (also stores a second record, encoded "
-            "after the previous chunk). Default for a new index: filler for models with a window "
-            "of 4,096 tokens or more, otherwise none.",
+            help=text_of(IndexSettings, "context"),
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -76,10 +69,7 @@ def ingest(
     compress: Annotated[
         str | None,
         typer.Option(
-            help="Store KV for only a part of each chunk's tokens: kvzip:RATE (each head keeps "
-            "what it needs to repeat the chunk), drop:RATE (leaves out the least informative "
-            "tokens), anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE is the "
-            f"share left out. Default for a new index: {IndexSettings.compression}.",
+            help=text_of(IndexSettings, "compression"),
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -87,9 +77,7 @@ def ingest(
     control_tokens: Annotated[
         str | None,
         typer.Option(
-            help="How to treat the model's control strings, such as <|im_end|>, in documents: "
-            "neutralise (read them as text, in prompts too), refuse (leave out such documents) or "
-            "keep. Default for a new index: neutralise for chat models, keep for others.",
+            help=text_of(IndexSettings, "control_tokens"),
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -98,7 +86,7 @@ def ingest(
         str,
         typer.Option(
             metavar="BYTES",
-            help="Leave out files that are larger or contain more text.",
+            help=text_of(ParseLimits, "max_file_bytes"),
             rich_help_panel=o.TUNING,
         ),
     ] = f"{_LIMITS.max_file_bytes // 10**6}MB",
@@ -107,7 +95,7 @@ def ingest(
         typer.Option(
             metavar="SECONDS",
             parser=o.above_zero,
-            help="Leave out files that take longer to parse.",
+            help=text_of(ParseLimits, "seconds"),
             rich_help_panel=o.RESEARCH,
         ),
     ] = _LIMITS.seconds,
@@ -115,7 +103,7 @@ def ingest(
         str,
         typer.Option(
             metavar="BYTES",
-            help="Leave out files that need more memory to parse (checked on Linux only).",
+            help=text_of(ParseLimits, "memory_bytes"),
             rich_help_panel=o.RESEARCH,
         ),
     ] = f"{_LIMITS.memory_bytes >> 30}GiB",
@@ -223,13 +211,11 @@ def ingest(
     """
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
-    from kvrag.ingest.contexts import parse_context
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import sought_suffixes
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.ingest.ray.reading import check_scheme, is_for_ray
-    from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
 
     # Check everything before an index is created.
@@ -260,14 +246,22 @@ def ingest(
     if loaders:
         with Parser(limits, loaders) as parser:
             parser.start()
+    given = {
+        "codec": codec,
+        "chunk_tokens": chunk_tokens,
+        "dtype": dtype,
+        "context": context,
+        "compression": compress,
+        "control_tokens": control_tokens,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    IndexSettings(**settings)
+    # As an index records them.
     if codec is not None:
-        codec = parse_codec(codec).label
+        settings["codec"] = parse_codec(codec).label
     if compress is not None:
-        compress = str(parse_compression(compress) or NO_COMPRESSION)
-    check_control_tokens(control_tokens)
-    if context is not None:
-        parse_context(context)
-    settings = Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
+        settings["compression"] = str(parse_compression(compress) or NO_COMPRESSION)
+    settings["embedding"] = embedding
     suffixes = sorted({*sought_suffixes(), *loaders})
     runner = None if ray is None else asked.runner(for_ray, suffixes, store)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
@@ -25,7 +25,7 @@ from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search
 from kvrag.ingest.search_methods import SearchMethods
-from kvrag.ingest.settings import IndexOptions, IndexSettings
+from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.opening import make_shared, open_shared
 from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
@@ -91,7 +91,7 @@ class Index(OfProcess, SearchMethods):
         path: str | Path,
         *,
         model: KVModel | PreTrainedModel | str | Path,
-        **options: Unpack[IndexOptions],
+        **options: Any,
     ) -> Index:
         """Create an empty index in a new or empty folder.
 

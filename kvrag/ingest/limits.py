@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from kvrag.arguments import shown
-from kvrag.errors import ParameterError
+from kvrag.optiontable import check_options, described, option
 
 MAX_METADATA_CHARACTERS = 1 << 20
 """The largest size of one document's metadata, as JSON."""
@@ -26,39 +24,24 @@ MAX_MARKS_CHARACTERS = 1 << 19
 MAX_LEVEL = 31
 
 
+@described
 @dataclass(frozen=True)
 class ParseLimits:
     """Limits on the cost of a file; a file that exceeds one is refused, and the others go on.
 
-    Attributes
-    ----------
-    max_file_bytes
-        The largest size of a file in bytes, and of its whole text in characters.
-    seconds
-        Wall time for parsing one file. The process that parses has one computing thread, so this
-        limits CPU time too.
-    memory_bytes
-        Memory that parsing may use beyond what the process had at its start. It applies only
-        where the system enforces ``RLIMIT_AS``: on Linux, but not on macOS or Windows.
-
-    Raises
-    ------
-    ParameterError
-        When a value is not a number above 0.
+    The process that parses has one computing thread, so the limit on wall time limits CPU time too.
+    That on memory is for what it uses beyond its start, and applies only where the system enforces
+    ``RLIMIT_AS``: on Linux, but not on macOS or Windows. Raises ParameterError for a value that is
+    not a number above 0.
     """
 
-    max_file_bytes: int = 50_000_000
-    seconds: float = 60.0
-    memory_bytes: int = 1 << 30
+    max_file_bytes: int = option(
+        50_000_000, "Leave out files that are larger or contain more text.", least=1
+    )
+    seconds: float = option(60.0, "Leave out files that take longer to parse.", above=0)
+    memory_bytes: int = option(
+        1 << 30, "Leave out files that need more memory to parse (checked on Linux only).", least=1
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            whole = field.name != "seconds"
-            is_number = isinstance(value, int if whole else int | float)
-            if isinstance(value, bool) or not is_number or not 0 < value < math.inf:
-                raise ParameterError(
-                    f"limit {field.name}={shown(value)}: expected a "
-                    f"{'whole ' if whole else ''}number "
-                    "above 0"
-                )
+        check_options(self)

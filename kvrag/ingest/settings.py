@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
@@ -13,6 +12,7 @@ from kvrag.ingest.checks import check_device
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.contexts import parse_context
 from kvrag.models.control import check_control_tokens
+from kvrag.optiontable import check_options, described, option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,93 +25,82 @@ if TYPE_CHECKING:
 _DEFAULT_SALT = b"kvrag"
 
 
-class IndexOptions(TypedDict, total=False):
-    """The fields of `IndexSettings`, as keywords of `Index.create`."""
-
-    embedding: str | Path | Embedding | Any
-    codec: str
-    profile: Profile | None
-    chunk_tokens: int
-    context: str | None
-    compression: str
-    dtype: torch.dtype | str | None
-    tenant_salt: bytes | None
-    device: str | None
-    store: str | None
-    control_tokens: str | None
-
-
+@described
 @dataclass(frozen=True)
 class IndexSettings:
-    """The settings of a new index. Values that suit no model are refused at once.
+    """The settings of a new index: the keywords of `Index.create`, and options of 'kvrag ingest'.
 
-    Parameters
-    ----------
-    embedding
-        See `kvrag.ingest.embedding.get_embedding`. None means ``minilm`` where ``kvrag[embed]``
-        is installed, and ``hashing`` elsewhere.
-    codec
-        How KV is encoded: ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
-    profile
-        The profile fitted for codec and model; None fits one to the first documents.
-    chunk_tokens
-        The largest number of tokens in a chunk; with the shared prefix it must fit into the
-        model's context.
-    context
-        What precedes a chunk when it is encoded: ``none``, or text whose KV is not stored:
-        ``filler`` (the same unrelated text for all chunks, as in the middle of a prompt; the first
-        prompt that begins with a chunk stores a second record, of the chunk alone),
-        ``document`` (earlier text of its document) or ``neighbours`` (the preceding chunk, in a
-        second record that is used when a prompt has the same chunk before this one).
-        ``corpus`` (as ``filler``, with passages of the first documents as the text).
-        ``filler:TOKENS``, ``corpus:TOKENS`` and ``document:TOKENS`` name its largest number of
-        tokens; without one they mean 512, 512 and 256. None means ``filler`` for a model whose
-        window has at least 4,096 tokens, with room for it, and ``none`` for others and for
-        compressed chunks.
-    compression
-        How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (leaves out
-        tokens that say little) or ``anchors:RATE`` (trained tokens stand for blocks; see
-        ``kvrag train anchors``). RATE is the share not stored; ``none`` stores every token.
-    dtype
-        Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
-    tenant_salt
-        1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
-        guess each other's keys. None means a public salt, or one derived from the key of an
-        encrypted index.
-    device
-        Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
-        not recorded: stored KV has the same form on every device.
-    store
-        URL of the store of KV (`kvrag.store.registry.open_store`), recorded without its
-        password; None means a folder inside the index folder. With ``key_file=PATH`` in the URL
-        the catalog is encrypted too.
-    control_tokens
-        What happens to the model's control strings (``<|im_end|>``) in documents and prompts:
-        ``neutralise`` reads them as text, ``refuse`` rejects documents that hold any, and
-        ``keep`` lets them act as control tokens. None means ``neutralise`` for models with a
-        chat template and ``keep`` for others.
-
-    Raises
-    ------
-    ParameterError
-        When a value is out of range, or the device cannot be used.
+    Values that suit no model are refused at once, by a ParameterError.
     """
 
-    embedding: str | Path | Embedding | Any = None
-    codec: str = "raw"
-    profile: Profile | None = None
-    chunk_tokens: int = 512
-    context: str | None = None
-    compression: str = NO_COMPRESSION
-    dtype: torch.dtype | str | None = None
-    tenant_salt: bytes | None = None
-    device: str | None = None
-    store: str | None = None
-    control_tokens: str | None = None
+    embedding: str | Path | Embedding | Any = option(
+        None,
+        "Embedding for retrieval: minilm, hashing, the folder or hub name of a "
+        "sentence-transformers model, or MODULE:NAME for an object of Python (in Python: the "
+        "object itself). Default for a new index: minilm with 'kvrag[embed]', otherwise hashing.",
+    )
+    codec: str = option(
+        "raw",
+        "How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, transform:BITS or "
+        "stream:BITS. Default for a new index: raw.",
+    )
+    profile: Profile | None = option(
+        None, "The profile fitted for codec and model; by default fitted to the first documents."
+    )
+    chunk_tokens: int = option(
+        512,
+        "Maximum length of a chunk, in tokens; with the shared prefix it must fit into the "
+        "model's context. Default for a new index: 512.",
+        least=MIN_CHUNK_TOKENS,
+        most=2**31 - 1,
+    )
+    context: str | None = option(
+        None,
+        "Text that the model reads before each chunk it encodes: none, filler (the same "
+        "unrelated text for all chunks, 512 tokens), corpus (the same, with passages of the first "
+        "documents as the text), document (earlier text of the same document, at most 256 tokens) "
+        "or neighbours (also stores a second record, encoded after the previous chunk). Default "
+        "for a new index: filler for models with a window of 4,096 tokens or more, otherwise none.",
+    )
+    compression: str = option(
+        NO_COMPRESSION,
+        "Store KV for only a part of each chunk's tokens: kvzip:RATE (each head keeps what it "
+        "needs to repeat the chunk), drop:RATE (leaves out the least informative tokens), "
+        "anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE is the share left "
+        "out. Default for a new index: none.",
+    )
+    dtype: torch.dtype | str | None = option(
+        None,
+        "Type of the model's weights and KV: float32, bfloat16 or float16. Default for a new "
+        "index: the checkpoint's type.",
+    )
+    tenant_salt: bytes | None = option(
+        None,
+        "1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot guess "
+        "each other's keys. By default a public salt, or one derived from the key of an encrypted "
+        "index.",
+    )
+    device: str | None = option(
+        None,
+        "Where a model that is loaded here runs, such as cuda; by default on the CPU. It is not "
+        "recorded: stored KV has the same form on every device.",
+    )
+    store: str | None = option(
+        None,
+        "URL of the store of KV (`kvrag.store.registry.open_store`), recorded without its "
+        "password; by default a folder inside the index folder. With key_file=PATH in the URL the "
+        "catalog is encrypted too.",
+    )
+    control_tokens: str | None = option(
+        None,
+        "How to treat the model's control strings, such as <|im_end|>, in documents: neutralise "
+        "(read them as text, in prompts too), refuse (leave out such documents) or keep. Default "
+        "for a new index: neutralise for chat models, keep for others.",
+    )
 
     def __post_init__(self) -> None:
         parse_codec(self.codec)
-        arguments.whole(self.chunk_tokens, "chunk_tokens", MIN_CHUNK_TOKENS, 2**31 - 1)
+        check_options(self)
         if not isinstance(self.salt, bytes):
             raise ParameterError(
                 f"tenant_salt: expected 1 to 64 bytes, found {type(self.salt).__name__}"

@@ -151,7 +151,7 @@ def test_a_crash_that_an_earlier_file_may_have_caused_is_tried_again(parser: Par
     [{"seconds": 0}, {"seconds": float("nan")}, {"memory_bytes": 1.5}, {"max_file_bytes": True}],
 )
 def test_limits_are_numbers_above_0(values: dict[str, float]) -> None:
-    with pytest.raises(ParameterError, match=f"limit {next(iter(values))}="):
+    with pytest.raises(ParameterError, match=f"^{next(iter(values))} "):
         ParseLimits(**values)  # type: ignore[arg-type]
 
 

@@ -11,13 +11,20 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.ingest.settings import IndexOptions, IndexSettings
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.ray.options import RayOptions
+from kvrag.ingest.settings import IndexSettings
 from kvrag.models.kv_model import KVModel
+from kvrag.optiontable import options_of, text_of
 from kvrag.store.memory import MemoryStore
 
 
-def test_options_are_the_fields_of_settings() -> None:
-    assert set(IndexOptions.__annotations__) == {field.name for field in fields(IndexSettings)}
+def test_every_option_says_what_it_does() -> None:
+    for options in (IndexSettings, ParseLimits, RayOptions):
+        names = [one.name for one, _ in options_of(options)]
+        assert names == [one.name for one in fields(options)]
+        for name in names:
+            assert f"    {name}\n        {text_of(options, name)[:20]}" in str(options.__doc__)
 
 
 @pytest.mark.parametrize(

@@ -5,56 +5,58 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrag import arguments
-from kvrag.arguments import shown
 from kvrag.codec.names import LEVELS, RAW, expected_bytes_per_token, parse_codec
-from kvrag.errors import ParameterError
 from kvrag.ingest.config import DTYPE_BYTES, IndexConfig
+from kvrag.optiontable import check_options, described, option
 
 
+@described
 @dataclass(frozen=True)
 class RayOptions:
-    """How an ingestion uses a cluster. Values that cannot be used are refused at once.
+    """How an ingestion uses a cluster. Values that cannot be used are refused at once."""
 
-    Attributes
-    ----------
-    address
-        Address of the cluster (``HOST:PORT``, ``auto``, ``local``); None leaves the choice to Ray:
-        the cluster in ``RAY_ADDRESS`` or on this machine, or else a new one on this machine. A
-        cluster that the caller has connected to is used as it is.
-    min_actors, max_actors
-        Processes that compute KV, at least and at most; None is as many as the cluster has room
-        for.
-    cpus, gpus
-        Processors and graphics cards that each of them takes. On a CPU, it computes with that many
-        threads.
-    batch_tokens
-        Tokens of a packet: the work of one call, and what a lost process computes again at most.
-    store_bytes
-        Limit on what waits between the stages, in Ray's object store; None is Ray's own.
-    store
-        URL of the store of KV with its password, as all machines can open it; None means the
-        recorded one.
-    """
-
-    address: str | None = None
-    min_actors: int = 1
-    max_actors: int | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
-    batch_tokens: int = 8192
-    store_bytes: int | None = None
-    store: str | None = None
+    address: str | None = option(
+        None,
+        "Address of the cluster (``HOST:PORT``, ``auto``, ``local``); None leaves the choice to "
+        "Ray: the cluster in ``RAY_ADDRESS`` or on this machine, or else a new one on this "
+        "machine. A cluster that the caller has connected to is used as it is.",
+    )
+    min_actors: int = option(1, "Processes that compute KV, at least.", least=1, most=100_000)
+    max_actors: int | None = option(
+        None,
+        "Processes that compute KV, at most; by default as many as the cluster has room for.",
+        least=1,
+        most=100_000,
+    )
+    cpus: float = option(
+        1.0,
+        "Processors that each of them takes. On a CPU, it computes with that many threads.",
+        above=0,
+    )
+    gpus: float = option(0.0, "Graphics cards that each of them takes.", least=0, most=64)
+    batch_tokens: int = option(
+        8192,
+        "Tokens of a packet: the work of one call, and what a lost process computes again at most.",
+        least=1,
+        most=1 << 24,
+    )
+    store_bytes: int | None = option(
+        None,
+        "Most bytes that wait between the stages, in Ray's object store; by default Ray's own "
+        "limit.",
+        least=1 << 20,
+        most=1 << 50,
+    )
+    store: str | None = option(
+        None,
+        "URL of the store of KV with its password, as all machines can open it; None means the "
+        "recorded one.",
+    )
 
     def __post_init__(self) -> None:
-        arguments.whole(self.min_actors, "min_actors", 1, 100_000)
+        check_options(self)
         if self.max_actors is not None:
-            arguments.whole(self.max_actors, "max_actors", self.min_actors, 100_000)
-        arguments.number(self.cpus, "cpus", above=0.0)
-        if not isinstance(self.gpus, int | float) or not 0 <= self.gpus <= 64:
-            raise ParameterError(f"gpus {shown(self.gpus)}: expected a number from 0 to 64")
-        arguments.whole(self.batch_tokens, "batch_tokens", 1, 1 << 24)
-        if self.store_bytes is not None:
-            arguments.whole(self.store_bytes, "store_bytes", 1 << 20, 1 << 50)
+            arguments.whole(self.max_actors, "max_actors", self.min_actors)
 
 
 @dataclass(frozen=True)
