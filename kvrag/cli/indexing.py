@@ -72,8 +72,8 @@ def index_into(
 
     `settings` has fields of `IndexSettings` by name, of which None means the default, or what an
     existing index has. `more` returns what the JSON of a report holds in addition; `adding` are
-    further arguments of `Index.add`. Raises ParameterError, before anything is written, for a store that is unknown or
-    ends with the command.
+    further arguments of `Index.add`. Raises ParameterError, before anything is written, for a store
+    that is unknown or ends with the command.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -246,7 +246,7 @@ def ingest(
     if loaders:
         with Parser(limits, loaders) as parser:
             parser.start()
-    given = {
+    given: dict[str, Any] = {
         "codec": codec,
         "chunk_tokens": chunk_tokens,
         "dtype": dtype,
