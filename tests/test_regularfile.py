@@ -30,9 +30,7 @@ from kvrag.models.loading import load_tokenizer
 from kvrag.pml.elements import read_elements
 from kvrag.regularfile import MAX_BYTES, read_regular, require_regular_files
 from kvrag.store.encrypted import read_key
-from kvrag.store.http_protocol import read_token
 from kvrag.store.registry import open_store
-from kvrag.store.server import tls_context
 from kvrag.tune import datasets
 from kvrag.weights.sources import find_gguf
 from kvrag_bench.exact import _read as read_exact
@@ -117,9 +115,8 @@ def test_a_huge_file_is_refused(tmp_path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "key": ("key", read_key),
     "store": ("key", lambda path: open_store(f"memory:?key_file={path}")),
-    "token": ("token", read_token),
+    "token": ("token", lambda path: open_store(f"http://127.0.0.1:1?token_file={path}")),
     "certificates": ("ca.pem", lambda path: open_store(f"https://127.0.0.1:1?ca={path}")),
-    "certificate": ("server.pem", lambda path: tls_context(str(path), None)),
     "index": ("index.json", lambda path: IndexConfig.load(path.parent)),
     "profile": ("it.safetensors", read_profile),
     "prices": ("prices.toml", read_prices),

@@ -23,6 +23,7 @@ class LazyGroup(TyperGroup):
 
     places: ClassVar[Mapping[str, str]]
     settings: ClassVar[Mapping[str, Mapping[str, Any]]]
+    gone: ClassVar[Mapping[str, str]]
 
     # Typer's names for the types of contexts and commands differ between versions.
     def __init__(self, **attributes: Any) -> None:
@@ -32,6 +33,8 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, importing its module if needed; return None if there is none."""
+        if cmd_name in self.gone:
+            return _refusing(cmd_name, self.gone[cmd_name])
         place = self.places.get(cmd_name)
         if place is None:
             return super().get_command(ctx, cmd_name)
@@ -41,31 +44,33 @@ class LazyGroup(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name not in ADD_ONS:
                 raise
-            return _absent(cmd_name, ADD_ONS[error.name])
+            install = f"pip install 'kvrag[{ADD_ONS[error.name]}]'"
+            # A bracket begins markup in help.
+            shown = install.replace("[", r"\[")
+            return _refusing(cmd_name, f"is not installed: {install}", f"Not installed: {shown}.")
         if isinstance(found, typer.Typer):
             return get_group(found)
         return make_command(cmd_name, found, self.settings.get(cmd_name, {}))
 
 
-def _absent(name: str, extra: str) -> Any:
-    """Return a command that only reports that its package is not installed."""
-    install = f"pip install 'kvrag[{extra}]'"
+def _refusing(name: str, why: str, help_text: str = "") -> Any:
+    """Return a command that only says why it does not run."""
 
     def say() -> None:
-        print(f"error: 'kvrag {name}' is not installed: {install}", file=sys.stderr)
+        print(f"error: 'kvrag {name}' {why}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE)
 
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     settings: dict[str, Any] = {"add_help_option": False, "context_settings": anything}
-    # A bracket begins markup in help.
-    shown = install.replace("[", r"\[")
     holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    holder.command(name, help=f"Not installed: {shown}.", **settings)(say)
+    holder.command(name, help=help_text, **settings)(say)
     return get_command(holder)
 
 
 def lazy_group(
-    places: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]] | None = None
+    places: Mapping[str, str],
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    gone: Mapping[str, str] | None = None,
 ) -> type[LazyGroup]:
     """Return a group class for `typer.Typer(cls=...)`.
 
@@ -76,5 +81,8 @@ def lazy_group(
         module without a dot is below `kvrag.cli`.
     settings
         Arguments for `typer.Typer.command`, by command name.
+    gone
+        What replaces each command of an earlier version; help does not list these.
     """
-    return type("Commands", (LazyGroup,), {"places": places, "settings": settings or {}})
+    attributes = {"places": places, "settings": settings or {}, "gone": gone or {}}
+    return type("Commands", (LazyGroup,), attributes)

@@ -31,7 +31,6 @@ _COMMANDS = {
     "choose-store": "choose_store:choose_store",
     "recode": "recode:recode",
     "serve": "serve:serve",
-    "serve-kv": "serve_kv:serve_kv",
     "mcp": "mcp:mcp",
     "doctor": "doctor:doctor",
     "config": "config:config",
@@ -47,6 +46,10 @@ _MODELS_COMMANDS = {
     "rm": "models:rm",
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
+_GONE = {
+    "serve-kv": "is gone: let a web server (nginx, Caddy) serve the index's folder 'kv' and name "
+    "it with --store http://HOST/PATH, or keep the KV in Redis or a bucket",
+}
 # `serve` passes options that it does not know to vLLM.
 _SETTINGS = {
     "serve": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -54,7 +57,7 @@ _SETTINGS = {
 
 app = typer.Typer(
     name="kvrag",
-    cls=lazy_group(_COMMANDS, _SETTINGS),
+    cls=lazy_group(_COMMANDS, _SETTINGS, _GONE),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

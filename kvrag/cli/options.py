@@ -154,7 +154,7 @@ StoreOption = Annotated[
         "--store",
         metavar="URL",
         help="Where KV is stored: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, "
-        "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL. Any URL may end with "
+        "http://HOST/PATH (a web server), or tiered:URL|URL. Any URL may end with "
         "'?limit=20GB'. "
         "Default: the index's own store.",
         show_default=False,

@@ -254,9 +254,9 @@ def serve(
     for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
         require(module, "serve")
     from kvrag.server.access import read_keys
+    from kvrag.server.addresses import is_loopback
     from kvrag.server.app import ServerOptions
     from kvrag.server.running import check_address, check_origin
-    from kvrag.store.server_requests import is_loopback
 
     api_keys = read_keys(keys)
     check_address(host, has_keys=bool(api_keys), anyone=anyone)

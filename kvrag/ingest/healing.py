@@ -23,8 +23,6 @@ from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.rows import Change, ChunkRow, KeyOf, StoredChunk, unpack_json
 from kvrag.ingest.schema import StoredDocument
 from kvrag.ingest.storage import Storage
-from kvrag.store.base import Store
-from kvrag.store.capabilities import Mends, capability, tiers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,24 +154,6 @@ def _audit_state(catalog: Catalog, found: Audit) -> Iterator[str]:
         yield "the documents differ from those that were written"
     if (state.num_files, state.files) != (counted.num_files, counted.files):
         yield "recorded states of files are missing"
-
-
-def store_damage(store: Store, *, mend: bool) -> list[str]:
-    """Return what is wrong with a store's own list of its records; `mend` mends it.
-
-    Raises
-    ------
-    StoreError
-        When the medium refuses.
-    """
-    found: list[str] = []
-    for tier in tiers_of(store):
-        mends = capability(tier, Mends)
-        if mends is not None and (problems := mends.damage()):
-            found += problems
-            if mend:
-                mends.mend()
-    return found
 
 
 # -- repair --------------------------------------------------------------------------------------

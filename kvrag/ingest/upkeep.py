@@ -24,7 +24,6 @@ from kvrag.ingest.healing import (
     held_by,
     lost_since,
     mend_catalog,
-    store_damage,
 )
 from kvrag.ingest.kept import kept_keys
 from kvrag.ingest.maintenance import collect_garbage, first_of, remove_others, verify_records
@@ -326,9 +325,7 @@ class Upkeep:
         storage.reload_codec()
         audit = audit_catalog(storage)
         found = audit.problems
-        of_store = store_damage(storage.store, mend=repair)  # before any record is written
-        if storage.log is not None:
-            of_store = [*of_store, *storage.log.damage()]
+        of_store = [] if storage.log is None else storage.log.damage()
         not_healed: tuple[str, ...] = ()
         if repair:
             storage.encrypt_catalog()
@@ -355,9 +352,7 @@ class Upkeep:
             repair=self._fitter.repair if repair else None,
             on_progress=on_progress,
         )
-        is_mended = repair and not store_damage(storage.store, mend=False)
-        if storage.log is not None and is_mended:
-            is_mended = not storage.log.damage()
+        is_mended = repair and (storage.log is None or not storage.log.damage())
         report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
         if not report.catalog_problems and (words := storage.catalog.check_words(repair=repair)):
             report = replace(report, catalog_problems=(words,), is_healed=repair)

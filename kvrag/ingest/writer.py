@@ -22,11 +22,9 @@ from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
     Held,
     audit_catalog,
-    audit_rows,
     held_by,
     lost_since,
     mend_catalog,
-    store_damage,
 )
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
@@ -135,10 +133,8 @@ class Writer:
         storage.reload_codec()
         is_sound = self._is_swept or catalog.has_sound_tables()
         before: Held | None = None
-        of_store: list[str] = []
         if not dry_run:
             storage.encrypt_catalog()
-            of_store = [] if self._is_swept else store_damage(storage.store, mend=True)
             if not is_sound:
                 before = self._heal_first()
         num_noted = catalog.num_noted
@@ -165,16 +161,14 @@ class Writer:
             mend=mend,
         )
         plan = (runner or run_here)(run)
-        note = "" if dry_run else self._finish(run, plan, before, of_store)
+        note = "" if dry_run else self._finish(run, plan, before)
         self._is_swept = self._is_swept or not dry_run
         return self._report(run, plan, note, started)
 
-    def _finish(self, run: Run, plan: Plan, before: Held | None, of_store: list[str]) -> str:
+    def _finish(self, run: Run, plan: Plan, before: Held | None) -> str:
         """Bring what is beside the catalog up to date; return a note for the user, or ""."""
         storage = self._storage
         self._restore_removed()
-        if of_store:
-            of_store = [f"{self._compute_lost():,} records computed again", *of_store]
         storage.refresh_caches()
         said: list[str] = []
         if storage.lost:
@@ -183,11 +177,6 @@ class Writer:
         if before is not None:
             said.append("the catalog was damaged and has been mended")
             said += lost_since(before, storage, len(plan.removed))
-        if of_store:
-            said.append(
-                "the store's list of its records was damaged and has been mended "
-                f"({'; '.join(of_store[:2])})"
-            )
         if run.outcome.num_records:
             said += [self._fitter.note(), run.cutter.note()]
         return "; ".join(filter(None, said))
@@ -247,19 +236,6 @@ class Writer:
             storage.save_config({"corpus_filler": found})
             return storage.config
         return replace(config, corpus_filler=found)
-
-    def _compute_lost(self) -> int:
-        """Compute the KV again that the store has lost, of unchanged documents too.
-
-        Return the number of records.
-        """
-        storage = self._storage
-        num_computed = 0
-        for key in audit_rows(storage.catalog, storage.key_of).needed:
-            if not storage.home.contains(key):
-                self._fitter.repair(key)
-                num_computed += 1
-        return num_computed
 
     def _restore_removed(self) -> None:
         """Compute the KV again that a `gc` of another machine removed during this ingestion."""

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts
+from kvrag.server.addresses import is_loopback
 from kvrag.server.answering import Generation
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.pools import asking
 from kvrag.server.problems import CLIENT_GONE, BusyError, RequestError
-from kvrag.store.server_requests import is_loopback
 
 BODY_SECONDS = 30.0
 """Time for a request's whole body."""

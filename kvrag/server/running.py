@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+from kvrag.server.addresses import is_loopback
 from kvrag.server.connections import Connection, Connections, most_connections
-from kvrag.store.server_requests import is_loopback
 
 DEFAULT_PORT = 8000
 GRACE_SECONDS = 30.0

@@ -19,6 +19,12 @@ from kvrag.store.extras import require
 from kvrag.store.remote import upload_seconds
 
 SCHEMES = ("s3", "gs", "az")
+WEB = ("http", "https")
+"""Schemes of web servers, which this only reads (`kvrag.store.http`)."""
+
+TOKEN_VARIABLE = "KVRAG_KV_TOKEN"
+"""Environment variable with the token for a web server."""
+
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
 _MAX_RETRIES = 2
@@ -40,6 +46,7 @@ _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    **dict.fromkeys(WEB, f"{TOKEN_VARIABLE}, or name the token's file (?token_file=PATH)"),
 }
 
 
@@ -66,6 +73,8 @@ class Bucket:
     timeout_seconds
         How long a server may send nothing before it counts as unreachable. An upload may take as
         long for each MiB.
+    client
+        More of the library's options for its HTTP client.
 
     Attributes
     ----------
@@ -85,18 +94,21 @@ class Bucket:
         endpoint: str | None = None,
         region: str | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        client: Mapping[str, Any] | None = None,
     ) -> None:
         self.obstore = require("obstore", "objects")
         self.errors_of = require("obstore.exceptions", "objects")
         stores = require("obstore.store", "objects")
         scheme, _, place = url.partition("://")
-        if scheme not in (*SCHEMES, "file") or not place.strip("/"):
+        if scheme not in (*SCHEMES, *WEB, "file") or not place.strip("/"):
             known = ", ".join(f"{name}://BUCKET/PREFIX" for name in SCHEMES)
             raise ParameterError(f"a bucket is {known}; found {shown(url)}")
         self.url = url.rstrip("/")
         self._scheme = scheme
-        self._make: Callable[[float], Any] = lambda seconds: stores.from_url(
-            self.url, **_connection(scheme, endpoint, region, seconds)
+        # Told by its class: the library takes some names of web servers for buckets.
+        make = stores.HTTPStore if scheme in WEB else stores.from_url
+        self._make: Callable[[float], Any] = lambda seconds: make(
+            self.url, **_connection(scheme, endpoint, region, seconds, client or {})
         )
         self._timeout_seconds = timeout_seconds
         self._uploading: dict[int, Any] = {}
@@ -205,6 +217,11 @@ class Bucket:
                 raise StoreError(
                     f"{where}: there is no such bucket; make it, or check the name"
                 ) from error
+            if "InvalidCertificate(" in str(error):
+                raise StoreError(
+                    f"{where}: its certificate is not trusted; name the file of who signed it: "
+                    "?ca=FILE"
+                ) from error
             if "TimeTooSkewed" in text:
                 raise StoreError(
                     f"{where}: the clock of this machine differs too much from the server's; set it"
@@ -217,6 +234,10 @@ class Bucket:
                 error, errors.PermissionDeniedError | errors.UnauthenticatedError
             ) or any(part in text for part in _REFUSALS)
             text = text[:_MOST_TEXT]
+            if isinstance(error, errors.NotSupportedError):
+                raise StoreError(
+                    f"{where}: {text}; use a server that answers requests for a range"
+                ) from error
             if is_refused:
                 needed = _CREDENTIALS.get(self._scheme, "the folder's permissions")
                 raise StoreError(
@@ -243,7 +264,11 @@ def server_of(scheme: str, endpoint: str | None) -> str:
 
 
 def _connection(
-    scheme: str, endpoint: str | None, region: str | None, timeout_seconds: float
+    scheme: str,
+    endpoint: str | None,
+    region: str | None,
+    timeout_seconds: float,
+    client: Mapping[str, Any],
 ) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if endpoint is None and scheme == "s3":
@@ -258,13 +283,14 @@ def _connection(
         config["aws_region"] = region
     timeout = timedelta(seconds=timeout_seconds)
     return {
-        "config": config or None,
+        **({"config": config} if config else {}),
         "client_options": {
             "allow_http": endpoint is not None and endpoint.startswith("http:"),
             "connect_timeout": timeout,
             # Limits silence, not a whole request: a large range on a slow line is fine.
             "read_timeout": timeout,
             "timeout": timedelta(seconds=60 * timeout_seconds),
+            **client,
         },
         "retry_config": {
             "max_retries": _MAX_RETRIES,

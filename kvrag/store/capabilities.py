@@ -95,19 +95,6 @@ class ChecksWritable(Protocol):
 
 
 @runtime_checkable
-class Mends(Protocol):
-    """Checks and mends what it keeps about its records."""
-
-    def damage(self) -> list[str]:
-        """Return what is wrong, as lines of text."""
-        ...
-
-    def mend(self) -> None:
-        """Mend it; records that it cannot find any more are missing then."""
-        ...
-
-
-@runtime_checkable
 class InFolder(Protocol):
     """Keeps its records in a local folder, where other files can be kept beside them."""
 
@@ -130,8 +117,8 @@ _VALUES: dict[str, tuple[tuple[type, ...], str]] = {
     "tiers": ((list, tuple), "a list or tuple of stores"),
 }
 _METHODS = (
-    *("admits", "check_writable", "damage", "derive", "flush"),
-    *("mend", "pin", "tier_of", "unpin"),
+    *("admits", "check_writable", "derive", "flush"),
+    *("pin", "tier_of", "unpin"),
 )
 _KEY_BYTES = 32
 

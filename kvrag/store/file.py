@@ -1,61 +1,142 @@
-"""Records in a folder, packed into segments; the space of deleted ones is reclaimed.
+"""Records in a folder, a file for each: ``FOLDER/ab/abcd...ef.kv``.
 
-A million chunks are a few hundred files.
-
-A record is appended to the last segment and flushed; then one transaction notes its place in
-``records.sqlite``. A process killed at any moment leaves whole records and, at worst, bytes that
-nothing points to.
+A record is written beside its place, flushed, and renamed: it is there whole or not at all, however
+a process ends. A bucket has the same names (`kvrag.store.objects`), and a web server can hand them
+out (`kvrag.store.http`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.files import check_writable, store_error
-from kvrag.store.loose import LooseRecords
-from kvrag.store.metrics import (
-    MISS_ABSENT,
-    MISS_UNREADABLE,
-    CountedStore,
-    StoreMetrics,
+from kvrag.store.base import check_range
+from kvrag.store.files import (
+    ABSENT,
+    READ_FLAGS,
+    check_writable,
+    entries,
+    make_folder,
+    open_to_read,
+    store_error,
+    sync_folder,
 )
-from kvrag.store.segment_index import DamagedIndexError, SegmentIndex
-from kvrag.store.segment_writer import IndexWriter, is_end
-from kvrag.store.segments import (
-    FOLDER_NAME,
-    SEGMENT_BYTES,
-    FileRecord,
-    OpenFile,
-    Place,
-    SegmentFiles,
-)
+from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, CountedStore, StoreMetrics
+from kvrag.store.segments import Segments
 from kvrag.store.wrapper import read_whole
 
-# Share of a segment in use below which its records are moved so that it can be removed.
-_LEAST_USED = 0.5
-# Most bytes written between two flushes, when many records are put at once.
-_BATCH_BYTES = 32 << 20
-# Look-ups of a record that is being moved while its place is read from the index.
-_MAX_TRIES = 5
+_FAN_OUT = re.compile(r"[0-9a-f]{2}")
+_RECORD = re.compile(r"([0-9a-f]{40})\.kv")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{40}\.[0-9a-f]{16}\.tmp")
+
+
+class FileRecord:
+    """An opened record of a `FileStore`, read at any offset by any thread.
+
+    `close` closes it, or the end of its last reference. Reads use `os.preadv`, not a memory
+    mapping. A copy costs the same (`kvrag bench store`), but when the file is cut short or the disk
+    has a defect, the system kills a process that touches the mapping, while `os.preadv` returns an
+    error.
+
+    Parameters
+    ----------
+    key
+        The record's key.
+    file
+        The file that holds it.
+    offset, size_bytes
+        Where it is in the file.
+    metrics
+        Counts what is read.
+    """
+
+    def __init__(
+        self, key: ChunkKey, file: _OpenFile, offset: int, size_bytes: int, metrics: StoreMetrics
+    ) -> None:
+        self._key = key
+        self._file: _OpenFile | None = file
+        self._path = file.path
+        self._offset = offset
+        self._size_bytes = size_bytes
+        self._metrics = metrics
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` starting at `offset`.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses, or the record was closed.
+        RecordError
+            When the record ends before the buffer is full.
+        """
+        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+        file = self._file  # this reference keeps it open even if another thread closes the record
+        if file is None:
+            raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
+        num_bytes = buffer.nbytes
+        with self._metrics.timing():
+            file.read_into(self._key, self._offset + offset, buffer)
+        self._metrics.read(num_bytes)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file = None
+
+
+class _OpenFile:
+    """A file open for reading, which the end of its last reference closes."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+    def read_into(self, key: ChunkKey, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from a place in the file. Raises as `FileRecord.read_into` does."""
+        while buffer.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [buffer], offset)
+            except OSError as error:
+                raise store_error("read", self.path, error) from error
+            if count == 0:
+                raise RecordError(
+                    f"record {key}: expected {buffer.nbytes} bytes more in {self.path}, found its "
+                    f"end at {offset}; the file was cut short: ingest the document again"
+                )
+            offset += count
+            buffer = buffer[count:]
 
 
 class FileStore(CountedStore):
     """Records in a folder, which is created when the first record is put.
 
-    The store leaves other files alone. Several processes may share the folder.
+    The store leaves other files alone. Several processes may share the folder. Records that kvrag
+    0.2 packed into segments are found too, until `collect_garbage` unpacks them.
 
     Parameters
     ----------
     path
         The folder.
-    segment_bytes
-        Size after which a segment takes no more records; None means 256 MiB.
 
     Raises
     ------
@@ -65,7 +146,7 @@ class FileStore(CountedStore):
         When `path` is not a path.
     """
 
-    def __init__(self, path: str | Path, *, segment_bytes: int | None = None) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = arguments.path(path, "path").absolute()
         self.url = f"file:{self.path}"
         try:
@@ -74,10 +155,7 @@ class FileStore(CountedStore):
             raise store_error("use", self.path, error) from error
         if is_other:
             raise store_error("use", self.path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
-        self._loose = LooseRecords(self.path)
-        self._segments = SegmentFiles(self.path / FOLDER_NAME)
-        self._index = SegmentIndex(self.path)
-        self._segment_bytes = SEGMENT_BYTES if segment_bytes is None else segment_bytes
+        self._segments = Segments(self.path)
         self.metrics = StoreMetrics("file")
 
     def check_writable(self) -> None:
@@ -96,18 +174,7 @@ class FileStore(CountedStore):
             When the record cannot be written; no part of it is then visible.
         """
         if not self.contains(key):
-            self._write([(key, record)])
-
-    def put_many(self, records: Iterable[tuple[ChunkKey, bytes]]) -> None:
-        """Write records as `put` does, many between two flushes of the medium.
-
-        Raises
-        ------
-        StoreError
-            When one cannot be written; some of those before it may be there.
-        """
-        for batch in _batches((key, one) for key, one in records if not self._loose.contains(key)):
-            self._write(batch)
+            self._write(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; readers keep the one they opened.
@@ -117,9 +184,11 @@ class FileStore(CountedStore):
         StoreError
             When it cannot be written; the old record then stays.
         """
-        self._write([(key, record)], is_replacing=True)
+        was_packed = self._segments.find(key) is not None
+        self._write(key, record)
         # The new record is found first; the old one must not come back when the new one is deleted.
-        self._loose.delete(key)
+        if was_packed and not self._segments.forget(key):
+            self._write(key, record)  # another process has unpacked the old one, perhaps over it
 
     def open(self, key: ChunkKey) -> FileRecord | None:
         """Open a record for reading, or return None if there is none.
@@ -131,7 +200,7 @@ class FileStore(CountedStore):
         """
         try:
             with self.metrics.timing():
-                record = self._open_packed(key) or self._open_loose(key)
+                record = self._open_file(key) or self._open_packed(key)
         except StoreError:
             self.metrics.miss(MISS_UNREADABLE)
             raise
@@ -143,36 +212,32 @@ class FileStore(CountedStore):
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        return self._is_there(self._index.find(key)) or self._loose.contains(key)
+        return self._is_file(key) or self._segments.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record and return whether there was one. Readers that have it open keep it.
-
-        Its room is reclaimed when its segment has no record left, or by `collect_garbage`.
-        """
-        was_loose = self._loose.delete(key)
-        place = self._index.find(key)
-        if place is None:
-            return was_loose
+        """Remove a record and return whether there was one. Readers that have it open keep it."""
+        was_packed = self._segments.forget(key)
         # A power cut may bring the record back, which does no harm: the record is intact.
-        with self._index.writing("delete from", is_durable=False) as writer:
-            was_packed = writer.remove(key)
-            is_last = self._is_done_with(writer, place.segment)
-        if is_last:
-            # Before its bytes go the deletion must be durable: the record must not come back.
-            with self._index.writing("delete from") as writer:
-                is_last = self._is_done_with(writer, place.segment)
-                if is_last:
-                    writer.drop_segment(place.segment)
-            if is_last:
-                self._segments.remove(place.segment)
-        return was_packed or was_loose
+        if not self._is_file(key):
+            return was_packed
+        path = self._path_of(key)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return was_packed
+        except OSError as error:
+            raise store_error("delete", path, error) from error
+        return True
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""
-        yield from self._index.sizes()
-        for key, size_bytes in self._loose.sizes():
-            if self._index.find(key) is None:
+        for entry in self._files():
+            match = _RECORD.fullmatch(entry.name)
+            if match and entry.name[:2] == Path(entry.path).parent.name:
+                with contextlib.suppress(FileNotFoundError):
+                    yield ChunkKey(match[1]), entry.stat(follow_symlinks=False).st_size
+        for key, size_bytes in self._segments.sizes():
+            if not self._is_file(key):
                 yield key, size_bytes
 
     def keys(self) -> Iterator[ChunkKey]:
@@ -181,19 +246,15 @@ class FileStore(CountedStore):
 
     def size_bytes(self) -> int:
         """Total size of all records, in bytes."""
-        loose = sum(size for key, size in self._loose.sizes() if self._index.find(key) is None)
-        return self._index.size_bytes() + loose
+        return sum(size for _, size in self.sizes())
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove leftovers of killed processes, and reclaim the room of deleted records.
-
-        Records in separate files are moved into segments. Segments that are more than half unused
-        are rewritten without the deleted records. Readers that have a record open keep it.
+        """Remove leftovers of killed processes, and unpack what kvrag 0.2 wrote into segments.
 
         Parameters
         ----------
         min_age_seconds
-            Younger temporary files stay: another process may still be writing them.
+            Younger temporary files stay, and so do those that a process is writing.
 
         Returns
         -------
@@ -203,205 +264,133 @@ class FileStore(CountedStore):
         Raises
         ------
         StoreError
-            When something cannot be moved or removed.
+            When something cannot be written or removed.
         """
-        num_removed = self._loose.collect_garbage(min_age_seconds)
-        self._pack_loose()
-        if not self._index.path.is_file():
-            return num_removed
-        self.compact()
-        with self._index.writing() as writer:
-            # A segment is made only in this transaction: a file not in the index is garbage.
-            known = writer.named()
-            for number in self._segments.numbers():
-                if number not in known and self._segments.length(number) is not None:
-                    self._segments.remove(number)
-                    num_removed += 1
+        newest = time.time() - min_age_seconds
+        num_removed = 0
+        for entry in self._files():
+            if not _TEMPORARY.fullmatch(entry.name):
+                continue
+            try:
+                if entry.stat(follow_symlinks=False).st_mtime <= newest:
+                    num_removed += _remove_leftover(Path(entry.path))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise store_error("remove", Path(entry.path), error) from error
+        self._segments.unpack(self._unpack)
         return num_removed
 
-    def compact(self) -> int:
-        """Rewrite segments that are more than half unused; return how many were removed.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses; no record is lost.
-        """
-        with self._index.writing() as writer:
-            # The last segment is being filled: leave it alone unless nothing in it is needed.
-            *full, (last, last_used) = writer.segments() or [(0, 1)]
-            wasteful = [
-                number
-                for number, used in full
-                if used < _LEAST_USED * (self._segments.length(number) or 1)
-            ]
-            if last_used == 0:
-                wasteful.append(last)
-        return sum(map(self._move_out_of, wasteful))
-
-    def damage(self) -> list[str]:
-        """Return what is wrong with the index of records, as lines of text.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses.
-        """
-        if found := self._index.damage():
-            return found
-        for number, end, last in self._index.ends():
-            length = self._segments.length(number)
-            if length is not None and not is_end(end, last, length):
-                found.append(
-                    f"{self._index.path}: segment {number} is said to be in use up to byte {end}, "
-                    f"its records end at {last or 0} and its file at {length}"
-                )
-        return found
-
-    def mend(self) -> None:
-        """Mend the index of records; those that it cannot name any more are missing then.
-
-        An index that cannot be mended is set aside as ``records.sqlite.damaged``.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses.
-        """
-        self._index.close()
-        try:
-            with self._index.writing() as writer:
-                numbers = self._segments.numbers()
-                lengths = {number: self._segments.length(number) for number in numbers}
-                writer.mend({number: one for number, one in lengths.items() if one is not None})
-        except DamagedIndexError:
-            self._index.begin_again()
-        if self._index.damage():
-            self._index.begin_again()
-
     def close(self) -> None:
-        """Close the index of records; opened records stay readable."""
-        self._index.close()
+        """Do nothing that matters; opened records stay readable."""
+        self._segments.close()
 
     # -- private -----------------------------------------------------------------------------
 
-    def _write(self, records: list[tuple[ChunkKey, bytes]], *, is_replacing: bool = False) -> None:
+    def _path_of(self, key: ChunkKey) -> Path:
+        return self.path / key.digest[:2] / f"{key.digest}.kv"
+
+    def _is_file(self, key: ChunkKey) -> bool:
+        path = self._path_of(key)
         try:
-            written = self._write_new(records, is_replacing)
-        except DamagedIndexError:
-            self._index.begin_again()
-            written = self._write_new(records, is_replacing)
-        if written:
-            self.metrics.wrote(written)
+            return stat.S_ISREG(path.lstat().st_mode)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return False
+            raise store_error("look for", path, error) from error
 
-    def _write_new(self, records: list[tuple[ChunkKey, bytes]], is_replacing: bool) -> int:
-        """Write records in one transaction; return how many bytes those were that it wrote."""
-        with self._index.writing() as writer:
-            if not is_replacing:
-                records = [
-                    (key, record)
-                    for key, record in dict(reversed(records)).items()
-                    if not self._is_there(writer.find(key))
-                ]
-            if records:
-                self._append(writer, records)
-        return sum(len(record) for _, record in records)
+    def _write(self, key: ChunkKey, record: bytes) -> None:
+        path = self._path_of(key)
+        try:
+            make_folder(path.parent)
+            temporary = path.with_name(f".{key}.{secrets.token_hex(8)}.tmp")
+            try:
+                _write_durably(temporary, record, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
+            sync_folder(path.parent)
+        except OSError as error:
+            raise store_error("write", path, error) from error
+        self.metrics.wrote(len(record))
 
-    def _is_there(self, place: Place | None) -> bool:
-        """Return whether the file of a record's segment reaches to the record's end."""
-        if place is None or place.offset < 0:
-            return False
-        return place.offset + place.size_bytes <= (self._segments.length(place.segment) or 0)
-
-    def _append(
-        self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]], avoiding: int = 0
-    ) -> None:
-        segment, end, last = writer.last_segment()
-        length = self._segments.length(segment) if segment not in (0, avoiding) else None
-        if end is None or length is None or not last <= end <= length or end >= self._segment_bytes:
-            # A segment whose noted end cannot be right stays as it is. Skip the number of a file
-            # that a killed process, or a lost index, left in the folder.
-            numbers = self._segments.numbers()
-            segment, end = max(writer.next_segment(), *(number + 1 for number in numbers), 1), 0
-        places = self._segments.append(segment, end, [record for _, record in records])
-        for (key, _), place in zip(records, places, strict=True):
-            writer.set(key, place)
-
-    def _is_done_with(self, writer: IndexWriter, segment: int) -> bool:
-        """Return whether a segment is full and holds no records any more."""
-        return segment != writer.last_segment()[0] and writer.is_empty(segment)
-
-    def _open_packed(self, key: ChunkKey) -> FileRecord | None:
-        for _ in range(_MAX_TRIES):
-            place = self._index.find(key)
-            if place is None:
-                return None
-            file = self._segments.open(place.segment)
-            if file is not None:
-                file.require(key, place.offset, place.size_bytes)
-                return FileRecord(key, file, place.offset, place.size_bytes, self.metrics)
-            if self._index.find(key) == place:
-                # Not moved: another process removed the file meanwhile.
-                return None
-        return None
-
-    def _open_loose(self, key: ChunkKey) -> FileRecord | None:
-        found = self._loose.open(key)
+    def _open_file(self, key: ChunkKey) -> FileRecord | None:
+        path = self._path_of(key)
+        found = open_to_read(path)
         if found is None:
             return None
         descriptor, size_bytes = found
-        file = OpenFile(self._loose.path_of(key), descriptor)
-        return FileRecord(key, file, 0, size_bytes, self.metrics)
+        return FileRecord(key, _OpenFile(path, descriptor), 0, size_bytes, self.metrics)
 
-    def _pack_loose(self) -> None:
-        for batch in _batches(self._loose_records()):
-            self._write(batch)
-            for key, _ in batch:
-                self._loose.delete(key)
+    def _open_packed(self, key: ChunkKey) -> FileRecord | None:
+        place = self._segments.find(key)
+        if place is None:
+            return None
+        found = open_to_read(place.path)
+        if found is None:
+            # Unpacked meanwhile, or the file is gone.
+            return self._open_file(key)
+        descriptor, end = found
+        file = _OpenFile(place.path, descriptor)
+        if not 0 <= place.offset <= place.offset + place.size_bytes <= end:
+            raise RecordError(
+                f"record {key}: expected {place.size_bytes} bytes from {place.offset} on in "
+                f"{place.path}, found its end at {end}; the file was cut short: ingest the "
+                "document again"
+            )
+        return FileRecord(key, file, place.offset, place.size_bytes, self.metrics)
 
-    def _loose_records(self) -> Iterator[tuple[ChunkKey, bytes]]:
-        for key, _ in self._loose.sizes():
-            record = self._open_loose(key)
+    def _unpack(self, key: ChunkKey) -> None:
+        """Give a record in a segment its own file; one that cannot be read is missing then."""
+        if self._is_file(key):
+            return
+        with contextlib.suppress(RecordError):
+            record = self._open_packed(key)
             if record is not None:
                 with contextlib.closing(record):
-                    yield key, read_whole(record)
+                    self._write(key, read_whole(record))
 
-    def _move_out_of(self, segment: int) -> bool:
-        with self._index.writing() as writer:
-            for batch in _batches(self._needed_of(writer, segment)):
-                # New records may have made it the segment that is being filled.
-                self._append(writer, batch, avoiding=segment)
-            writer.drop_segment(segment)
-        self._segments.remove(segment)
-        return True
-
-    def _needed_of(self, writer: IndexWriter, segment: int) -> Iterator[tuple[ChunkKey, bytes]]:
-        """Yield the records in a segment that are still readable."""
-        file = self._segments.open(segment)
-        for key, place in writer.places(segment):
-            try:
-                if file is None:
-                    raise RecordError(f"record {key}: its segment is gone")
-                file.require(key, place.offset, place.size_bytes)
-                content = bytearray(place.size_bytes)
-                file.read_into(key, place.offset, memoryview(content))
-            except RecordError:
-                writer.remove(key)
-            else:
-                yield key, bytes(content)
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        for folder in entries(self.path):
+            if _FAN_OUT.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                for entry in entries(Path(folder.path)):
+                    if entry.is_file(follow_symlinks=False):
+                        yield entry
 
 
-def _batches(
-    records: Iterable[tuple[ChunkKey, bytes]],
-) -> Iterator[list[tuple[ChunkKey, bytes]]]:
-    """Group records to be written between two flushes."""
-    batch: list[tuple[ChunkKey, bytes]] = []
-    num_bytes = 0
-    for key, record in records:
-        batch.append((key, record))
-        num_bytes += len(record)
-        if num_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+def _write_durably(temporary: Path, content: bytes, path: Path) -> None:
+    """Write a new file, flush it to the medium, and give it its name. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o666)
+    try:
+        _lock(descriptor)  # so that nobody takes it for a leftover
+        rest = memoryview(content)
+        while rest.nbytes:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+        temporary.rename(path)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftover(path: Path) -> bool:
+    """Remove a temporary file whose writer has ended; say whether it was. Raises OSError."""
+    descriptor = os.open(path, READ_FLAGS)
+    try:
+        if is_over := _lock(descriptor):
+            path.unlink()
+        return is_over
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file until it is closed; return False if another process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: the file's age must do
+        pass
+    return True

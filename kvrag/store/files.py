@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 
 from kvrag.errors import StoreError
@@ -81,6 +82,53 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
     except OSError as error:
         raise store_error("list", folder, error) from error
+
+
+def open_to_read(path: Path) -> tuple[int, int] | None:
+    """Return a descriptor and the size of a file, or None if there is no such file.
+
+    Raises StoreError.
+    """
+    try:
+        descriptor = _open(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise store_error("open", path, error) from error
+    try:
+        status = os.fstat(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise store_error("open", path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        return None
+    return descriptor, status.st_size
+
+
+def _open(path: Path) -> int:
+    """Open a file for reading; each record that a prompt needs is open at the same time."""
+    try:
+        return os.open(path, READ_FLAGS)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _allow_more_files():
+            raise
+    return os.open(path, READ_FLAGS)
+
+
+def _allow_more_files() -> bool:
+    """Raise this process's limit of open files as far as the system lets it; say whether it did."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return False
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == most or limit == resource.RLIM_INFINITY:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return True
+    return False
 
 
 def make_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kvrag.chunk import ChunkKey
@@ -20,6 +20,8 @@ from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
 
 # The answer that opens a record brings this much: most records' header, or all of a small record.
 _HEAD_BYTES = 16 << 10
+# A read is broken off between two pieces.
+_PIECE_BYTES = 16 << 10
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{38})\.kv")
 
 
@@ -27,20 +29,28 @@ class ObjectRecord(HeadedRecord):
     """An opened record of an `ObjectStore`."""
 
     def __init__(
-        self, store: ObjectStore, key: ChunkKey, size_bytes: int, tag: str | None, head: bytes
+        self, store: ObjectStore, key: ChunkKey, head: bytes, meta: Mapping[str, Any]
     ) -> None:
-        super().__init__(key, size_bytes, head, store.metrics)
+        super().__init__(key, meta["size"], head[: meta["size"]], store.metrics)
         self._store = store
-        self._tag = tag
+        self._meta = meta
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Break off the reads of other threads at the next piece; they raise StoreError."""
+        self._is_cancelled = True
 
     def _fetch(self, first: int, buffer: memoryview) -> None:
-        content = self._store.read_range(self._key, first, first + buffer.nbytes, self._tag)
-        if len(content) != buffer.nbytes:
+        num_read = self._store.read_range(
+            self._key, first, buffer, self._meta, is_over=lambda: self._is_cancelled
+        )
+        if self._is_cancelled:
+            raise StoreError(f"record {self._key}: reading it was broken off")
+        if num_read != buffer.nbytes:
             raise RecordError(
                 f"record {self._key} in {self._store.url}: expected {buffer.nbytes} bytes from "
-                f"{first} on, found {len(content)}; ingest its document again"
+                f"{first} on, found {num_read}; ingest its document again"
             )
-        buffer[:] = memoryview(content)
 
 
 class ObjectStore(RemoteStore):
@@ -87,19 +97,24 @@ class ObjectStore(RemoteStore):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         must_answer: bool = True,
     ) -> None:
-        bucket = Bucket(url, endpoint=endpoint, region=region, timeout_seconds=timeout_seconds)
+        self._start(
+            Bucket(url, endpoint=endpoint, region=region, timeout_seconds=timeout_seconds),
+            must_answer,
+        )
+
+    def _start(self, bucket: Bucket, must_answer: bool) -> None:
+        """Begin to use a bucket. Raises as the constructor does."""
         self.url = bucket.url
-        self._bucket = bucket.client
-        self._obstore = bucket.obstore
-        self._upload = bucket.upload
-        self._errors_of = bucket.errors_of
-        self._errors = bucket.errors
-        self.metrics = StoreMetrics(url.partition(":")[0])
+        self._bucket = bucket
+        self.metrics = StoreMetrics(bucket.url.partition(":")[0])
         try:
-            bucket.check()
+            self._greet()
         except StoreUnreachableError:
             if must_answer:
                 raise
+
+    def _greet(self) -> None:
+        self._bucket.check()
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; an existing record stays. Raises StoreError.
@@ -111,21 +126,14 @@ class ObjectStore(RemoteStore):
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; further reads of that one are refused."""
-        with self._errors("write to"):
-            self._upload(_name_of(key), record)
+        with self._bucket.errors("write to"):
+            self._bucket.upload(_name_of(key), record)
         self.metrics.wrote(len(record))
 
     def open(self, key: ChunkKey) -> ObjectRecord | None:
         """Open a record for reading, or return None if there is none. Raises StoreError."""
         try:
-            with self._errors("read"):
-                try:
-                    head, meta = self._get(key, {"range": (0, _HEAD_BYTES)})
-                except self._errors_of.BaseError as error:
-                    # An empty object has no range.
-                    if not _is_range_refused(error):
-                        raise
-                    head, meta = b"", self._obstore.head(self._bucket, _name_of(key))
+            head, meta = self._get_head(key)
         except AbsentError:
             self.metrics.miss(MISS_ABSENT)
             return None
@@ -133,13 +141,13 @@ class ObjectStore(RemoteStore):
             self.metrics.miss(MISS_UNREADABLE)
             raise
         self.metrics.hit()
-        return ObjectRecord(self, key, meta["size"], meta["e_tag"], head[: meta["size"]])
+        return ObjectRecord(self, key, head, meta)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
         try:
-            with self._errors("read"):
-                self._obstore.head(self._bucket, _name_of(key))
+            with self._bucket.errors("read"):
+                self._bucket.obstore.head(self._bucket.client, _name_of(key))
         except AbsentError:
             return False
         return True
@@ -148,16 +156,16 @@ class ObjectStore(RemoteStore):
         """Remove a record and return whether there was one. Further reads of it are refused."""
         if not self.contains(key):
             return False
-        with contextlib.suppress(AbsentError), self._errors("delete from"):
-            self._obstore.delete(self._bucket, _name_of(key))
+        with contextlib.suppress(AbsentError), self._bucket.errors("delete from"):
+            self._bucket.obstore.delete(self._bucket.client, _name_of(key))
         return True
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""
-        with self._errors("list"):
-            pages = iter(self._obstore.list(self._bucket))
+        with self._bucket.errors("list"):
+            pages = iter(self._bucket.obstore.list(self._bucket.client))
         while True:
-            with self._errors("list"):
+            with self._bucket.errors("list"):
                 page = next(pages, None)
             if page is None:
                 return
@@ -169,25 +177,74 @@ class ObjectStore(RemoteStore):
     def close(self) -> None:
         """Do nothing: the library owns the connections."""
 
-    def read_range(self, key: ChunkKey, first: int, end: int, tag: str | None) -> bytes:
-        """Return a range of the object if it still has `tag`. Raises StoreError."""
-        options: dict[str, Any] = {"range": (first, end)}
-        if tag is not None:
-            options["if_match"] = tag
+    def read_range(
+        self,
+        key: ChunkKey,
+        first: int,
+        buffer: memoryview,
+        meta: Mapping[str, Any],
+        is_over: Callable[[], bool],
+    ) -> int:
+        """Fill `buffer` piece by piece until `is_over`; return how many bytes came.
+
+        Parameters
+        ----------
+        key, first
+            The record, and the first byte to read.
+        meta
+            What the server said of the object when it was opened: another one is refused.
+
+        Raises
+        ------
+        StoreError
+            When the object cannot be read, or is not the one that was opened.
+        """
+        num_read = 0
+        options = {"range": (first, first + buffer.nbytes), **_unchanged_since(meta)}
         try:
-            with self._errors("read"):
-                return self._get(key, options)[0]
+            with self._bucket.errors("read"):
+                answer = self._bucket.obstore.get(
+                    self._bucket.client, _name_of(key), options=options
+                )
+                if answer.meta["e_tag"] != meta["e_tag"]:  # a server that ignores conditions
+                    raise AbsentError("another tag")
+                # The connection ends with the stream, which nothing holds after this function.
+                for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                    if is_over():
+                        break
+                    found = memoryview(piece)[: buffer.nbytes - num_read]
+                    buffer[num_read : num_read + found.nbytes] = found
+                    num_read += found.nbytes
         except AbsentError as error:
             raise StoreError(
                 f"cannot read record {key} in {self.url}: it was deleted or replaced since it was "
                 "opened; open it again"
             ) from error
+        return num_read
 
     # -- private -----------------------------------------------------------------------------
 
-    def _get(self, key: ChunkKey, options: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        answer = self._obstore.get(self._bucket, _name_of(key), options=options)
-        return answer.bytes().to_bytes(), answer.meta
+    def _get_head(self, key: ChunkKey) -> tuple[bytes, Mapping[str, Any]]:
+        """Return an object's first bytes and what the server says about it."""
+        with self._bucket.errors("read"):
+            name, client = _name_of(key), self._bucket.client
+            try:
+                answer = self._bucket.obstore.get(client, name, options={"range": (0, _HEAD_BYTES)})
+                return answer.bytes().to_bytes(), answer.meta
+            except self._bucket.errors_of.BaseError as error:
+                # An empty object has no range.
+                if not _is_range_refused(error):
+                    raise
+                return b"", self._bucket.obstore.head(client, name)
+
+
+def _unchanged_since(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the condition that an object is the one that `meta` describes."""
+    tag = meta["e_tag"]
+    # A weak tag never matches (RFC 9110 section 13.1.1); some web servers send none.
+    if tag and not tag.startswith("W/"):
+        return {"if_match": tag}
+    return {"if_unmodified_since": meta["last_modified"]}
 
 
 def _is_range_refused(error: Exception) -> bool:

@@ -18,7 +18,6 @@ from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.remote import Options, RemoteStore, file_path
-from kvrag.store.segments import SEGMENT_BYTES
 from kvrag.store.tiered import TieredStore
 
 REMOTE: Table[type[RemoteStore]] = Table(
@@ -39,7 +38,7 @@ REMOTE: Table[type[RemoteStore]] = Table(
 
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
-    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT, mooncake://HOST:PORT or "
+    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST/PATH, mooncake://HOST:PORT or "
     "tiered:URL|URL"
 )
 # An option that names a key, in a place where it would be part of a folder's or a prefix's name.
@@ -55,8 +54,8 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         ``file:PATH`` (or ``file:///PATH``) for a folder, ``memory:`` for a new, empty store
         in this process; ``redis://``, ``rediss://`` and ``unix://`` for Redis, with options
         ``?prefix=NAME&timeout=SECONDS``; ``s3://``, ``gs://`` and ``az://`` for a bucket, with
-        ``?endpoint=URL&region=NAME&timeout=SECONDS``; ``http://`` and ``https://`` for a server
-        of ``kvrag serve-kv``, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``; ``mooncake://``
+        ``?endpoint=URL&region=NAME&timeout=SECONDS``; ``http://`` and ``https://`` for a web
+        server, which is only read, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``; ``mooncake://``
         for a Mooncake master, with ``?segment=BYTES&host=NAME&protocol=rdma&metrics_port=PORT``.
 
         Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which the least recently used
@@ -93,7 +92,7 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
                 f"{folder}: '?' begins the options of a URL, so no URL can name this folder; use "
                 "another one"
             )
-        return _wrap(FileStore(folder, segment_bytes=_segment_bytes(common)), common)
+        return _wrap(FileStore(folder), common)
     kind = store_class(scheme)
     own, common = _parse(url, kind.options)
     # The wrappers write the options that all stores have into the URL.
@@ -153,18 +152,6 @@ def check_kind(url: str) -> None:
         raise ParameterError(f"{_EXPECTED}; found {arguments.shown(without_password(url))}")
 
 
-def missing_folders(url: str) -> list[Path]:
-    """Return the folders of a URL's ``file:`` stores that do not exist."""
-    check_kind(url)
-    scheme, _, rest = url.partition(":")
-    if scheme == "tiered":
-        return [folder for one in rest.split("|") for folder in missing_folders(one)]
-    if scheme != "file":
-        return []
-    folder = _folder_of(url.partition("?")[0])
-    return [] if folder.is_dir() else [folder]
-
-
 def _folder_of(place: str) -> Path:
     """Return the folder in ``file:PATH`` or ``file:///PATH``. Raises ParameterError."""
     path = place.partition(":")[2]
@@ -207,13 +194,6 @@ def _wrap(store: Store, options: dict[str, Any]) -> Store:
     if "limit" in options:
         store = LimitedStore(store, options["limit"])
     return store
-
-
-def _segment_bytes(options: dict[str, Any]) -> int | None:
-    """Return a segment size so small that reclaiming room keeps a folder near its limit."""
-    if "limit" not in options:
-        return None
-    return int(min(max(options["limit"] // 16, 1 << 20), SEGMENT_BYTES))
 
 
 def _parse(url: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -36,8 +36,8 @@ class RemoteStore(CountedStore, ABC):
     themselves.
 
     `kvrag.store.capabilities` reserves these names, and `open_store` refuses other uses of them:
-    ``admits``, ``check_writable``, ``damage``, ``derive``, ``flush``, ``is_in_memory``,
-    ``limit_bytes``, ``mend``, ``path``, ``pin``, ``tier_of``, ``tiers``, ``unpin``.
+    ``admits``, ``check_writable``, ``derive``, ``flush``, ``is_in_memory``, ``limit_bytes``,
+    ``path``, ``pin``, ``tier_of``, ``tiers``, ``unpin``.
 
     Parameters
     ----------

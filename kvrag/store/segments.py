@@ -1,278 +1,246 @@
-"""Segment files: many records one after another, each written once and never moved in place."""
+"""Records that kvrag 0.2 packed into segments; they are read, and unpacked into a file each.
+
+`docs/format.md` describes both files: ``records.sqlite`` says which record is where in
+``segments/00000001.seg``. Nothing is packed any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import stat
+import logging
+import sqlite3
 import threading
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import check_range
-from kvrag.store.files import ABSENT, READ_FLAGS, entries, make_folder, store_error, sync_folder
-from kvrag.store.metrics import StoreMetrics
+from kvrag.errors import StoreError, StoreUnreachableError
+from kvrag.regularfile import other_kind
+from kvrag.sqlitefile import FileStamp, connect, file_stamp, is_damage
+from kvrag.store.files import ABSENT, refusal_of, store_error
 
+FILE_NAME = "records.sqlite"
 FOLDER_NAME = "segments"
-ALIGNMENT_BYTES = 64
-# Records are appended to a segment until it has this many bytes.
-SEGMENT_BYTES = 256 << 20
 
-_MAGIC = b"\x89KVSEG\r\n\x01".ljust(ALIGNMENT_BYTES, b"\0")
-_NAME = re.compile(r"([0-9]{8,12})\.seg")
-# Opening a pipe must not wait for its reader.
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_APPLICATION_ID = 0x6B765253  # "kvRS"
+_SCHEMA_VERSION = 1
+_PAGE = 10_000
+# Which rows say where a record is. SQLite keeps any value in any column.
+_IS_PLACE = (
+    "(typeof(key) = 'blob' AND length(key) = 20 AND typeof(segment) = 'integer' "
+    "AND typeof(offset) = 'integer' AND typeof(size) = 'integer' AND size BETWEEN 0 AND 1 << 48)"
+)
+
+logger = logging.getLogger("kvrag")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A record's place: bytes `offset` to `offset + size_bytes` of a segment."""
+class Place(NamedTuple):
+    """Where a record is."""
 
-    segment: int
+    path: Path
     offset: int
     size_bytes: int
 
-    @property
-    def end(self) -> int:
-        """First byte after the record."""
-        return -(-(self.offset + self.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
+class Segments:
+    """The packed records of a store's folder. Safe to use from several threads and processes.
 
-class OpenFile:
-    """A file open for reading, shared by its readers and closed by the last of them.
-
-    Reads use `os.preadv`, not a memory mapping. A copy costs the same (`kvrag bench store`), but
-    when the file is cut short or the disk has a defect, the system kills a process that touches the
-    mapping, while `os.preadv` returns an error.
-    """
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = _Descriptor(descriptor)
-
-    def require(self, key: ChunkKey, offset: int, size_bytes: int) -> None:
-        """Raise unless the file has `size_bytes` bytes at `offset`; this allocates nothing.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses.
-        RecordError
-            When the file is shorter.
-        """
-        try:
-            found = os.fstat(self._descriptor.number).st_size
-        except OSError as error:
-            raise store_error("read", self.path, error) from error
-        if not 0 <= offset <= offset + size_bytes <= found:
-            raise RecordError(
-                f"record {key}: expected {size_bytes} bytes from {offset} on in {self.path}, found "
-                f"its end at {found}; the file was cut short: ingest the document again"
-            )
-
-    def read_into(self, key: ChunkKey, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with a record's bytes starting at `offset` of the file.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses.
-        RecordError
-            When the file ends before the buffer is full.
-        """
-        while buffer.nbytes:
-            try:
-                count = os.preadv(self._descriptor.number, [buffer], offset)
-            except OSError as error:
-                raise store_error("read", self.path, error) from error
-            if count == 0:
-                raise RecordError(
-                    f"record {key}: expected {buffer.nbytes} bytes more in {self.path}, found its "
-                    f"end at {offset}; the file was cut short: ingest the document again"
-                )
-            offset += count
-            buffer = buffer[count:]
-
-
-class _Descriptor:
-    """Closes a file descriptor when its last reference goes.
-
-    Separate from `OpenFile`, since weak references to an object still find it during finalisation.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self.number)
-
-
-class FileRecord:
-    """An opened record of a `FileStore`, read at any offset by any thread.
-
-    `close` closes it, or the end of its last reference.
-    """
-
-    def __init__(
-        self, key: ChunkKey, file: OpenFile, offset: int, size_bytes: int, metrics: StoreMetrics
-    ) -> None:
-        self._key = key
-        self._file: OpenFile | None = file
-        self._path = file.path
-        self._offset = offset
-        self._size_bytes = size_bytes
-        self._metrics = metrics
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record."""
-        return self._size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` starting at `offset`.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses, or the record was closed.
-        RecordError
-            When the record ends before the buffer is full.
-        """
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        file = self._file  # this reference keeps it open even if another thread closes the record
-        if file is None:
-            raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
-        with self._metrics.timing():
-            file.read_into(self._key, self._offset + offset, buffer)
-        self._metrics.read(buffer.nbytes)
-
-    def close(self) -> None:
-        """Release the file."""
-        self._file = None
-
-
-class SegmentFiles:
-    """A folder's segments. Writers hold the index's write transaction.
+    A ``records.sqlite`` that cannot be read names no record: those are computed again.
 
     Parameters
     ----------
     folder
-        The folder, created with the first segment.
+        The store's folder.
+
+    Raises
+    ------
+    StoreError
+        When a later version of kvrag wrote the file.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: weakref.WeakValueDictionary[int, OpenFile] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._index = folder / FILE_NAME
+        self._files = folder / FOLDER_NAME
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._seen: tuple[int | None, FileStamp | None] = None, None
+        self._is_damaged = False
+        self._rows("SELECT 1 FROM records LIMIT 1")
 
-    def path_of(self, segment: int) -> Path:
-        """Return the path of a segment's file."""
-        return self.folder / f"{segment:08d}.seg"
+    def find(self, key: ChunkKey) -> Place | None:
+        """Return where the record of `key` is, or None if no sound row says it."""
+        rows = self._rows(
+            f"SELECT segment, offset, size FROM records WHERE key = ? AND {_IS_PLACE}",
+            [bytes.fromhex(key.digest)],
+        )
+        for segment, offset, size_bytes in rows:
+            return Place(self._files / f"{segment:08d}.seg", offset, size_bytes)
+        return None
 
-    def open(self, segment: int) -> OpenFile | None:
-        """Return a segment open for reading, or None if it is gone. Raises StoreError."""
-        with self._lock:
-            found = self._open.get(segment)
-            if found is None:
-                path = self.path_of(segment)
-                if self.length(segment) is None:
-                    return None
-                try:
-                    found = OpenFile(path, os.open(path, READ_FLAGS))
-                except OSError as error:
-                    if error.errno in ABSENT:
-                        return None
-                    raise store_error("open", path, error) from error
-                self._open[segment] = found
-            return found
-
-    def length(self, segment: int) -> int | None:
-        """Return a segment's length in bytes; None if it is gone or no file. Raises StoreError."""
-        path = self.path_of(segment)
+    def contains(self, key: ChunkKey) -> bool:
+        """Return whether the record of `key` is in a segment's file."""
+        place = self.find(key)
+        if place is None:
+            return False
         try:
-            status = path.lstat()
+            end = place.path.lstat().st_size
         except OSError as error:
             if error.errno in ABSENT:
-                return None
-            raise store_error("look for", path, error) from error
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+                return False
+            raise store_error("look for", place.path, error) from error
+        return 0 <= place.offset <= place.offset + place.size_bytes <= end
 
-    def append(self, segment: int, end: int, records: list[bytes]) -> list[Place]:
-        """Write records at byte `end` of a segment, and flush them to the medium.
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and sizes."""
+        last = b""
+        while rows := self._rows(
+            f"SELECT key, size FROM records WHERE key > ? AND {_IS_PLACE} ORDER BY key LIMIT ?",
+            [last, _PAGE],
+        ):
+            for key, size in rows:
+                yield ChunkKey(key.hex()), size
+            last = rows[-1][0]
+
+    def forget(self, key: ChunkKey) -> bool:
+        """Remove a record and return whether there was one; `unpack` gives its room back."""
+        row = [bytes.fromhex(key.digest)]
+        return bool(self._rows("SELECT 1 FROM records WHERE key = ?", row)) and bool(
+            self._rows("DELETE FROM records WHERE key = ? RETURNING 1", row, "delete from")
+        )
+
+    def unpack(self, write: Callable[[ChunkKey], None]) -> None:
+        """Unpack all records, and remove the segments and ``records.sqlite``.
 
         Parameters
         ----------
-        segment
-            The segment's number. The segment is created if `end` is 0.
-        end
-            Bytes in use. Whatever follows them is garbage and is overwritten.
+        write
+            Gives the record of a key its own file, durably.
 
         Raises
         ------
         StoreError
-            When the medium refuses; the segment is then unchanged.
+            When the medium refuses; no record is lost.
         """
-        path = self.path_of(segment)
-        try:
-            if end == 0:
-                make_folder(self.folder)
-            descriptor = os.open(path, _WRITE_FLAGS, 0o666)
+        for number in [row[0] for row in self._rows("SELECT DISTINCT segment FROM records")]:
+            # A writer of 0.2 waits meanwhile, and so does another process that unpacks.
+            with self._writing():
+                rows = self._rows(
+                    f"SELECT key FROM records WHERE segment = ? AND {_IS_PLACE}", [number]
+                )
+                for (key,) in rows:
+                    write(ChunkKey(key.hex()))
+                self._rows("DELETE FROM records WHERE segment = ?", [number])
+        with self._lock:
+            is_done = not self._rows("SELECT 1 FROM records LIMIT 1")
+            self.close()
+            if is_done:
+                self._remove()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    # -- private -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold SQLite's write transaction; what the block did not finish is undone."""
+        with self._lock:
+            self._rows("BEGIN IMMEDIATE", action="write")
             try:
-                places = _write_all(descriptor, segment, end, records)
-                os.fsync(descriptor)
-            except BaseException:
-                with contextlib.suppress(OSError):  # reclaim the room of half a record
-                    os.ftruncate(descriptor, end)
-                    if end == 0:
-                        path.unlink(missing_ok=True)
-                raise
+                yield
+                self._rows("COMMIT", action="write")
             finally:
-                os.close(descriptor)
-            if end == 0:
-                sync_folder(self.folder)
-        except OSError as error:
-            raise store_error("write", path, error) from error
-        return places
+                if self._connection is not None and self._connection.in_transaction:
+                    with contextlib.suppress(sqlite3.Error):
+                        self._connection.execute("ROLLBACK")
 
-    def remove(self, segment: int) -> None:
-        """Remove a segment's file; its readers keep it. Raises StoreError."""
-        path = self.path_of(segment)
+    def _remove(self) -> None:
+        """Remove files that name no record any more, or none that can be read."""
+        for path in [*self._index.parent.glob(f"{FILE_NAME}*"), *self._files.glob("*.seg")]:
+            try:
+                if path == self._index and self._is_damaged:
+                    path.rename(path.with_name(f"{FILE_NAME}.damaged"))
+                elif path.suffix != ".damaged" and path.is_file():
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                raise store_error("remove", path, error) from error
+        with contextlib.suppress(OSError):  # there is none, or other files are in it
+            self._files.rmdir()
+
+    def _rows(
+        self, statement: str, values: Sequence[Any] = (), action: str = "read"
+    ) -> list[tuple[Any, ...]]:
+        """Return rows; none, and a note of the damage, if they cannot be read."""
+        with self._lock:
+            try:
+                connection = self._open()
+                return (
+                    [] if connection is None else connection.execute(statement, values).fetchall()
+                )
+            except (sqlite3.Error, OSError) as error:
+                text = str(error)
+                if is_damage(error):
+                    self._note(text)
+                    return []
+                if "locked" in text:
+                    raise StoreUnreachableError(
+                        f"cannot {action} {self._index}: another process has been writing for 30 "
+                        "seconds; try again when it has finished"
+                    ) from error
+                refused = (
+                    error if isinstance(error, OSError) else refusal_of(self._index.parent, text)
+                )
+                raise store_error(action, self._index, refused) from error
+
+    def _open(self) -> sqlite3.Connection | None:
+        """Return a connection to the file that is there now; None if there is none."""
         try:
-            path.unlink(missing_ok=True)
+            status = self._index.stat()
         except OSError as error:
-            raise store_error("remove", path, error) from error
+            if error.errno not in ABSENT:
+                raise
+            self.close()
+            return None
+        inode, stamp = self._seen
+        if inode != status.st_ino or (stamp is not None and stamp != file_stamp(self._index)):
+            self.close()
+        if self._connection is None:
+            if kind := other_kind(status.st_mode):
+                raise sqlite3.DatabaseError(f"file is not a database but {kind}")
+            connection, stamp = connect(self._index)
+            try:
+                self._check(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection, self._seen = connection, (status.st_ino, stamp)
+        return self._connection
 
-    def numbers(self) -> Iterator[int]:
-        """Iterate over the numbers that are taken, by files or by anything else of such a name."""
-        for entry in entries(self.folder):
-            if match := _NAME.fullmatch(entry.name):
-                yield int(match[1])
+    def _check(self, connection: sqlite3.Connection) -> None:
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if application == _APPLICATION_ID and version > _SCHEMA_VERSION:
+            raise StoreError(
+                f"{self._index} is not this version's index of records: expected schema "
+                f"{_SCHEMA_VERSION}, found schema {version}; use the kvrag that wrote it, or "
+                "another folder"
+            )
+        if (application, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
+            raise sqlite3.DatabaseError(
+                f"file is not a database of records: application {application:#x} schema {version}"
+            )
 
-
-def _write_all(descriptor: int, segment: int, end: int, records: list[bytes]) -> list[Place]:
-    if end == 0:
-        _write_at(descriptor, 0, _MAGIC)
-        end = len(_MAGIC)
-    places = []
-    for record in records:
-        place = Place(segment, end, len(record))
-        _write_at(descriptor, end, record)
-        places.append(place)
-        end = place.end
-    # Aligned up to the last byte, so that no record's read ever reaches the end of the file.
-    os.ftruncate(descriptor, end)
-    return places
-
-
-def _write_at(descriptor: int, offset: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest.nbytes:
-        count = os.pwrite(descriptor, rest, offset)
-        offset += count
-        rest = rest[count:]
+    def _note(self, text: str) -> None:
+        if not self._is_damaged:
+            self._is_damaged = True
+            logger.warning(
+                "%s is damaged (%s): the records that it named are computed again when they are "
+                "needed, or by 'kvrag verify --repair'",
+                self._index,
+                text,
+            )

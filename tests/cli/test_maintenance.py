@@ -47,7 +47,7 @@ def test_verify_of_a_sound_index(run: Run, index_folder: Path) -> None:
 
 
 def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
-    segment = next((index_folder / "kv").rglob("*.seg"))
+    segment = next((index_folder / "kv").rglob("*.kv"))
     content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
     segment.chmod(0o600)
@@ -131,7 +131,7 @@ def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:
     common = ("--index", folder, "--embedding", "hashing", "--store")
     done = run("ingest", documents, *common, f"file:{place}")
     assert done.code == 0, done.err
-    assert list(place.rglob("*.seg"))
+    assert list(place.rglob("*.kv"))
     assert not (folder / "kv").exists()
     again = run("ingest", documents, "--index", folder, "--store", f"file:{near}")
     assert again.code == 1
@@ -141,7 +141,7 @@ def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:
     asked = run("query", "Who keeps it?", "--index", folder, "--store", tiers, "--json")
     assert asked.code == 0, asked.err
     assert asked.json["report"]["misses"] == {}
-    assert list(near.rglob("*.seg"))
+    assert list(near.rglob("*.kv"))
     refused = run("query", "Who?", "--index", folder, "--store", "ftp://somewhere")
     assert refused.code == 1
     assert refused.err.startswith("error: a store is file:PATH")

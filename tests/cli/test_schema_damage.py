@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.support.folders import pack_all
 
 QUESTION = "Who keeps the harbour ledger?"
 
@@ -69,6 +70,7 @@ def test_a_new_ingestion_alone_heals_the_catalog(run: Run, index: Path, document
 
 
 def test_the_table_of_records_is_made_anew(run: Run, index: Path) -> None:
+    pack_all(index / "kv")  # as 0.2 wrote it
     spoil_schema(index / "kv" / "records.sqlite")
     asked = run("query", "--index", index, QUESTION, "--max-tokens", 2)
     assert asked.code == 0, asked.err

@@ -168,13 +168,6 @@ class TestWhatWins:
             "context": "",
         }
 
-    def test_what_serves_yields_to_what_was_asked_for(
-        self, run: Run, folder: Path, index_folder: Path
-    ) -> None:
-        path = write(folder, 'index = "index"\n')
-        said = refused(run("serve-kv", "--config", path, "--store", f"file:{folder / 'gone'}"))
-        assert "there is no folder" in said
-
 
 class TestNothingIsPassedOver:
     @pytest.mark.parametrize(
@@ -350,9 +343,6 @@ class TestAFileNobodyNamed:
             "[choose-store]\nmove = true",
             '[serve]\nhost = "0.0.0.0"',
             '[serve]\nartefacts = "http://evil.example"',
-            '[serve-kv]\nhost = "0.0.0.0"',
-            "[serve-kv]\nwritable = true",
-            '[serve-kv]\ntoken-file = "/home/other/token"',
         ],
     )
     def test_names_no_place_no_code_and_lifts_no_guard(

@@ -130,30 +130,12 @@ def test_index_json_with_long_values(run: Run, index_folder: Path, field: str) -
     assert len(message(run, "ls", "-i", index_folder)) < 1000
 
 
-def test_serve_kv_of_a_folder_that_does_not_exist(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "records").mkdir()
-    typo = tmp_path / "recrods"
-    for url in (f"file:{typo}", f"file://{typo}?limit=1GB", f"tiered:memory:|file:{typo}"):
-        said = message(run, "serve-kv", "--store", url)
-        assert f"there is no folder {typo}" in said
-        assert "is it 'records'" in said
-        assert not typo.exists()
-    both = message(run, "serve-kv", "--store", f"file:{tmp_path}", "--index", tmp_path)
-    assert "leave one out" in both
-
-
-def test_serve_kv_of_what_is_no_folder(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "doc.md").write_text("text")
-    (tmp_path / "loop").symlink_to("loop")
-    for name, said in (
-        ("doc.md", "expected a folder of records, found another kind of file"),
-        ("loop", "expected no links that lead in a circle"),
-        ("a" * 300, "expected a shorter name"),
-        ("?key_file=", "key_file: expected a file, found an empty path"),
-    ):
-        assert said in message(run, "serve-kv", "--store", f"file:{tmp_path / name}")
-    url = f"file:{tmp_path / 'doc.md' / 'kv'}"
-    assert "a file is where a folder" in message(run, "serve-kv", "--store", url, "--writable")
+def test_a_command_of_version_0_2_says_what_replaces_it(run: Run) -> None:
+    for arguments in ([], ["--help"], ["--index", "x", "--port", "8650", "--writable"]):
+        done = run("serve-kv", *arguments)
+        assert done.code == 2
+        assert done.err.startswith("error: 'kvrag serve-kv' is gone: let a web server")
+    assert "serve-kv" not in run("--help").out
 
 
 @pytest.mark.parametrize("command", ["ls", "gc", "query"])

@@ -20,11 +20,11 @@ from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.streaming import ChunkStream, StreamEstimates, Streaming, StreamItem
 from kvrag.store.base import Store, StoredRecord
-from kvrag.store.memory import MemoryStore
+from kvrag.store.file import FileStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
 from kvrag_bench.shapes import random_model, random_text
-from tests.support.kv_server import KVServer
 from tests.support.proxy import FaultyProxy
+from tests.support.web_server import WebServer
 
 NUM_CHUNKS = 4
 NUM_PLANES = 5
@@ -53,9 +53,9 @@ def prompt(folder: Index) -> str:
 
 
 @pytest.fixture
-def behind(folder: Index) -> MemoryStore:
+def behind(folder: Index, tmp_path: Path) -> FileStore:
     """What the server serves: a copy that tests may harm."""
-    store = MemoryStore()
+    store = FileStore(tmp_path / "served")
     for key in folder.store.keys():  # noqa: SIM118 (a store is no mapping)
         record = folder.store.open(key)
         assert record is not None
@@ -64,13 +64,14 @@ def behind(folder: Index) -> MemoryStore:
 
 
 @pytest.fixture
-def server(behind: MemoryStore) -> Iterator[KVServer]:
-    with KVServer(behind) as server:
+def server(behind: FileStore) -> Iterator[WebServer]:
+    with WebServer(behind.path) as server:
         yield server
 
 
 @pytest.fixture
-def index(folder: Index, server: KVServer) -> Iterator[Index]:
+def index(folder: Index, server: WebServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    monkeypatch.setattr("kvrag.store.objects._HEAD_BYTES", 4096)  # these records are small
     with Index.open(folder.path, model=folder.model, store=f"{server.url}?timeout=2") as index:
         yield index
 
@@ -166,7 +167,7 @@ def check_right(engine: KVEngine, prompt: str, plain: torch.Tensor, ttft: float)
 
 @pytest.mark.parametrize("num_reads", [0, 1, 3])
 def test_a_server_that_is_killed_in_mid_stream(
-    index: Index, server: KVServer, prompt: str, plain: torch.Tensor, num_reads: int
+    index: Index, server: WebServer, prompt: str, plain: torch.Tensor, num_reads: int
 ) -> None:
     def before(number: int) -> None:
         if number == num_reads:
@@ -199,10 +200,9 @@ def test_a_server_that_ends_while_chunks_are_refined(
 
 
 def test_a_record_that_is_replaced_in_between(
-    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+    index: Index, behind: FileStore, prompt: str, plain: torch.Tensor
 ) -> None:
     """Never mixed: the rest of a record that is another one now is a miss."""
-    http = index.store
 
     def before(number: int) -> None:
         if number == 0:
@@ -212,15 +212,14 @@ def test_a_record_that_is_replaced_in_between(
                 content = bytearray(read_whole(record))
                 content[40:64] = content[40:64][::-1]  # another header, of the same length
                 behind.replace(key, bytes(content))
-            http.close()  # the connection would go on with what it has open
 
-    index.store = Failing(http, before)
+    index.store = Failing(index.store, before)
     report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
     assert report.misses[MISS_UNREADABLE] >= NUM_CHUNKS - 1
 
 
 def test_a_record_that_is_deleted_before(
-    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+    index: Index, behind: FileStore, prompt: str, plain: torch.Tensor
 ) -> None:
     (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("0"))
     behind.delete(index.key_of(chunk))
@@ -228,7 +227,7 @@ def test_a_record_that_is_deleted_before(
     assert report.misses == {MISS_ABSENT: 1}
 
 
-def damage(store: MemoryStore, plane: int) -> None:
+def damage(store: FileStore, plane: int) -> None:
     """Change a byte in a plane of every record."""
     for key in list(store.keys()):
         record = store.open(key)
@@ -240,7 +239,7 @@ def damage(store: MemoryStore, plane: int) -> None:
 
 
 def test_a_damaged_plane_leaves_the_coarser_ones(
-    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+    index: Index, behind: FileStore, prompt: str, plain: torch.Tensor
 ) -> None:
     damage(behind, NUM_PLANES - 1)
     report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
@@ -250,7 +249,7 @@ def test_a_damaged_plane_leaves_the_coarser_ones(
 
 
 def test_a_damaged_beginning_is_a_miss(
-    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+    index: Index, behind: FileStore, prompt: str, plain: torch.Tensor
 ) -> None:
     damage(behind, 0)
     report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
@@ -259,10 +258,10 @@ def test_a_damaged_beginning_is_a_miss(
 
 @pytest.mark.parametrize("mode", ["dead", "half-closed", "wrong", "silent"])
 def test_a_bad_line(
-    folder: Index, server: KVServer, prompt: str, plain: torch.Tensor, mode: str
+    folder: Index, server: WebServer, prompt: str, plain: torch.Tensor, mode: str
 ) -> None:
     with FaultyProxy(server.port) as proxy:
-        url = f"http://127.0.0.1:{proxy.port}?timeout=0.3"
+        url = f"http://127.0.0.1:{proxy.port}/kv?timeout=0.3"
         with Index.open(folder.path, model=folder.model, store=url) as index:
             engine = KVEngine(index, **FULL)
             proxy.mode = mode

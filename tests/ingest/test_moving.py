@@ -12,7 +12,6 @@ from kvrag.ingest.index import Index
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from tests.ingest.conftest import stored_bytes
-from tests.support.kv_server import KVServer
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def test_records_go_to_another_folder_and_back(filled: Index, tmp_path: Path) ->
     assert seen == [(number, len(before)) for number in range(len(before))]
     assert stored_bytes(filled) == before
     assert list(FileStore(filled.path / "kv").keys()) == []
-    assert list((filled.path / "kv").rglob("*.seg")) == []
+    assert list((filled.path / "kv").rglob("*.kv")) == []
     assert filled.config.store
 
     again = Index.open(filled.path, model=filled.model)
@@ -103,7 +102,7 @@ def test_into_tiers(filled: Index, tmp_path: Path) -> None:
     filled.close()
 
 
-@pytest.mark.parametrize("way", ["link", "server", "tiers"])
+@pytest.mark.parametrize("way", ["link", "tiers"])
 def test_the_same_folder_by_another_name_loses_nothing(
     filled: Index, tmp_path: Path, way: str
 ) -> None:
@@ -111,14 +110,13 @@ def test_the_same_folder_by_another_name_loses_nothing(
     own = filled.path / "kv"
     link = tmp_path / "link"
     link.symlink_to(own)
-    with KVServer(FileStore(own), is_writable=True) as server:
-        url = {"link": f"file:{link}", "server": server.url, "tiers": f"tiered:memory:|file:{own}"}
-        report = filled.upkeep.move(url[way])
-        assert report.num_present == len(before)
-        assert report.num_removed == 0
-        assert stored_bytes(filled) == before
-        assert set(stored_bytes_of(own)) == set(before)
-        filled.close()
+    url = {"link": f"file:{link}", "tiers": f"tiered:memory:|file:{own}"}
+    report = filled.upkeep.move(url[way])
+    assert report.num_present == len(before)
+    assert report.num_removed == 0
+    assert stored_bytes(filled) == before
+    assert set(stored_bytes_of(own)) == set(before)
+    filled.close()
 
 
 def stored_bytes_of(folder: Path) -> list[str]:

@@ -194,7 +194,7 @@ def test_a_tenants_key(filled: Callable[..., Index], tmp_path: Path, model: KVMo
     expected = answers(index)
     assert expected[1] == {}
     index.close()
-    for path in (tmp_path / "kv").rglob("*.seg"):
+    for path in (tmp_path / "kv").rglob("*.kv"):
         assert b"KVRAG" not in path.read_bytes()
     with Index.open(index.path, model=model) as again:  # where the key is has been recorded
         assert answers(again) == expected

@@ -6,7 +6,6 @@ error of kvrag's own, and normal service once the line is good again, without a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +17,11 @@ from kvrag.codec.container import write_record
 from kvrag.errors import RecordError, StoreError
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store
-from kvrag.store.http_protocol import TOKEN_VARIABLE
-from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.wrapper import read_whole
 from kvrag.testing.codec_contract import spec_of
 from kvrag.testing.records import key_number
 from tests.store.test_objects import credentials  # noqa: F401 (a fixture)
-from tests.support.kv_server import TOKEN, KVServer
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import RedisServer, S3Server
 from tests.support.waiting import wait_until
@@ -54,27 +50,9 @@ def s3_proxy(s3_server: S3Server, credentials: None) -> Iterator[FaultyProxy]:  
         yield proxy
 
 
-@pytest.fixture
-def http_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    with KVServer(MemoryStore(), is_writable=True) as server, FaultyProxy(server.port) as proxy:
-        yield proxy
-
-
 @pytest.fixture(params=["redis", "s3"])
 def line(request: pytest.FixtureRequest) -> tuple[FaultyProxy, str]:
-    return line_of(request)
-
-
-@pytest.fixture(params=["redis", "s3", "http"])
-def upload_line(request: pytest.FixtureRequest) -> tuple[FaultyProxy, str]:
-    return line_of(request)
-
-
-def line_of(request: pytest.FixtureRequest) -> tuple[FaultyProxy, str]:
     proxy = request.getfixturevalue(f"{request.param}_proxy")
-    if request.param == "http":
-        return proxy, f"http://127.0.0.1:{proxy.port}?timeout=0.5"
     if request.param == "redis":
         return proxy, f"redis://127.0.0.1:{proxy.port}/0?prefix=faults&timeout=0.5"
     endpoint = f"http://127.0.0.1:{proxy.port}"
@@ -107,7 +85,6 @@ def test_a_bad_line(line: tuple[FaultyProxy, str], mode: str) -> None:
     store = open_store(url)
     store.replace(KEY, record_of(KEY))
     proxy.mode = mode
-    started = time.monotonic()
     outcomes = []
     num_reads = 2 if mode == "throttled" else 5
     for _ in range(num_reads):
@@ -119,27 +96,22 @@ def test_a_bad_line(line: tuple[FaultyProxy, str], mode: str) -> None:
             outcomes.append("right")
         except (StoreError, RecordError) as error:
             outcomes.append(type(error).__name__)
-    seconds = time.monotonic() - started
     if mode == "throttled":
         assert outcomes == ["right"] * 2  # 1.6 MB at 1 MB/s: slow, and yet no reason to give up
-        assert seconds > 0.8
     else:
         assert "right" not in outcomes
-        assert seconds < 8  # the breaker spares all but the first the wait
     proxy.mode = "good"
     proxy.cut()
     wait_until_read(store, KEY, record_of(KEY))
     store.close()
 
 
-def test_an_upload_longer_than_the_timeout(upload_line: tuple[FaultyProxy, str]) -> None:
-    proxy, url = upload_line
+def test_an_upload_longer_than_the_timeout(line: tuple[FaultyProxy, str]) -> None:
+    proxy, url = line
     store = open_store(url)
     proxy.mode = "narrow"
     record = record_of(KEY, 400_000)
-    started = time.monotonic()
-    store.replace(KEY, record)
-    assert time.monotonic() - started > 1.0  # 3.2 MB at 2 MB/s
+    store.replace(KEY, record)  # 3.2 MB at 2 MB/s take three times as long
     proxy.mode = "good"
     assert read(store, KEY) == record
     store.close()

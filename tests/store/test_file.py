@@ -4,12 +4,10 @@ import contextlib
 import errno
 import gc
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
-from tests.support.folders import files_under, loose_path, segment_path
+from tests.support.folders import file_path, files_under
 
 KEY = key_number(0)
 
@@ -36,23 +34,6 @@ class TestFileStore(StoreContract):
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
         folders.plant(folder_of(store), key, record)
-
-    def peek(self, store: Store, key: ChunkKey) -> bytes:
-        return folders.peek(folder_of(store), key)
-
-
-class TestLooseRecords(StoreContract):
-    """Records as they were written before there were segments."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return FileStore(tmp_path / "records")
-
-    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        store.delete(key)
-        path = loose_path(folder_of(store), key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(record)
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
         return folders.peek(folder_of(store), key)
@@ -93,7 +74,7 @@ def test_another_store_on_the_folder_sees_the_records(store: FileStore, folder: 
 
 def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
     store.put(KEY, b"record")
-    shard = loose_path(folder, KEY).parent
+    shard = file_path(folder, KEY).parent
     name = KEY.digest
     foreign = [
         folder / "README",
@@ -106,8 +87,6 @@ def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
         shard / f"{name}.kv.bak",
         shard / f".{name}.kv.swp",
         shard / f".{name}.tmp",
-        folder / "segments" / "1.seg",
-        folder / "segments" / "00000001.seg.bak",
         folder / "segments" / "notes.txt",
     ]
     for path in foreign:
@@ -123,7 +102,7 @@ def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> None:
-    path = loose_path(folder, KEY)
+    path = file_path(folder, KEY)
     path.parent.mkdir(parents=True)
     if kind == "folder":
         path.mkdir()
@@ -135,8 +114,12 @@ def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> 
     assert store.open(KEY) is None  # and a pipe is not waited for
     assert not store.contains(KEY)
     assert not store.delete(KEY)
-    store.put(KEY, b"record")
-    assert stored(store, KEY) == b"record"
+    if kind == "folder":
+        with pytest.raises(StoreError, match="a folder is where a file should be"):
+            store.put(KEY, b"record")
+    else:
+        store.put(KEY, b"record")
+        assert stored(store, KEY) == b"record"
     if kind == "link":
         assert (folder / "secret").read_bytes() == b"secret"
     assert store.collect_garbage(0.0) == 0
@@ -144,30 +127,21 @@ def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> 
 
 def test_a_file_in_place_of_a_folder(store: FileStore, folder: Path) -> None:
     folder.mkdir()
-    loose_path(folder, KEY).parent.write_bytes(b"")
+    file_path(folder, KEY).parent.write_bytes(b"")
     assert store.open(KEY) is None
     assert not store.contains(KEY)
     assert not store.delete(KEY)
     assert list(store.keys()) == []
-    store.put(KEY, b"record")
-    assert stored(store, KEY) == b"record"
-
-
-def test_a_file_in_place_of_the_segments(store: FileStore, folder: Path) -> None:
-    folder.mkdir()
-    (folder / "segments").write_bytes(b"")
-    assert store.open(KEY) is None
     with pytest.raises(StoreError, match="a file is where a folder should be"):
         store.put(KEY, b"record")
-    assert store.open(KEY) is None
 
 
 def test_a_record_cut_short_while_open(store: FileStore, folder: Path) -> None:
     store.put(KEY, record_of(KEY))
     record = store.open(KEY)
     assert record is not None
-    os.truncate(segment_path(folder), 64 + 500)
-    with pytest.raises(RecordError, match=f"record {KEY}: expected 500 bytes more .*end at 564"):
+    os.truncate(file_path(folder, KEY), 500)
+    with pytest.raises(RecordError, match=f"record {KEY}: expected 500 bytes more .*end at 500"):
         read_all(record)
     record.close()
 
@@ -184,8 +158,8 @@ def test_short_reads_are_continued(store: FileStore, monkeypatch: pytest.MonkeyP
 def test_short_writes_are_continued(
     store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:7], offset))
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
     store.put(KEY, record_of(KEY))
     assert folders.peek(folder, KEY) == record_of(KEY)
 
@@ -218,14 +192,14 @@ def test_reading_a_closed_record(store: FileStore) -> None:
 def test_a_put_is_flushed_before_it_is_visible(
     store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The segment and the names of new folders, before the index names the record."""
+    """The names of new folders and the record, before the record has its name."""
     synced: list[tuple[str, bool]] = []
     whole = os.fsync
     other = FileStore(folder)
 
     def fsync(descriptor: int) -> None:
         target = Path(f"/proc/self/fd/{descriptor}").readlink()
-        synced.append((target.name, other.contains(KEY)))
+        synced.append((target.suffix or target.name, other.contains(KEY)))
         whole(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -235,8 +209,8 @@ def test_a_put_is_flushed_before_it_is_visible(
     assert synced == [
         (folder.parent.name, False),
         (folder.name, False),
-        ("00000001.seg", False),
-        ("segments", False),
+        (".tmp", False),
+        (KEY.digest[:2], True),
     ]
     assert other.contains(KEY)
 
@@ -256,8 +230,7 @@ def test_folders_that_cannot_be_flushed(store: FileStore, monkeypatch: pytest.Mo
 
 def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Path) -> None:
     store.put(KEY, b"record")
-    shard = loose_path(folder, KEY).parent
-    shard.mkdir()
+    shard = file_path(folder, KEY).parent
     old, new = (shard / f".{KEY}.{n:016x}.tmp" for n in range(2))
     for path in (old, new):
         path.write_bytes(b"half a rec")
@@ -268,11 +241,11 @@ def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Pat
     assert store.collect_garbage() == 1
     assert new.exists()
     assert store.collect_garbage(0.0) == 1
-    assert files_under(folder) == ["records.sqlite", "segments/00000001.seg"]
+    assert files_under(folder) == [f"{KEY.digest[:2]}/{KEY}.kv"]
 
 
 def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have looked, both write: the first one's record stays, whole."""
+    """Both have looked, both write: one record stays, whole."""
     both_have_looked = threading.Barrier(2)
     whole = FileStore._write
 
@@ -290,141 +263,7 @@ def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPat
     for thread in threads:
         thread.join()
     assert stored(FileStore(folder), KEY) in records
-    assert segment_path(folder).stat().st_size == 64 + 100_032
-
-
-def test_many_records_take_few_files(folder: Path) -> None:
-    store = FileStore(folder, segment_bytes=10_000)
-    keys = [key_number(number) for number in range(100)]
-    for key in keys[:50]:
-        store.put(key, record_of(key))
-    store.put_many((key, record_of(key)) for key in keys[40:])
-    assert len(files_under(folder)) < 10
-    for key in keys:
-        assert stored(store, key) == record_of(key) == folders.peek(folder, key)
-
-
-def test_room_is_given_back(folder: Path) -> None:
-    store = FileStore(folder, segment_bytes=10_000)
-    keys = [key_number(number) for number in range(45)]  # nine and a bit to a segment
-    for key in keys:
-        store.put(key, record_of(key))
-    assert len(files_under(folder)) == 1 + 5
-    opened = store.open(keys[12])
-    assert opened is not None
-    for key in keys[:10]:  # one segment whole: it goes at once
-        store.delete(key)
-    assert len(files_under(folder)) == 1 + 4
-    for key in keys[11:17]:  # most of the second
-        store.delete(key)
-    assert len(files_under(folder)) == 1 + 4
-    assert store.collect_garbage(0.0) == 0
-    assert not segment_path(folder, 2).exists()
-    assert read_all(opened) == record_of(keys[12])
-    left = [key for key in keys if key not in keys[:10] + keys[11:17]]
-    assert sorted(store.keys()) == sorted(left)
-    for key in left:
-        assert stored(FileStore(folder), key) == record_of(key)
-    for key in left:
-        store.delete(key)
-    store.collect_garbage(0.0)
-    assert files_under(folder) == ["records.sqlite"]
-    store.put(KEY, b"record")  # under a number that no reader can still have open
-    assert int(files_under(folder)[-1][-12:-4]) > 5
-
-
-def test_records_moved_into_the_segment_that_is_given_back_next(folder: Path) -> None:
-    store = FileStore(folder, segment_bytes=10_000)
-    keys = [key_number(number) for number in range(12)]  # ten to a segment
-    for key in keys:
-        store.put(key, record_of(key))
-    for key in keys[2:]:  # most of the full segment, and all of the one being filled
-        store.delete(key)
-    store.collect_garbage(0.0)
-    assert sorted(store.keys()) == sorted(keys[:2])
-    for key in keys[:2]:
-        assert stored(FileStore(folder), key) == record_of(key)
-
-
-def test_what_cannot_be_read_is_not_moved(folder: Path) -> None:
-    store = FileStore(folder, segment_bytes=5_000)
-    keys = [key_number(number) for number in range(9)]
-    for key in keys:
-        store.put(key, record_of(key))
-    store.delete(keys[0])
-    store.delete(keys[1])
-    store.delete(keys[2])
-    os.truncate(segment_path(folder), 64 + 4 * 1024)
-    store.collect_garbage(0.0)
-    assert sorted(store.keys()) == sorted(keys[3:4] + keys[5:])
-    assert stored(store, keys[3]) == record_of(keys[3])
-
-
-def test_a_segment_that_is_gone_is_a_miss(store: FileStore, folder: Path) -> None:
-    store.put(KEY, b"record")
-    segment_path(folder).unlink()
-    assert store.open(KEY) is None
-    assert store.counts()[0].misses == {"absent": 1}
-    store.replace(KEY, b"record")
-    assert stored(store, KEY) == b"record"
-
-
-def test_a_segment_of_nobody_is_collected(store: FileStore, folder: Path) -> None:
-    store.put(KEY, b"record")
-    segment_path(folder, 2).write_bytes(b"half a record")
-    store.put(key_number(1), b"record")
-    assert store.collect_garbage(0.0) == 1
-    assert files_under(folder) == ["records.sqlite", "segments/00000001.seg"]
-
-
-def test_loose_records_are_packed(store: FileStore, folder: Path) -> None:
-    keys = [key_number(number) for number in range(5)]
-    for key in keys:
-        loose_path(folder, key).parent.mkdir(parents=True, exist_ok=True)
-        loose_path(folder, key).write_bytes(record_of(key))
-    opened = store.open(keys[0])
-    assert opened is not None
-    assert store.size_bytes() == 5000
-    assert store.collect_garbage(0.0) == 0
-    assert files_under(folder) == ["records.sqlite", "segments/00000001.seg"]
-    assert read_all(opened) == record_of(keys[0])
-    for key in keys:
-        assert stored(store, key) == record_of(key) == folders.peek(folder, key)
-
-
-def test_an_index_of_another_version(store: FileStore, folder: Path) -> None:
-    store.put(KEY, b"record")
-    store.close()
-    with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 2")
-    with pytest.raises(StoreError, match=r"expected schema 1, found schema 2; use the kvrag"):
-        FileStore(folder)
-
-
-def test_no_room_is_made_for_more_than_the_file_holds(store: FileStore, folder: Path) -> None:
-    store.put(KEY, record_of(KEY, 1000))
-    assert stored(store, KEY) == record_of(KEY, 1000)
-    for column, value in (("size", 1 << 32), ("offset", 1 << 40), ("offset", -64)):
-        with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
-            before = connection.execute(f"SELECT {column} FROM records").fetchone()
-            connection.execute(f"UPDATE records SET {column} = ?", (value,))
-            connection.commit()
-        with pytest.raises(RecordError, match="the file was cut short"):
-            store.open(KEY)
-        with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
-            connection.execute(f"UPDATE records SET {column} = ?", before)
-            connection.commit()
-    assert stored(store, KEY) == record_of(KEY, 1000)
-
-
-def test_another_process_may_have_just_begun(folder: Path) -> None:
-    folder.mkdir()
-    with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")
-        store = FileStore(folder)
-        assert store.open(KEY) is None
-    store.put(KEY, b"record")
-    assert stored(store, KEY) == b"record"
+    assert len(files_under(folder)) == 1
 
 
 # Puts, reads and deletes records of a few keys, and gives room back.
@@ -433,7 +272,7 @@ import random, sys
 from kvrag.store.file import FileStore
 from kvrag.testing.records import key_number, record_of, stored
 
-store = FileStore(sys.argv[1], segment_bytes=200_000)
+store = FileStore(sys.argv[1])
 chance = random.Random(int(sys.argv[2]))
 for _ in range(150):
     key = key_number(chance.randrange(12))
@@ -464,32 +303,21 @@ def test_processes_share_a_folder(folder: Path) -> None:
     store = FileStore(folder)
     for key in list(store.keys()):
         assert stored(store, key) == record_of(key, 30_000)
-    store.collect_garbage(0.0)
-    assert len(files_under(folder)) < 5
+    assert store.collect_garbage(0.0) == 0
+    assert len(files_under(folder)) == len(list(store.keys()))
 
 
-def test_a_segment_is_removed_only_behind_a_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut may bring deleted records back; their bytes must then be there as well."""
-    store = FileStore(tmp_path, segment_bytes=1000)
-    for number in range(4):
-        store.put(key_number(number), record_of(key_number(number)))
-    flushes: list[bool] = []
-    writing, remove = store._index.writing, store._segments.remove
-
-    def note(action: str = "write", *, is_durable: bool = True) -> object:
-        flushes.append(is_durable)
-        return writing(action, is_durable=is_durable)
-
-    def removed(segment: int) -> None:
-        assert flushes[-1]
-        remove(segment)
-
-    monkeypatch.setattr(store._index, "writing", note)
-    monkeypatch.setattr(store._segments, "remove", removed)
-    num_before = len(list(tmp_path.rglob("*.seg")))
-    for number in range(3):
-        assert store.delete(key_number(number))
-    assert len(list(tmp_path.rglob("*.seg"))) < num_before
-    assert stored(store, key_number(3)) == record_of(key_number(3))
+def test_more_open_records_than_the_soft_limit_of_files(store: FileStore) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.put(KEY, record_of(KEY))
+    descriptors = Path("/proc/self/fd")
+    num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 100
+    few = min(num_open + 20, before[1] - 100)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        records = [store.open(KEY) for _ in range(60)]
+        assert all(record is not None and read_all(record) == record_of(KEY) for record in records)
+    finally:
+        del records
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

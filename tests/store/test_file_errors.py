@@ -14,7 +14,7 @@ import pytest
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
 from kvrag.testing.records import key_number, record_of, stored
-from tests.support.folders import loose_path, segment_path
+from tests.support.folders import file_path, files_under
 
 KEY = key_number(0)
 ROOT = Path(__file__).parents[2]
@@ -90,28 +90,28 @@ def run_mounted(mount: str, program: str, folder: Path) -> str:
         (errno.EBADMSG, "check that the folder exists"),
     ],
 )
-@pytest.mark.parametrize("step", ["pwrite", "fsync"])
+@pytest.mark.parametrize("step", ["write", "fsync"])
 def test_a_write_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str, step: str
 ) -> None:
     store = FileStore(tmp_path)
     store.put(key_number(1), b"before")
-    size_bytes = segment_path(tmp_path).stat().st_size
-    whole = os.pwrite
+    before = files_under(tmp_path)
+    whole = os.write
     num_calls = 0
 
-    def fail(descriptor: int, data: memoryview | None = None, offset: int = 0) -> int:
+    def fail(descriptor: int, data: memoryview | None = None) -> int:
         nonlocal num_calls
         num_calls += 1
         if data is not None and num_calls < 3:
-            return whole(descriptor, data[:100], offset)
+            return whole(descriptor, data[:100])
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
-        with pytest.raises(StoreError, match=f"cannot write .*00000001.seg: .*{remedy}"):
+        with pytest.raises(StoreError, match=rf"cannot write .*\.kv: .*{remedy}"):
             store.put(KEY, record_of(KEY))
-    assert segment_path(tmp_path).stat().st_size == size_bytes
+    assert files_under(tmp_path) == before
     assert list(store.keys()) == [key_number(1)]
     assert store.open(KEY) is None
     assert store.collect_garbage(0.0) == 0
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_opened(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "open", fail)
-    with pytest.raises(StoreError, match=f"cannot write .*00000001.seg: .*{remedy}"):
+    with pytest.raises(StoreError, match=rf"cannot write .*\.kv: .*{remedy}"):
         store.put(KEY, b"record")
     with pytest.raises(StoreError, match=f"cannot open .*: .*{remedy}"):
         store.open(key_number(1))
@@ -167,9 +167,8 @@ def test_a_removal_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: object, message: str
 ) -> None:
     store = FileStore(tmp_path)
-    path = loose_path(tmp_path, KEY)
-    path.parent.mkdir()
-    path.write_bytes(b"record")
+    path = file_path(tmp_path, KEY)
+    store.put(KEY, b"record")
     path.with_name(f".{KEY}.{'0' * 16}.tmp").touch()
 
     def fail(*_: object, **__: object) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
 from kvrag.chunk import ChunkKey
 
 
-def loose_path(folder: Path, key: ChunkKey) -> Path:
+def file_path(folder: Path, key: ChunkKey) -> Path:
     return folder / key.digest[:2] / f"{key.digest}.kv"
 
 
@@ -18,31 +19,38 @@ def segment_path(folder: Path, number: int = 1) -> Path:
 
 
 def files_under(folder: Path) -> list[str]:
-    """Return every file except those that SQLite keeps next to an open database."""
-    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if not name.endswith(("-wal", "-shm")))
-
-
-def place_of(folder: Path, key: ChunkKey) -> tuple[int, int, int]:
-    with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
-        return connection.execute(
-            "SELECT segment, offset, size FROM records WHERE key = ?", (bytes.fromhex(key.digest),)
-        ).fetchone()
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def peek(folder: Path, key: ChunkKey) -> bytes:
-    segment, offset, size = place_of(folder, key)
-    content = segment_path(folder, segment).read_bytes()
-    assert content.startswith(b"\x89KVSEG\r\n\x01")
-    assert offset % 64 == 0
-    return content[offset : offset + size]
+    return file_path(folder, key).read_bytes()
 
 
 def plant(folder: Path, key: ChunkKey, record: bytes) -> None:
-    """Write a record as another program would, in a separate segment."""
-    number = 77
+    """Write a record as another program would."""
+    path = file_path(folder, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".planted")
+    temporary.write_bytes(record)
+    temporary.rename(path)
+
+
+def damage(folder: Path, key: ChunkKey, offset: int, mask: int = 0x10) -> None:
+    """Flip bits of a stored record."""
+    content = bytearray(peek(folder, key))
+    content[offset % len(content)] ^= mask
+    file_path(folder, key).write_bytes(content)
+
+
+def pack(folder: Path, records: Mapping[ChunkKey, bytes], number: int = 1) -> None:
+    """Write records into a segment, as kvrag 0.2 did."""
+    content = bytearray(b"\x89KVSEG\r\n\x01".ljust(64, b"\0"))
+    places = []
+    for key, record in records.items():
+        places.append((bytes.fromhex(key.digest), number, len(content), len(record)))
+        content += record + bytes(-len(record) % 64)
     (folder / "segments").mkdir(parents=True, exist_ok=True)
-    segment_path(folder, number).write_bytes(b"\x89KVSEG\r\n\x01".ljust(64, b"\0") + record)
+    segment_path(folder, number).write_bytes(content)
     with closing(sqlite3.connect(folder / "records.sqlite")) as connection, connection:
         connection.executescript(
             """
@@ -53,22 +61,19 @@ def plant(folder: Path, key: ChunkKey, record: bytes) -> None:
                 number INTEGER PRIMARY KEY AUTOINCREMENT, end INTEGER NOT NULL
             );
             CREATE TABLE IF NOT EXISTS records (
-                key BLOB PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL,
-                size INTEGER NOT NULL
+                key BLOB PRIMARY KEY, segment INTEGER NOT NULL REFERENCES segments (number),
+                offset INTEGER NOT NULL, size INTEGER NOT NULL
             ) WITHOUT ROWID;
+            CREATE INDEX IF NOT EXISTS records_by_segment ON records (segment);
             """
         )
-        connection.execute("INSERT INTO segments VALUES (?, ?)", (number, 64 + len(record)))
-        connection.execute(
-            "INSERT OR REPLACE INTO records VALUES (?, ?, 64, ?)",
-            (bytes.fromhex(key.digest), number, len(record)),
-        )
+        connection.execute("INSERT INTO segments VALUES (?, ?)", (number, len(content)))
+        connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", places)
 
 
-def damage(folder: Path, key: ChunkKey, offset: int, mask: int = 0x10) -> None:
-    """Flip bits of a stored record."""
-    segment, start, size = place_of(folder, key)
-    path = segment_path(folder, segment)
-    content = bytearray(path.read_bytes())
-    content[start + offset % size] ^= mask
-    path.write_bytes(content)
+def pack_all(folder: Path) -> None:
+    """Pack all records of a folder, as if kvrag 0.2 had written it."""
+    paths = sorted(folder.glob("??/*.kv"))
+    pack(folder, {ChunkKey(path.stem): path.read_bytes() for path in paths})
+    for path in paths:
+        path.unlink()

@@ -13,7 +13,7 @@ from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
-_PARTS = ("reads", "readers", "million", "crash", "soak", "drip", "shared")
+_PARTS = ("reads", "readers", "million", "crash", "soak", "shared")
 
 
 def bench_store(
@@ -22,8 +22,8 @@ def bench_store(
         typer.Option(
             help="What to run, with commas: reads (warm reads over a plain copy of a mapping), "
             "readers (many threads at once), million (a catalog and store of small chunks), crash "
-            "(processes killed at random moments), soak (many queries), drip (clients of serve-kv "
-            "among others that only hold connections), shared (a shared index of small chunks)."
+            "(processes killed at random moments), soak (many queries), shared (a shared "
+            "index of small chunks)."
         ),
     ] = ",".join(_PARTS),
     store: Annotated[
@@ -46,9 +46,7 @@ def bench_store(
     ] = 262_144,
     rounds: Annotated[
         int,
-        typer.Option(
-            min=1, help="Rounds of reads and drip; the median counts.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(min=1, help="Rounds of reads; the median counts.", rich_help_panel=o.TUNING),
     ] = 15,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of readers.", rich_help_panel=o.TUNING)
@@ -58,12 +56,6 @@ def bench_store(
     ] = 1_000_000,
     kills: Annotated[
         int, typer.Option(min=3, help="Processes that crash kills.", rich_help_panel=o.TUNING)
-    ] = 200,
-    drippers: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Clients of drip that hold connections.", rich_help_panel=o.TUNING
-        ),
     ] = 200,
     queries: Annotated[
         int, typer.Option(min=5, help="Queries of soak.", rich_help_panel=o.TUNING)
@@ -115,10 +107,6 @@ def bench_store(
 
                 there = store or f"file://{place / part}/bucket"
                 found[part] = measure_shared(place / part, there, chunks, say)
-            elif part == "drip":
-                from kvrag_bench.store.drip import measure_drip
-
-                found[part] = measure_drip(place / part, drippers, rounds, say)
             else:
                 found[part] = _without_store(part, place / part, chunks, kills, seed, queries, say)
     if as_json:

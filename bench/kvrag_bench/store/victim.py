@@ -20,17 +20,16 @@ from kvrag_bench.store.contents import content_of, key_of
 
 KINDS = ("ingest", "write-behind", "eviction")
 LIMIT_BYTES = 4_000_000
-_SEGMENT_BYTES = 1 << 20
 
 
 def open_victim(kind: str, folder: Path) -> Store:
     """Return the store that a kind of victim works on."""
-    disk = FileStore(folder / "disk", segment_bytes=_SEGMENT_BYTES)
+    disk = FileStore(folder / "disk")
     if kind == "ingest":
         return disk
     if kind == "eviction":
         return LimitedStore(disk, LIMIT_BYTES)
-    home = FileStore(folder / "home", segment_bytes=_SEGMENT_BYTES)
+    home = FileStore(folder / "home")
     return TieredStore([disk, home], outbox_folder=folder / "disk", check=_accept)
 
 

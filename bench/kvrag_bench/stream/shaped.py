@@ -1,4 +1,4 @@
-"""A TCP connection at the speed of a trace, and a server of records that it leads to.
+"""A TCP connection at the speed of a trace, and a web server of records that it leads to.
 
 Both run in a separate process, so that they take no time from the measured process.
 """
@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
-from kvrag.store.registry import open_store
-from kvrag.store.server import RecordServer
+from kvrag.store.extras import require
 from kvrag_bench.stream.trace import Trace, constant
 
 # A piece is what the slowest link carries in some ten milliseconds.
@@ -86,10 +85,19 @@ def _pump(source: socket.socket, sink: socket.socket, bucket: TokenBucket | None
 
 
 def _serve(folder: str, commands: Connection) -> None:
-    server = RecordServer(open_store(f"file:{folder}"), port=0)
-    threading.Thread(target=server.serve_forever, name="kvrag-serve", daemon=True).start()
+    web = require("aiohttp.web", "serve")
+    application = web.Application()
+    application.router.add_static("/", folder)
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(
+        target=web.run_app,
+        args=(application,),
+        kwargs={"sock": listener, "print": None, "handle_signals": False, "access_log": None},
+        name="kvrag-serve",
+        daemon=True,
+    ).start()
     bucket = TokenBucket()
-    commands.send(ShapedProxy(server.server_port, bucket).port)
+    commands.send(ShapedProxy(listener.getsockname()[1], bucket).port)
     with contextlib.suppress(EOFError):
         while True:
             bucket.start(commands.recv())

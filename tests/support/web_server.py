@@ -1,39 +1,60 @@
-"""A `kvrag serve-kv` server in this process."""
+"""A web server that hands out the files of a folder, as nginx or Caddy would."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import ipaddress
+import ssl
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvrag.store.base import Store
-from kvrag.store.server import RecordServer
-
 TOKEN = "a-token-of-the-tests"
 
 
-class KVServer:
-    """Serves a store on a free port until the block ends, or `stop` is called."""
+class WebServer:
+    """Serves a folder at ``/kv`` until the block ends, or `stop` is called."""
 
-    def __init__(self, store: Store, port: int = 0, **options: Any) -> None:
-        self.server = RecordServer(store, port=port, **options)
-        self.url = self.server.url
-        self.port = self.server.server_port
-        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+    def __init__(
+        self, folder: Path, port: int = 0, token: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._token = token
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        folder.mkdir(exist_ok=True)
+        application = web.Application(middlewares=[self._admit])
+        application.router.add_static("/kv", folder)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.0)
+        self.port = asyncio.run_coroutine_threadsafe(self._start(port, tls), self._loop).result()
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}/kv"
 
-    def stop(self, grace_seconds: float = 0.0) -> None:
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: object) -> web.StreamResponse:
+        if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
+            raise web.HTTPUnauthorized
+        return await handler(request)  # type: ignore[operator,no-any-return]
+
+    async def _start(self, port: int, tls: ssl.SSLContext | None) -> int:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    def stop(self) -> None:
         if self._thread.is_alive():
-            self.server.stop(grace_seconds)
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
