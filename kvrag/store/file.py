@@ -254,7 +254,7 @@ class FileStore(CountedStore):
         Parameters
         ----------
         min_age_seconds
-            Younger temporary files stay, and so do those that a process is writing.
+            Younger temporary files stay. Those that a process is writing stay at any age.
 
         Returns
         -------

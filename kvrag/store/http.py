@@ -1,4 +1,4 @@
-"""Records that a web server hands out from a folder: ``http://HOST/PREFIX/ab/abcd...ef.kv``.
+"""Records that a web server serves from a folder: ``http://HOST/PREFIX/ab/abcd...ef.kv``.
 
 Any static server does that knows ranges (nginx, Caddy, Apache). It serves the folder of a
 `kvrag.store.file.FileStore`, or a copy of a bucket; both have the same names. It is only read.

@@ -123,7 +123,7 @@ class Segments:
             When the medium refuses; no record is lost.
         """
         for number in [row[0] for row in self._rows("SELECT DISTINCT segment FROM records")]:
-            # A writer of 0.2 waits meanwhile, and so does another process that unpacks.
+            # A writer of 0.2 waits meanwhile, as another process that unpacks does.
             with self._writing():
                 rows = self._rows(
                     f"SELECT key FROM records WHERE segment = ? AND {_IS_PLACE}", [number]

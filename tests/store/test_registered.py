@@ -134,7 +134,6 @@ def test_what_cannot_be_used_is_named(
         ("limit_bytes = True", "limit_bytes of lake_kv.Odd to be a number of bytes.*found True"),
         ("is_in_memory = 0", "is_in_memory of lake_kv.Odd to be True or False .*, found 0"),
         ("tiers = 'a|b'", "tiers of lake_kv.Odd to be a list or tuple of stores .*found 'a|b'"),
-        ("damage = 5", "damage of lake_kv.Odd to be a method .*, found 5"),
         ("derive = b'key'", "derive of lake_kv.Odd to be a method .*, found b'key'"),
         ("derive = lambda self, _: b'key'", "a method that returns 32 bytes .*, found 3 bytes"),
         ("derive = lambda self, _: 'k' * 32", "a method that returns 32 bytes .*, found str"),
