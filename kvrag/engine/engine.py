@@ -308,9 +308,16 @@ class KVEngine(OfProcess):
             work = self._fuser.fuse(request, choice, laid_out, seconds, keeps=False)
             return whole(work, is_wanted)[0]
 
-    def give_back(self, fused: FusedPrompt) -> None:
-        """Return a prompt's buffer for the next prompt; do not use `fused` afterwards."""
-        self._fuser.buffers.give_back(fused.kv)
+    def give_back(self, fused: FusedPrompt, after: torch.cuda.Event | None = None) -> None:
+        """Return a prompt's buffer for the next prompt; do not use `fused` afterwards.
+
+        Parameters
+        ----------
+        after
+            What the next prompt waits for: a copy from the buffer that was only started, for
+            example. None: nothing uses the buffer any more.
+        """
+        self._fuser.buffers.give_back(fused.kv, after)
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:

@@ -21,8 +21,8 @@ class IndexCollector:
     """Collects what this process has counted for an index, whenever Prometheus asks.
 
     In addition to the metrics of `StoreCollector`: ``kvrag_prompts_total``,
-    ``kvrag_full_prefills_total``, ``kvrag_tokens_total`` (label ``kind``), ``kvrag_chunks_total`` (``outcome``: loaded,
-    computed by decision, or made),
+    ``kvrag_full_prefills_total``, ``kvrag_tokens_total`` (label ``kind``),
+    ``kvrag_chunks_total`` (``outcome``: loaded, computed by decision, or made),
     ``kvrag_misses_total`` (``reason``), ``kvrag_seconds_total`` (``stage``),
     ``kvrag_stream_chunks_total`` (``level``) and ``kvrag_stream_deadlines_total`` (``outcome``).
 

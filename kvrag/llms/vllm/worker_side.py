@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -24,11 +23,11 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import EngineError
 from kvrag.fusion.loader import OpenKV
-from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import StoppedError
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.cores import PROCESS_CORES
 from kvrag.llms.vllm.opening import open_index
+from kvrag.llms.vllm.pages import Brought, Pages
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.sharing import Part
 from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
@@ -40,114 +39,6 @@ _IDLE_WAIT_SECONDS = 0.02
 """How long a step without work waits for a fused prompt, so that an idle engine does not spin."""
 _WRITE_SECONDS = 0.005
 """How long rows are written after a step while a batch runs; at least one layer."""
-
-
-class Brought:
-    """The first rows of a prompt, to be written into the engine's cache, perhaps several times.
-
-    Parameters
-    ----------
-    keys, values
-        For each layer of the model ``[H, n, D]``, of this worker's heads; keys are placed. Only
-        the worker's own layers are used.
-    report
-        The fusion's report; None for KV that was fused before.
-    free
-        Frees the memory.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        report: FusionReport | None,
-        free: Callable[[], None],
-    ) -> None:
-        self.keys, self.values, self.report = keys, values, report
-        self._free = free
-        self._lock = threading.Lock()
-        self._num_holders = 1
-
-    def hold(self) -> None:
-        """Add a holder, besides those that have not released it yet."""
-        with self._lock:
-            self._num_holders += 1
-
-    def release(self) -> None:
-        """Remove a holder; the last one frees the memory."""
-        with self._lock:
-            self._num_holders -= 1
-            is_last = self._num_holders == 0
-        if is_last:
-            self._free()
-
-
-class Pages:
-    """Writes rows into the engine's cache.
-
-    Parameters
-    ----------
-    layers
-        Attention layers by name, from vLLM's forward context.
-    caches
-        Each layer's cache, by the same names.
-    block_size
-        Number of tokens in a block.
-
-    Attributes
-    ----------
-    block_size
-        Number of tokens in a block.
-    layers
-        Numbers of the layers that this worker has, counted through the whole model.
-
-    Raises
-    ------
-    EngineError
-        If a layer's name has no number, or the numbers are not consecutive.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor], block_size: int
-    ) -> None:
-        self._layers = layers
-        self._caches = {_layer_index(name): name for name in caches}
-        self._tensors = caches
-        self.block_size = block_size
-        self.layers = range(min(self._caches), max(self._caches) + 1)
-        if len(caches) != len(self.layers):
-            raise EngineError(
-                f"the engine has {len(caches)} caches for the layers {self.layers.start} to "
-                f"{self.layers.stop - 1}: kvrag needs one for each layer"
-            )
-
-    def write(self, load: Load, brought: Brought) -> Iterator[None]:
-        """Write a request's rows, and yield between layers.
-
-        The attention backend does the writing, because each has its own cache layout.
-        """
-        rows = torch.arange(load.start, load.end)
-        blocks = torch.tensor(load.block_ids)
-        slots = blocks[rows // self.block_size] * self.block_size + rows % self.block_size
-        for index in self.layers:
-            if index > self.layers.start:
-                yield
-            cache, layer = self._tensors[self._caches[index]], self._layers[self._caches[index]]
-            # [H, n, D] -> [n, H, D], the shape of the engine's own projections.
-            keys, values = (
-                one[index][:, load.start : load.end].transpose(0, 1).contiguous().to(cache.device)
-                for one in (brought.keys, brought.values)
-            )
-            with torch.no_grad():
-                layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
-
-
-def _layer_index(name: str) -> int:
-    """Return the number in a layer's name, as in ``model.layers.7.self_attn.attn``."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    if len(numbers) != 1:
-        raise EngineError(f"layer {name!r}: expected one number in its name, the layer's index")
-    return numbers[0]
 
 
 class WorkerSide:
@@ -174,7 +65,7 @@ class WorkerSide:
         self._part = part or Part()
         self._model = model
         self._index = open_index(settings, model)
-        self._engine = KVEngine(self._index, links="off", load_threads=2, never_slower=False)
+        self._engine = KVEngine(self._index, links="off", never_slower=False)
         self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
@@ -317,7 +208,7 @@ class WorkerSide:
         if plan.artefact is not None:
             kv = self._artefacts.load(plan.artefact, plan.num_tokens)
             keys, values = kv.keys[:, heads], kv.values[:, heads]
-            return Brought(list(keys), list(values), None, lambda: None)
+            return Brought(list(keys), list(values), None, lambda _: None)
         assert plan.layout is not None
         is_whole = self._part.heads.size == 1
         open_kv = self._index.on_demand.opener(self._index.open_kv, plan.layout, makes=is_whole)
@@ -332,7 +223,7 @@ class WorkerSide:
             [layer[0] for layer in fused.kv.keys],
             [layer[0] for layer in fused.kv.values],
             fused.report,
-            lambda: self._engine.give_back(fused),
+            partial(self._engine.give_back, fused),
         )
 
 
