@@ -30,8 +30,8 @@ from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.regularfile import read_regular
 from kvrag.store.memory import MemoryStore
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import render
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import render
 
 FLOAT32_BOUND = 1e-4
 """Largest difference in float32 that counts as equal, in standard deviations of the logits."""

@@ -19,7 +19,7 @@ from kvrag.ingest.ranking import Reranker
 from kvrag.ingest.search import SearchHit
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag.tune.datasets import read_questions
+from kvrag_bench.judge.datasets import read_questions
 from kvrag_bench.quality.handbook import handbook_folder
 from kvrag_corpus.real import generate_set
 
@@ -36,8 +36,8 @@ class RetrievalOptions:
     Attributes
     ----------
     data
-        Files of questions with their texts (`kvrag.tune.datasets`), and "readable": questions
-        over the handbook and over generated lives.
+        Files of questions with their texts (`kvrag_bench.judge.datasets`), and "readable":
+        questions over the handbook and over generated lives.
     model
         The model whose tokenizer cuts the chunks. Its weights are not needed: KV decides nothing.
     num_questions

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,48 +9,25 @@ import typer
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.ingest.contexts import CORPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvrag.fusion.calibration import Calibration
-    from kvrag.tune.contexts import ContextLoss
 
 _POLICIES = "none,boundary,deviation,query,query:shift=1,two_stage"
 
 
 def calibrate(
     index: o.IndexOption = o.DEFAULT_INDEX,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Questions with answers: a JSON file in MuSiQue layout or a JSONL file in "
-            "LongBench layout. Default: questions that quote the index; their answers are compared "
-            "with those of full prefill.",
-            rich_help_panel=o.TUNING,
-            show_default=False,
-        ),
-    ] = None,
     questions: Annotated[int, typer.Option(min=1, help="The most questions to ask.")] = 200,
     minutes: Annotated[
         float,
         typer.Option(min=0, help="Ask no further question after this time, but at least eight."),
     ] = 5.0,
-    contexts: Annotated[
-        str | None,
-        typer.Option(
-            help="Also compare these contexts with the index's own, comma-separated, such as "
-            "'none,corpus': how far answers are from full prefill's. Takes as long again.",
-            rich_help_panel=o.TUNING,
-            show_default=False,
-        ),
-    ] = None,
     chunks: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Chunks in each prompt; with --data, the data sets it.",
+            help="Chunks in each prompt.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 5,
@@ -90,15 +65,12 @@ def calibrate(
     """
     named = tuple(lists.names(policies, "policies"))
     shares = lists.shares(ratios, "ratios")
-    compared = () if contexts is None else lists.names(contexts, "contexts")
     from kvrag.cli.opening import open_index
     from kvrag.ingest.calibrations import check_can_keep
     from kvrag.tune.calibrate import CalibrationOptions, usual_choice
     from kvrag.tune.calibrate import calibrate as measure
-    from kvrag.tune.contexts import check_contexts, compare_contexts
 
     options = CalibrationOptions(
-        data=data,
         num_questions=questions,
         seconds=60 * minutes,
         num_chunks=chunks,
@@ -112,16 +84,11 @@ def calibrate(
         console.progress("reading the index") as say,
     ):
         check_can_keep(opened.path)
-        check_contexts(opened, compared, options)
         found = measure(opened, options, say)
         opened.upkeep.keep_calibration(found)
         usual = usual_choice(opened, found, chunks)
-        losses = compare_contexts(opened, compared, options, say) if compared else []
     if as_json:
-        measured = json.loads(found.to_json())
-        if losses:
-            measured["contexts"] = [asdict(one) for one in losses]
-        console.write(json.dumps(measured, indent=1) + "\n")
+        console.write(found.to_json())
     else:
         _print(found)
         if usual is not None:
@@ -131,8 +98,6 @@ def calibrate(
                 f"length, and expects to lose {expected.loss:.1%}; without it, answers take "
                 f"{DEFAULT_POLICY}\n"
             )
-        if losses:
-            _print_contexts(losses)
 
 
 def _print(found: Calibration) -> None:
@@ -163,31 +128,3 @@ def _print(found: Calibration) -> None:
                 f"{console.format_seconds(tier.seconds_per_record)} per chunk plus "
                 f"{console.format_seconds(1000 * tier.seconds_per_token)} per thousand tokens\n"
             )
-
-
-def _print_contexts(losses: Sequence[ContextLoss]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("\nchunks encoded after", no_wrap=True)
-    table.add_column("KL, nothing\nrecomputed", justify="right")
-    table.add_column(f"KL,\n{DEFAULT_POLICY}", justify="right")
-    table.add_column("\nof the index's", justify="right")
-    for one in losses:
-        share = f"{one.share_low:.0%} to {one.share_high:.0%}"
-        table.add_row(
-            one.context,
-            f"{one.reused:.3f}",
-            f"{one.repaired:.3f}",
-            "" if one is losses[0] else share,
-        )
-    console.out().print()
-    console.out().print(table)
-    own, best = losses[0], min(losses, key=lambda one: one.repaired)
-    if best.share_high < 1:
-        advice = f"an index made with '--context {best.context}' would lose less"
-        if best.context.startswith(CORPUS):
-            advice += ", but choose it only if you trust all documents (docs/contexts.md)"
-    else:
-        advice = f"no context is clearly better than the index's own, {own.context}"
-    console.write(f"KL is the divergence from full prefill, in nats a token: {advice}\n")

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from kvrag.errors import ParameterError
+import torch
+
+from kvrag.engine.asking import Asking
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.prices import Prices, is_off
+from kvrag.engine.request import Request
+from kvrag.engine.text_stream import end_ids
+from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import Expected, LoadingController
+from kvrag.fusion.controller import Expected, LoadingController, takes_ratio
 from kvrag.fusion.fingerprints import MIN_RUN
+from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.policies.base import PromptRows
-from kvrag.fusion.repair import Repair
-from kvrag.ingest.contexts import NO_CONTEXT
+from kvrag.fusion.policies.base import PromptRows, check_ratio
+from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import StoredRows
 from kvrag.loading.prices import fit_prices
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.tune.bootstrap import mean_interval
-from kvrag.tune.datasets import read_questions
-from kvrag.tune.exact_match import exact_match
-from kvrag.tune.judgements import Contestant, Judgement
-from kvrag.tune.judging import judge_policies
 from kvrag.tune.loading import measure_loading
-from kvrag.tune.questions import JudgedQuestion
 
 POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stage")
 RATIOS = (0.05, 0.1, 0.15, 0.3)
@@ -34,6 +38,8 @@ RATIOS = (0.05, 0.1, 0.15, 0.3)
 _MAX_QUERY_WORDS = 24
 # What a usual question takes, with the template's words around it.
 _QUESTION_TOKENS = 64
+# As many are asked however long that takes.
+_LEAST_QUESTIONS = 8
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -43,23 +49,20 @@ class CalibrationOptions:
 
     Attributes
     ----------
-    data
-        A data set (`read_questions`), or None for questions made from the index's own chunks.
     num_questions
         The most questions.
     seconds
         After this time, no further question is asked, if at least eight were.
     num_chunks
-        Number of chunks in a prompt made from the index.
+        Number of chunks in a prompt.
     max_tokens
         The largest number of tokens in an answer.
     policies, ratios
-        The policies and ratios to measure: each policy at each ratio (`judge_policies`).
+        The policies and ratios to measure: each policy at each ratio, if it takes one.
     use_chat_template
         Ask through the model's chat template if it has one.
     """
 
-    data: str | None = None
     num_questions: int = 200
     seconds: float = 300.0
     num_chunks: int = 5
@@ -69,67 +72,72 @@ class CalibrationOptions:
     use_chat_template: bool = True
 
 
+@dataclass
+class _Tried:
+    """One policy at one ratio, and what it has shown in the questions so far."""
+
+    policy: str
+    ratio: float | None
+    losses: list[float] = field(default_factory=list)
+    amounts: list[tuple[float, float, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def measured(self) -> Measured:
+        low, high = mean_interval(self.losses)
+        # Rounding can put a mean of ones slightly above one.
+        loss = min(1.0, max(0.0, fmean(self.losses)))
+        return Measured(self.policy, self.ratio, loss, low, high)
+
+
 def calibrate(
     index: Index,
     options: CalibrationOptions | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure the policies with an index's model, and loading from its store.
+    """Measure the policies over an index, and loading from its store.
 
-    With a data set, the loss is in exact match. Without one it is in agreement: how often the
-    likeliest token after full prefill's answer so far is full prefill's own, for questions that
-    quote the index's chunks. This needs no reference answers.
+    The loss is in agreement: how often the likeliest token after full prefill's answer so far is
+    full prefill's own, for questions that quote the index's chunks. This needs no reference
+    answers.
 
     Raises
     ------
     ParameterError
-        When the index is empty, or nothing can be measured.
+        When the index is empty, a policy or ratio cannot be measured, or no prompt fits the model.
     """
     options = options or CalibrationOptions()
-    if "oracle" in options.policies:
-        raise ParameterError(
-            "calibrate: 'oracle' compares a prompt with its full prefill, which no answer can "
-            "wait for; leave it to 'kvrag bench quality'"
+    tried = _tried(options)
+    questions = _quotations(index, options)
+    asking = Asking(k=options.num_chunks, use_chat_template=options.use_chat_template)
+    engine = KVEngine(index, links="off", session_bytes=0, never_slower=False)
+    started, num_asked, too_long = time.monotonic(), 0, ""
+    for number, question in enumerate(questions):
+        if num_asked >= _LEAST_QUESTIONS and time.monotonic() - started > options.seconds:
+            break
+        on_progress(f"question {number + 1:,} of {len(questions):,}")
+        request = asking.request(
+            index, [{"role": "user", "content": question}], max_tokens=options.max_tokens
         )
-    questions = ask_about(index, options)
-    context = index.config.chunk_context
-    judged = judge_policies(
-        index.model,
-        questions,
-        options.policies,
-        options.ratios,
-        max_tokens=options.max_tokens,
-        use_chat_template=options.use_chat_template,
-        say=on_progress,
-        # Questions do not say what precedes their chunks in their documents.
-        contexts=[NO_CONTEXT if context.is_of_document else str(context)],
-        corpus_filler=index.config.corpus_filler,
-        seconds=options.seconds,
-    )
-    has_answers = options.data is not None
-    reference = [_score(one)[0] for one in next(iter(judged.values()))]
-    if has_answers and not any(reference):
-        raise ParameterError(
-            f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
-            "so nothing can be lost; calibrate without --data, or with questions it can answer"
-        )
-    full = fmean(reference) if has_answers else 1.0
-    measured = []
-    for contestant, judgements in judged.items():
-        losses = [
-            (_answer_loss(one) if has_answers else _token_loss(one)) / full for one in judgements
-        ]
-        low, high = mean_interval(losses)
-        # Rounding can put a mean of ones slightly above one.
-        loss = min(1.0, max(0.0, fmean(losses)))
-        measured.append(Measured(contestant.policy, contestant.ratio, loss, low, high))
+        try:
+            _ask(engine, request, tried)
+        except PromptTooLongError as error:
+            too_long = str(error)
+            continue
+        num_asked += 1
+    if not num_asked:
+        raise ParameterError(f"none of the prompts fits the model: {too_long}")
+    if not is_off():
+        on_progress("measuring prices")
+        Prices(index.config.model_fingerprint).measure(index.model)
+    amounts = [one for contestant in tried for one in contestant.amounts]
+    seconds = [one for contestant in tried for one in contestant.seconds]
     return Calibration(
         model_fingerprint=index.model.fingerprint,
-        data=Path(options.data).name if options.data else "the index's own chunks",
-        measure="exact match" if has_answers else "agreement",
-        num_questions=len(reference),
-        policies=tuple(measured),
-        cost=_fit_cost(judged),
+        data="the index's own chunks",
+        measure="agreement",
+        num_questions=num_asked,
+        policies=tuple(one.measured() for one in tried),
+        cost=Cost(*fit_prices(amounts, seconds)),
         loading=measure_loading(index, options.num_chunks, on_progress),
     )
 
@@ -158,64 +166,86 @@ def usual_choice(
     return LoadingController(calibration=calibration).choose(prompt, _QUESTION_TOKENS, records)
 
 
-def ask_about(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
-    """Return the questions of a calibration: those of its data, or ones that quote the index.
-
-    Raises
-    ------
-    ParameterError
-        When the index is empty, or none of its chunks can be quoted.
-    """
-    if options.data is None:
-        return _own_questions(index, options)
-    return read_questions(options.data, options.num_questions)
-
-
-def _answer_loss(judgement: Judgement) -> float:
-    reference, given = _score(judgement)
-    return reference - given
-
-
-def _score(judgement: Judgement) -> tuple[float, float]:
-    """Return the exact match of full prefill's answer, and of the policy's."""
-    reference, given = judgement.reference.text, judgement.given.text
-    assert reference is not None
-    assert given is not None
-    answers = judgement.question.answers
-    return exact_match(reference, answers), exact_match(given, answers)
+def _tried(options: CalibrationOptions) -> list[_Tried]:
+    """Return each policy at each ratio. Raises ParameterError."""
+    for name in options.policies:
+        if name.partition(":")[0] == LoadingController.name:
+            raise ParameterError(
+                "policy 'auto' cannot be measured: it chooses among the others; leave it out"
+            )
+        make_repair(name)
+    for ratio in options.ratios:
+        check_ratio(ratio)
+    if not options.ratios and any(map(takes_ratio, options.policies)):
+        raise ParameterError(
+            "no ratio was given: give one, or choose policy 'none' or policies that name their "
+            "budget ('query:ratio=0.1', 'boundary:tokens=8')"
+        )
+    return [
+        _Tried(policy, ratio)
+        for policy in options.policies
+        for ratio in (options.ratios if takes_ratio(policy) else [None])
+    ]
 
 
-def _token_loss(judgement: Judgement) -> float:
-    return 1.0 - fmean(judgement.agrees)
+@torch.no_grad()
+def _ask(engine: KVEngine, request: Request, tried: Sequence[_Tried]) -> None:
+    """Note what each policy makes of a question. Raises PromptTooLongError."""
+    model = engine.index.model
+    engine.give_back(engine.fuse(replace(request, policy="none")))  # makes the first place's record
+    whole = engine.fuse(replace(request, reuse=False))
+    answer = _answer(model, whole, request.max_tokens or 1)
+    engine.give_back(whole)
+    for one in tried:
+        fused = engine.fuse(replace(request, policy=one.policy, ratio=one.ratio))
+        report = fused.report
+        likeliest = [int(fused.logits.argmax()), *_feed(model, fused, answer[:-1], 0)]
+        engine.give_back(fused)
+        agrees = [given == wanted for given, wanted in zip(likeliest, answer, strict=True)]
+        one.losses.append(1.0 - fmean(agrees))
+        num_rows = sum(report.rows_by_layer) + report.rows_asked
+        one.amounts.append((1.0, float(num_rows), float(report.num_cached)))
+        one.seconds.append(sum(report.seconds.values()) - report.seconds["layout"])
 
 
-def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
-    """Return questions that quote chunks, each with the index's search results for the quote."""
-    texts: dict[str, str] = {}
-    index.catalog.each_text(texts.__setitem__)
+def _answer(model: KVModel, fused: FusedPrompt, most: int) -> list[int]:
+    """Return the greedy answer to a prompt, with the end token if there is one."""
+    ends = end_ids(model.hf.generation_config, model.tokenizer)
+    most = min(most, model.max_positions - fused.layout.end_position)
+    answer = [int(fused.logits.argmax())]
+    while answer[-1] not in ends and len(answer) < most:
+        answer += _feed(model, fused, answer[-1:], len(answer) - 1)
+    return answer
+
+
+def _feed(
+    model: KVModel, fused: FusedPrompt, token_ids: Sequence[int], num_before: int
+) -> list[int]:
+    """Return the likeliest token after each of some, which follow the prompt and others."""
+    if not token_ids:
+        return []
+    cache = FusedCache(fused.kv, fused.kv.num_tokens + num_before)
+    fed = torch.tensor([list(token_ids)], device=model.device)
+    with fused.answering(model):
+        output = model.hf(input_ids=fed, **{CACHE_ARGUMENT: cache}, use_cache=True)
+    likeliest: list[int] = output.logits[0].argmax(-1).tolist()
+    return likeliest
+
+
+def _quotations(index: Index, options: CalibrationOptions) -> list[str]:
+    """Return questions that quote chunks from all over the index. Raises ParameterError."""
+    texts: list[str] = []
+    index.catalog.each_text(lambda _, text: texts.append(text))
     if not texts:
         raise ParameterError(f"{index.path}: the index is empty, there is nothing to ask about")
     step = max(1, len(texts) // options.num_questions)
-    questions = []
-    for chunk_id, text in list(texts.items())[::step][: options.num_questions]:
-        quotation = _quotation(text, index)
-        if not quotation:
-            continue
-        hits = index.search(quotation, options.num_chunks)
-        found = sorted((hit.chunk for hit in hits), key=lambda c: (c.source, c.ordinal))
-        questions.append(
-            JudgedQuestion(
-                place=f"chunk {chunk_id}",
-                type="",
-                question=f'What is said about "{quotation}"?',
-                answers=(quotation,),
-                texts=tuple(dict.fromkeys(c.text for c in found)),
-            )
-        )
+    chosen = texts[::step][: options.num_questions]
+    quoted = filter(None, (_quotation(text, index) for text in chosen))
+    questions = [f'What is said about "{quotation}"?' for quotation in quoted]
     if not questions:
         raise ParameterError(
-            f"{index.path}: no chunk is longer than a word, so none can be quoted in part; "
-            "calibrate with --data"
+            f"{index.path}: no chunk is longer than a word, so none can be quoted in part; keep "
+            "the default policy"
         )
     return questions
 
@@ -234,12 +264,3 @@ def _quotation(text: str, index: Index) -> str:
             return quotation
         words.pop()
     return ""
-
-
-def _fit_cost(
-    judged: Mapping[Contestant, Sequence[Judgement]],
-) -> Cost:
-    """Fit seconds to rows and cached tokens by least squares, without negative costs."""
-    all_of_them = [one for judgements in judged.values() for one in judgements]
-    amounts = [(1.0, one.num_rows, one.num_cached) for one in all_of_them]
-    return Cost(*fit_prices(amounts, [one.ttft_seconds for one in all_of_them]))

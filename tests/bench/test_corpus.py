@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvrag.tune.exact_match import exact_match
+from kvrag_bench.judge.exact_match import exact_match
 from kvrag_corpus import (
     SPLITS,
     TYPE_SHARES,

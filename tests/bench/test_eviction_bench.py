@@ -17,10 +17,10 @@ from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag.tune.answers import Answerer
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import render
 from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench
+from kvrag_bench.judge.answers import Answerer
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants
 from kvrag_bench.quality.rows import Estimate

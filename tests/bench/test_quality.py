@@ -21,11 +21,11 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag.tune.answers import Answerer
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.effort import progress
-from kvrag.tune.judgements import Contestant
-from kvrag.tune.questions import render
+from kvrag_bench.judge.answers import Answerer
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.effort import progress
+from kvrag_bench.judge.judgements import Contestant
+from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import load_questions
 from kvrag_bench.quality.entrants import QualityOptions

@@ -13,8 +13,8 @@ from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import render
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants
 from tests.fusion.test_links import make_links

@@ -14,8 +14,8 @@ from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import Passage, render
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import Passage, render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
 from kvrag_bench.quality.entrants import QualityOptions

@@ -16,8 +16,8 @@ from kvrag.fusion.links import FILE_NAME
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
-from kvrag.tune.answers import Answerer
-from kvrag.tune.judgements import Contestant
+from kvrag_bench.judge.answers import Answerer
+from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants, label
 from kvrag_bench.quality.picture import draw_quality

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvrag.tune.bootstrap import mean_interval
-from kvrag.tune.exact_match import exact_match
+from kvrag_bench.judge.exact_match import exact_match
 from kvrag_bench.quality import metrics
 
 

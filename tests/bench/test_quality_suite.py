@@ -13,10 +13,10 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.answers import Answerer
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
-from kvrag.tune.effort import Effort
-from kvrag.tune.judging import prompts_that_fit
+from kvrag_bench.judge.answers import Answerer
+from kvrag_bench.judge.effort import Effort
+from kvrag_bench.judge.judging import prompts_that_fit
 from kvrag_bench.quality.contest import part_of, run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, load_asked, suite_sets
 from tests.support.models import make_model, make_tokenizer

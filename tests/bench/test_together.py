@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.tune.judgements import Contestant
+from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.quality.together import PLAIN_REUSE, close_together, main
 
 FILLED = Contestant("none", None, context="filler:512")

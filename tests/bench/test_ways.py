@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.judging import prompts_that_fit
+from kvrag_bench.judge.judging import prompts_that_fit
 from kvrag_bench.quality import ways
 from kvrag_bench.quality.datasets import load_questions
 from kvrag_bench.quality.trial import Trial

@@ -12,7 +12,7 @@ from kvrag.engine.asking import Asking, reading_order
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.models.plain import few_shot_prompt, plain_prompt
-from kvrag.tune.questions import render
+from kvrag_bench.judge.questions import render
 from tests.support.rag import PASSAGES, Rag, rag
 
 __all__ = ["rag"]

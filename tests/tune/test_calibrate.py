@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvrag.chunk import Document
+from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import ParameterError
+from kvrag.engine.request import Request
+from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice
-from kvrag.tune.contexts import check_contexts, compare_contexts
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -29,15 +31,13 @@ def make_index(folder: Path, *texts: str, context: str | None = None) -> Index:
 def test_no_question_holds_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these chunks is one sentence, short enough to be quoted whole."""
     asked: list[str] = []
-    from kvrag.tune import calibrate as module
+    request = Asking.request
 
-    judge = module.judge_policies
+    def noting(self: Asking, index: Index, turns: Any, **options: Any) -> Request:
+        asked.append(turns[-1]["content"])
+        return request(self, index, turns, **options)
 
-    def noting(model, questions, *rest, **options):  # type: ignore[no-untyped-def]
-        asked.extend(question.question for question in questions)
-        return judge(model, questions, *rest, **options)
-
-    monkeypatch.setattr(module, "judge_policies", noting)
+    monkeypatch.setattr(Asking, "request", noting)
     with make_index(tmp_path / "i", "Ines keeps the harbour.", *TEXTS) as index:
         options = CalibrationOptions(num_questions=5, max_tokens=2, policies=("none",))
         found = calibrate(index, options)
@@ -62,83 +62,39 @@ def test_what_was_measured_can_be_read_again(tmp_path: Path) -> None:
     assert Calibration.from_json(found.to_json(), "here") == found
 
 
-CONTEXTS = CalibrationOptions(num_questions=2, max_tokens=2, num_chunks=2)
+def test_a_loss_is_how_often_the_likeliest_token_differs(tmp_path: Path) -> None:
+    """Nothing is lost where all is computed again; rows and seconds are those of the prompts."""
+    options = CalibrationOptions(
+        num_questions=3, max_tokens=6, policies=("none", "query"), ratios=(0.1, 1.0)
+    )
+    with make_index(tmp_path / "i", *TEXTS, context="filler:16") as index:
+        found = calibrate(index, options)
+        losses = {(one.policy, one.ratio): one.loss for one in found.policies}
+        assert losses.keys() == {("none", None), ("query", 0.1), ("query", 1.0)}
+        assert losses["query", 1.0] == 0.0
+        assert all(0.0 <= one <= 1.0 for one in losses.values())
+        assert found.measure == "agreement"
+        assert found.loading is not None
+        assert found.cost.of(1000, 0) > 0.0
 
 
-def test_contexts_are_compared_on_the_same_questions(tmp_path: Path) -> None:
-    with make_index(tmp_path / "i", *TEXTS) as index:
-        own, *others = compare_contexts(index, ["filler:16", "corpus:16", "none"], CONTEXTS)
-        assert own.context == "none"
-        assert own.share_low == own.share_high == 1.0
-        assert [one.context for one in others] == ["filler:16", "corpus:16"]
-        # Each context gives other keys, so other divergences.
-        assert len({one.reused for one in (own, *others)}) == 3
-        assert index.config.context == "none"
-
-
-def test_an_index_is_judged_after_its_own_passages(
+def test_prompts_that_do_not_fit_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvrag.tune import calibrate as module
+    fuse, too_long = KVEngine.fuse, ["the first"]
 
-    given = []
-    judge = module.judge_policies
+    def fuse_or_not(self: KVEngine, prompt: Any, **options: Any) -> Any:
+        if too_long:
+            raise PromptTooLongError(too_long.pop())
+        return fuse(self, prompt, **options)
 
-    def noting(*rest, **options):  # type: ignore[no-untyped-def]
-        given.append((options["contexts"], options["corpus_filler"]))
-        return judge(*rest, **options)
-
-    monkeypatch.setattr(module, "judge_policies", noting)
-    with make_index(tmp_path / "i", *TEXTS, context="corpus:16") as index:
-        calibrate(index, CalibrationOptions(num_questions=1, max_tokens=2, policies=("none",)))
-        assert given == [(["corpus:16"], index.config.corpus_filler)]
-        assert index.config.corpus_filler
-
-
-def test_what_a_context_needs_is_checked_first(tmp_path: Path) -> None:
+    monkeypatch.setattr(KVEngine, "fuse", fuse_or_not)
+    options = CalibrationOptions(num_questions=3, max_tokens=2, policies=("none",))
     with make_index(tmp_path / "i", *TEXTS) as index:
-        for name, message in {
-            "document": "cannot be calibrated",
-            "filler:999999": "exceed",
-            "nothing": "expected one of",
-        }.items():
-            with pytest.raises(ParameterError, match=message):
-                check_contexts(index, [name], CONTEXTS)
-        everything = CalibrationOptions(num_chunks=9)
-        with pytest.raises(ParameterError, match="a question holds all"):
-            check_contexts(index, ["corpus:16"], everything)
-    with make_index(tmp_path / "own", *TEXTS, context="document") as index:
-        check_contexts(index, [], CONTEXTS)
-        with pytest.raises(ParameterError, match="context document:256 cannot be calibrated"):
-            check_contexts(index, ["none"], CONTEXTS)
-    with (
-        make_index(tmp_path / "corpus", *TEXTS, context="corpus:16") as index,
-        pytest.raises(ParameterError, match="longer than the index's own, corpus:16"),
-    ):
-        check_contexts(index, ["corpus:17"], CONTEXTS)
-
-
-def test_a_small_index_leaves_out_questions_for_passages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvrag.tune import contexts as module
-
-    given = []
-    judge = module.judge_policies
-
-    def noting(model, questions, *rest, **options):  # type: ignore[no-untyped-def]
-        given.append((questions, options["corpus_filler"]))
-        return judge(model, questions, *rest, **options)
-
-    monkeypatch.setattr(module, "judge_policies", noting)
-    options = CalibrationOptions(num_questions=200, max_tokens=2, num_chunks=2)
-    with make_index(tmp_path / "i", *TEXTS) as index:
-        found = compare_contexts(index, ["corpus:16"], options)
-        assert [one.context for one in found] == ["none", "corpus:16"]
-    ((questions, text),) = given
-    assert questions
-    assert text
-    assert not any(text[:40] in asked for one in questions for asked in one.texts)
+        assert calibrate(index, options).num_questions == 2
+        too_long += ["one"] * 3
+        with pytest.raises(ParameterError, match="none of the prompts fits the model: one"):
+            calibrate(index, options)
 
 
 def test_what_auto_takes_for_a_usual_prompt_is_known(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvrag_bench.cli import options as b
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvrag.tune.effort import Effort
+    from kvrag_bench.judge.effort import Effort
     from kvrag_bench.quality.rows import Estimate, QualityRow
 
 

@@ -14,8 +14,8 @@ from kvrag.fusion.evicting import EvictingDecoder, evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import JudgedQuestion, render
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import JudgedQuestion, render
 from kvrag_bench.quality.oracle import fill
 
 _ANSWER_TOKENS = 16

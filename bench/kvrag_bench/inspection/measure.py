@@ -14,8 +14,8 @@ from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.policies.base import PromptRows
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import JudgedQuestion, render
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import JudgedQuestion, render
 from kvrag_bench.quality.entrants import QualityOptions, contestants
 from kvrag_bench.quality.oracle import TrueDeviation, fill, policy_of
 

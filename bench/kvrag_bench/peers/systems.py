@@ -25,8 +25,8 @@ from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, resolve_model
-from kvrag.tune.questions import RenderedPrompt, render
 from kvrag.weights.named import named_model
+from kvrag_bench.judge.questions import RenderedPrompt, render
 from kvrag_bench.peers.workload import Prompt
 
 

@@ -27,11 +27,11 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
-from kvrag.tune.effort import Effort
-from kvrag.tune.judgements import Asked, Contestant, Judgement
-from kvrag.tune.judging import Judge, prompts_that_fit
-from kvrag.tune.questions import JudgedQuestion, render
+from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
+from kvrag_bench.judge.effort import Effort
+from kvrag_bench.judge.judgements import Asked, Contestant, Judgement
+from kvrag_bench.judge.judging import Judge, prompts_that_fit
+from kvrag_bench.judge.questions import JudgedQuestion, render
 from kvrag_bench.quality import metrics
 from kvrag_bench.quality.codecs import fit_codecs
 from kvrag_bench.quality.datasets import GENERATED, load_questions

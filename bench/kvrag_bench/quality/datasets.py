@@ -1,4 +1,4 @@
-"""Data sets of `kvrag bench quality`: generated ones, and files (`kvrag.tune.datasets`)."""
+"""Data sets of `kvrag bench quality`: generated ones, and files (`kvrag_bench.judge.datasets`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
-from kvrag.tune.datasets import read_questions
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.datasets import read_questions
+from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality.handbook import handbook_pages
 from kvrag_corpus import generate_corpus
 from kvrag_corpus.grammar import UNKNOWN_ANSWER

@@ -18,9 +18,9 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, join_passages, parse_context
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.judgements import Contestant
-from kvrag.tune.judging import check_policies
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.judgements import Contestant
+from kvrag_bench.judge.judging import check_policies
+from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality.datasets import GENERATED, MUSIQUE, load_questions, load_suite
 from kvrag_bench.quality.oracle import ORACLE
 from kvrag_corpus.real import SETS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvrag.tune.exact_match import normalise_answer
+from kvrag_bench.judge.exact_match import normalise_answer
 
 
 def strict_match(given: str, answers: Sequence[str]) -> float:

@@ -22,7 +22,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.judgements import Contestant
+from kvrag_bench.judge.judgements import Contestant
 
 ORACLE = "oracle"
 

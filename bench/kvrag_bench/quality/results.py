@@ -11,8 +11,8 @@ from typing import Any
 
 from kvrag.errors import ParameterError
 from kvrag.regularfile import open_regular
-from kvrag.tune.judgements import Asked, Contestant, Judgement, Reply
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.judgements import Asked, Contestant, Judgement, Reply
+from kvrag_bench.judge.questions import JudgedQuestion
 
 
 class Results:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
-from kvrag.tune.exact_match import exact_match
-from kvrag.tune.judgements import Judgement, Reply
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.exact_match import exact_match
+from kvrag_bench.judge.judgements import Judgement, Reply
+from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality import metrics
 
 OVERALL = "overall"
@@ -38,7 +38,7 @@ class QualityRow:
     policy, ratio
         Its label, and the share asked for; None for policies that take none.
     codec, context, compression, eviction
-        See `kvrag.tune.judgements.Contestant`.
+        See `kvrag_bench.judge.judgements.Contestant`.
     num_left_out
         Questions of the type whose prompt does not fit the model's context.
     work_share

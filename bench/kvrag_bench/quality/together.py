@@ -15,7 +15,7 @@ from statistics import fmean
 
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.tune.bootstrap import ratio_interval
-from kvrag.tune.judgements import Contestant
+from kvrag_bench.judge.judgements import Contestant
 
 PLAIN_REUSE = Contestant("none", None)
 """Nothing computed again over chunks encoded alone: the gap that others are measured by."""

@@ -13,10 +13,10 @@ from kvrag.fusion.question import QuestionAttention
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
-from kvrag.tune.answers import Answerer, compare
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.continuing import FullContinuation
-from kvrag.tune.judgements import Asked
+from kvrag_bench.judge.answers import Answerer, compare
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.continuing import FullContinuation
+from kvrag_bench.judge.judgements import Asked
 from kvrag_bench.quality.oracle import fill
 
 MAX_TOKENS = 16

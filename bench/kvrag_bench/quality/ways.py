@@ -25,8 +25,8 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.tune.bootstrap import ratio_interval
-from kvrag.tune.judging import prompts_that_fit
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.judging import prompts_that_fit
+from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality.datasets import load_suite
 from kvrag_bench.quality.trial import MAX_TOKENS, Filled, Trial
 

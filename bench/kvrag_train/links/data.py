@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.chunk import content_hash, normalise_text
 from kvrag.errors import ParameterError
 from kvrag.fusion.segments import MIN_LENGTH
-from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
+from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag_bench.quality.datasets import GENERATED, load_questions, load_suite
 from kvrag_corpus import generate_corpus
 from kvrag_corpus.names import NameSource

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.questions import RenderedPrompt
+from kvrag_bench.judge.questions import RenderedPrompt
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import Packer
 from kvrag_train.links.data import LinkItem

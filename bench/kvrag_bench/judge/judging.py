@@ -21,12 +21,12 @@ from kvrag.fusion.policies.base import check_ratio
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.effort import Effort, progress
-from kvrag.tune.judgements import DEFAULT_CODEC, Asked, Contestant, Judgement, Reply
-from kvrag.tune.looks import Looks
-from kvrag.tune.questions import JudgedQuestion, render
+from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.effort import Effort, progress
+from kvrag_bench.judge.judgements import DEFAULT_CODEC, Asked, Contestant, Judgement, Reply
+from kvrag_bench.judge.looks import Looks
+from kvrag_bench.judge.questions import JudgedQuestion, render
 
 # Bytes of KV that are kept at a time: chunks that several of a run's questions share are computed
 # once, and a long run does not fill the memory.

@@ -17,7 +17,7 @@ from kvrag import arguments
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
 from kvrag.regularfile import read_regular
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.questions import JudgedQuestion
 
 # The sets of LongBench whose answers are summaries.
 _SUMMARIES = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsum"})

@@ -20,8 +20,8 @@ from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.continuing import Continuation, EvictingContinuation, FullContinuation
-from kvrag.tune.looks import Looks
+from kvrag_bench.judge.continuing import Continuation, EvictingContinuation, FullContinuation
+from kvrag_bench.judge.looks import Looks
 
 MAX_CANDIDATE_TOKENS = 48
 """Tokens of a candidate answer that are scored; the rest of a longer one is left out."""

@@ -21,7 +21,7 @@ from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
-from kvrag.tune.questions import Passage, RenderedPrompt
+from kvrag_bench.judge.questions import Passage, RenderedPrompt
 
 # Tokens in one prefill, padding included: enough for full speed, and small next to the weights.
 _BATCH_TOKENS = 1024

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvrag.eviction import NO_EVICTION
 from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.contexts import NO_CONTEXT
-from kvrag.tune.questions import JudgedQuestion, RenderedPrompt
+from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt
 
 DEFAULT_CODEC = "raw"
 

@@ -8,8 +8,8 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.chosen_links import LINKS_OFF
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag.tune.judging import check_policies, judge_policies
-from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.judge.judging import check_policies, judge_policies
+from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality.contest import judge_questions
 from kvrag_bench.quality.entrants import QualityOptions
 from tests.support.models import make_model, make_tokenizer
