@@ -57,4 +57,8 @@ class BufferPool:
 
     def _leave(self) -> None:
         """Drop the memory that nothing reads any more; its allocator knows nothing of events."""
-        self._leaving = [one for one in self._leaving if not one[1].query()]
+        self._leaving = [
+            one
+            for one in self._leaving
+            if not one[1].query()  # type: ignore[no-untyped-call]
+        ]

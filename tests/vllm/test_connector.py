@@ -282,7 +282,7 @@ def test_the_fusing_thread_may_fail_to_start(
 def test_what_fails_while_rows_are_written_is_computed(
     llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvrag.llms.vllm.worker_side import Pages
+    from kvrag.llms.vllm.pages import Pages
 
     write = Pages.write
 

@@ -156,7 +156,8 @@ def _after_started(device: torch.device) -> torch.cuda.Event | None:
     """Return the event after all that this thread's stream has been given."""
     if device.type != "cuda":
         return None
-    return torch.cuda.current_stream(device).record_event()
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event
 
 
 def _is_known(layer: Any, cache: torch.Tensor, rows: torch.Tensor) -> bool:
