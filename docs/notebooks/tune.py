@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Notebook: tune it for your model
 #
-# Which policy, which ratio and which context suit a model and its documents can be measured in
+# Which policy and which ratio suit a model and its documents can be measured in
 # minutes, without questions of your own: kvrag asks about quotations of the index, and compares
 # each answer with full prefill's. `kvrag calibrate` does the same from a terminal. Replace the
 # model and the documents with yours.
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import kvrag
 from kvrag.tune.calibrate import CalibrationOptions, calibrate
-from kvrag.tune.contexts import compare_contexts
 
 MODEL = "smollm2-135m"
 DOCUMENTS = sorted(Path("examples/handbook").glob("*.md"))[:6]
@@ -79,24 +78,6 @@ for policy in dict.fromkeys(one.policy for one in found.policies):
 panel.set(xlabel="time over plain prefill's", ylabel="loss", ylim=(0, None))
 panel.legend(frameon=False)
 plt.show()
-
-# %% [markdown]
-# ## Contexts
-#
-# A chunk that was encoded after other text is closer to what it is in a prompt
-# ([contexts](../contexts.md)). This costs time at indexing and none at question time. `reused` is
-# how far answers are from full prefill's when nothing is recomputed, `repaired` with the default
-# policy (KL divergence, nats a token).
-
-# %%
-for one in compare_contexts(index, ["filler:128", "corpus:128"], options):
-    interval = f"{one.share_low:.2f} to {one.share_high:.2f}"
-    print(f"{one.context:10}  reused {one.reused:.3f}  repaired {one.repaired:.3f}  ({interval})")
-
-# %% [markdown]
-# The interval is of `repaired` over that of the index's own context: below 1, the context is
-# better. An index has one context, so a better one means indexing again with `context="filler:128"`
-# (or `kvrag ingest --context`).
 
 # %% [markdown]
 # ## Use it
