@@ -59,6 +59,13 @@ class Heads:
         """Return the chunks that begin with `head`: chunk id to length in characters."""
         return self._families[head]
 
+    def copy(self) -> Heads:
+        """Return a table with the same heads, which is altered apart from this one."""
+        copied = Heads(self._width)
+        copied._families = {head: dict(family) for head, family in self._families.items()}
+        copied._marks, copied._unmarked = self._marks.copy(), list(self._unmarked)
+        return copied
+
     def add(self, head: str, chunk_id: str, length: int) -> None:
         """Add a chunk of `length` characters that begins with `head`."""
         family = self._families.get(head)

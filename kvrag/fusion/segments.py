@@ -10,7 +10,7 @@ prefilled as usual.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import neg
@@ -106,6 +106,17 @@ class ChunkMatcher:
 
     def __contains__(self, chunk_id: object) -> bool:
         return chunk_id in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def copy(self) -> ChunkMatcher:
+        """Return a matcher with the same chunks, which is altered apart from this one."""
+        copied = ChunkMatcher(self._fetch_text, min_prefix_length=self.min_prefix_length)
+        copied._texts = None if self._texts is None else dict(self._texts)
+        copied._entries, copied._ids_by_hash = dict(self._entries), dict(self._ids_by_hash)
+        copied._long_heads, copied._short_heads = self._long_heads.copy(), self._short_heads.copy()
+        return copied
 
     def add(self, chunk_id: str, text: str) -> None:
         """Add a chunk, or replace the one with this id."""

@@ -8,7 +8,7 @@ generation by one: a reader compares generations to find out whether its copy is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
@@ -370,15 +370,34 @@ class Catalog(CatalogFile):
         return (NO_GENERATION, b"") if state is None else state.version
 
     @checked
-    def each_text(self, use: Callable[[str, str], None]) -> tuple[int, bytes]:
+    def each_text(
+        self,
+        use: Callable[[str, str], None],
+        known: Collection[str] = (),
+        forget: Callable[[str], None] = lambda _: None,
+    ) -> tuple[int, bytes]:
         """Call `use` with the id and text of each chunk in turn; return the version.
 
         Leaves out chunks whose text differs from what was indexed.
+
+        Parameters
+        ----------
+        known
+            Ids of chunks whose texts are not wanted: an id says which text it is.
+        forget
+            Called with each of these ids that is gone.
         """
+        columns = "row, chunk_id, source, ordinal, text"
         with self._snapshot():
-            for row, chunk_id, source, ordinal, text in self._scan(
-                "row, chunk_id, source, ordinal, text"
-            ):
+            found = self._scan(columns)
+            if known:
+                # By the index of ids, which is far smaller than the table.
+                places = self._rows("SELECT chunk_id, row FROM chunks ORDER BY chunk_id")
+                rows = sorted(row for chunk_id, row in places if chunk_id not in known)
+                found = self._select_in(columns, "row", rows)
+                for gone in set(known).difference(chunk_id for chunk_id, _ in places):
+                    forget(gone)
+            for row, chunk_id, source, ordinal, text in found:
                 if _is_named(chunk_id, source, ordinal, text):
                     use(chunk_id, text)
                 else:

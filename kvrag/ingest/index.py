@@ -24,7 +24,6 @@ from kvrag.ingest.opening import open_index
 from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search
-from kvrag.ingest.search_methods import SearchMethods
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.opening import make_shared, open_shared
 from kvrag.ingest.stats import stats_of
@@ -33,7 +32,6 @@ from kvrag.ingest.upkeep import Upkeep
 from kvrag.ingest.writer import Writer
 from kvrag.loading.patience import Patience
 from kvrag.models.control import ControlTokens
-from kvrag.process import OfProcess
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from kvrag.models.kv_model import KVModel
 
 
-class Index(OfProcess, SearchMethods):
+class Index(Search):
     """Chunks of documents with precomputed position-free KV, in one folder.
 
     `create` makes an index and `open` opens one. Several threads and processes may read while one
@@ -71,13 +69,11 @@ class Index(OfProcess, SearchMethods):
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
+        super().__init__(storage, encoders)
         self.path = storage.path
         self.compression: Compression | None = storage.compression
         self.counters = storage.counters
         fitter = CodecFitter(storage, encoders)
-        self._storage = storage
-        self._encoders = encoders
-        self._search = Search(storage, encoders)
         self._follower: Follower | None = None
         self.closing = ExitStack()
         self._writer = Writer(storage, encoders, fitter)

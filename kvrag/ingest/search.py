@@ -12,9 +12,10 @@ from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.filters import Filter, read_filter
+from kvrag.ingest.filters import Filter, Wanted, read_filter
 from kvrag.ingest.ranking import CANDIDATES, RERANKED, WORDS_WEIGHT, Ranking, fused
 from kvrag.ingest.storage import Storage
+from kvrag.process import OfProcess
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,8 +47,8 @@ class SearchHit:
     score: float
 
 
-class Search:
-    """Finds the chunks of one index in the current state of its catalog.
+class Search(OfProcess):
+    """The part of `Index` that finds chunks, in the current state of its catalog.
 
     Parameters
     ----------
@@ -63,12 +64,35 @@ class Search:
         self._admitted: dict[tuple[tuple[int, bytes], str], NDArray[np.int64]] = {}
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
 
-    def by_text(
-        self, query: str, k: int, reranker: Reranker | None = None, wanted: Any = None
+    def search(
+        self,
+        query: str,
+        k: int = 4,
+        *,
+        filter: Wanted = None,
+        reranker: Reranker | None = None,
     ) -> list[SearchHit]:
-        """Return the `k` chunks that best match a question (`Index.search`)."""
+        """Return the `k` chunks that best match a question, best first.
+
+        Chunks are ranked by meaning (`search_dense`) and by words (`search_words`), and the two
+        rankings are fused by reciprocal rank. A reranker then reads the best of them.
+
+        Parameters
+        ----------
+        filter
+            Which chunks may be found, by source, ordinal and metadata, such as
+            ``{"year": {"$gte": 2020}}`` (`kvrag.ingest.filters`); None means all.
+        reranker
+            A cross-encoder (`kvrag.ingest.ranking.Reranker`), whose scores then count.
+
+        Raises
+        ------
+        ParameterError
+            When the question is not text, is blank, or is longer than 100,000 characters, `k` is
+            not a whole number from 1 on, or the filter is wrong.
+        """
         query, k = self._checked(query, k)
-        admitted = read_filter(wanted)
+        admitted = read_filter(filter)
         vector = self._encoders.embedding.embed_query(query)
         by_meaning, catalog = self._nearest_to(vector, admitted), self._storage.catalog
 
@@ -85,24 +109,28 @@ class Search:
         again = [SearchHit(hit.chunk, score) for hit, score in zip(hits, scores, strict=True)]
         return self._noted(sorted(again, key=lambda hit: -hit.score)[:k])
 
-    def by_meaning(self, query: str, k: int, wanted: Any = None) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a question (`Index.search_dense`)."""
+    def search_dense(self, query: str, k: int = 4, *, filter: Wanted = None) -> list[SearchHit]:
+        """Return the `k` chunks whose vectors are nearest to a question's, as `search` does."""
         query, k = self._checked(query, k)
-        return self.by_vector(self._encoders.embedding.embed_query(query), k, wanted)
+        vector = self._encoders.embedding.embed_query(query)
+        return self.search_by_vector(vector, k, filter=filter)
 
-    def by_vector(
-        self, vector: NDArray[np.float32] | Sequence[float], k: int, wanted: Any = None
+    def search_by_vector(
+        self, vector: NDArray[np.float32] | Sequence[float], k: int = 4, *, filter: Wanted = None
     ) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a vector ``[dim]`` (`Index.search_by_vector`)."""
+        """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
         self._storage.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
-        search = self._nearest_to(_as_vector(vector), read_filter(wanted))
+        search = self._nearest_to(_as_vector(vector), read_filter(filter))
         return self._noted(self._hits(search, k))
 
-    def by_words(self, query: str, k: int, wanted: Any = None) -> list[SearchHit]:
-        """Return the `k` chunks that best match a question's words (`Index.search_words`)."""
+    def search_words(self, query: str, k: int = 4, *, filter: Wanted = None) -> list[SearchHit]:
+        """Return the `k` chunks that best match a question's words (BM25), best first.
+
+        Needs no model. A question without words finds nothing. Otherwise as `search`.
+        """
         query, k = self._checked(query, k)
-        catalog, admitted = self._storage.catalog, read_filter(wanted)
+        catalog, admitted = self._storage.catalog, read_filter(filter)
         return self._noted(self._hits(lambda most: catalog.search_words(query, most, admitted), k))
 
     def _nearest_to(
@@ -144,9 +172,10 @@ class Search:
         catalog = self._storage.catalog
         with self._refreshing:
             if self._matcher is None or self._matcher[0] != catalog.version():
-                # Rebuilt, not altered: other threads may be searching with the old one.
-                matcher = ChunkMatcher(catalog.text_of)
-                self._matcher = catalog.each_text(matcher.add), matcher
+                # A copy: other threads may be searching with the old one.
+                known = ChunkMatcher(catalog.text_of) if self._matcher is None else self._matcher[1]
+                matcher = known.copy()
+                self._matcher = catalog.each_text(matcher.add, known, matcher.discard), matcher
             return self._matcher[1]
 
     def _checked(self, query: Any, k: Any) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, IndexMismatchError, ParameterError
+from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.index import Index
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.models.kv_model import KVModel
@@ -264,6 +265,32 @@ def test_single_chunks_and_sources_are_deleted(index: Index, docs: Path) -> None
     assert names(index.add(docs).added) == {"long.txt"}
     index.delete(chunk_ids=index.catalog.chunk_ids_of(str(docs / "clock.md")))
     assert "clock.md" not in {Path(row.source).name for row in index.documents()}
+
+
+def test_a_change_by_another_costs_the_matcher_only_what_changed(
+    index: Index, docs: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(docs)
+    clock = (docs / "clock.md").read_text()
+    first = index.matcher
+    assert first.find(clock)
+    added: list[str] = []
+    real = ChunkMatcher.add
+    monkeypatch.setattr(
+        ChunkMatcher, "add", lambda self, one, text: added.append(text) or real(self, one, text)
+    )
+    (docs / "clock.md").unlink()
+    text = "Vera rows the ferry across the wide bay of Varn."
+    with Index.open(index.path, model=model) as writer:
+        writer.add([docs, Document("ferry", text)])
+    assert index.matcher.find(f"> {text} Question")
+    assert added == [text]
+    assert not index.matcher.find(clock)
+    assert index.matcher.find("The quick brown fox jumps over the lazy dog.")
+    # Whoever searches with the old one is not disturbed.
+    assert not first.find(text)
+    assert set(first) != set(index.matcher)
+    assert (len(first), len(index.matcher)) == (3, 3)
 
 
 def test_search_and_matcher_follow_what_another_index_object_writes(
