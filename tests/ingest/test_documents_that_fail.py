@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from kvrag.chunk import Chunk, Document
-from kvrag.codec.base import Codec
+from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.codec.raw import RawCodec
 from kvrag.errors import DocumentError, ParameterError, StoreError
 from kvrag.ingest import files, plan
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.embedding import HashingEmbedding, Vectors
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.report import IngestReport
 from kvrag.kvcache import ChunkKV
 from tests.ingest.test_loaders import PageContent
+
+Add = Callable[..., IngestReport]
 
 GOOD = Document("good", "Ines keeps the harbour ledger.")
 BAD = Document("bad", "The fox jumps over the dog.")
@@ -33,6 +35,21 @@ BAD = Document("bad", "The fox jumps over the dog.")
 
 def reasons(report: IngestReport) -> dict[str, str]:
     return {Path(failed.source).name: failed.reason for failed in report.failed}
+
+
+@pytest.fixture(params=["here", "on Ray"])
+def add(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Add]:
+    """Add documents to an index: in this process's loop, or through the stages of Ray."""
+    if request.param == "on Ray":
+        pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
+        from kvrag.ingest.ray.planning import forget
+        from tests.ingest.ray.here import here as runner
+    else:
+        runner, forget = None, lambda: None
+    settings: Any = {"embedding": "hashing", "chunk_tokens": 64}
+    with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
+        yield functools.partial(index.add, runner=runner)
+    forget()
 
 
 # -- what happens to a document after it was parsed -------------------------------------------
@@ -65,14 +82,14 @@ def break_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
 @pytest.mark.parametrize("stage", ["cut", "prefill", "embed"])
 @pytest.mark.parametrize("error", [RuntimeError("odd"), PanicException("odd"), MemoryError("odd")])
 def test_a_document_that_fails_later_is_refused(
-    index: Index, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
+    add: Add, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
 ) -> None:
     break_at(monkeypatch, stage, error)
-    report = index.add([BAD, GOOD])
+    report = add([BAD, GOOD])
     assert report.added == ("good",)
     assert f"{type(error).__name__}: odd" in reasons(report)["bad"]
     monkeypatch.undo()
-    assert index.add([BAD, GOOD]).added == ("bad",)
+    assert add([BAD, GOOD]).added == ("bad",)
 
 
 @pytest.mark.parametrize("stage", ["cut", "prefill"])
@@ -116,9 +133,7 @@ def test_a_model_that_breaks_on_the_way_ends_the_run(
         index.add([BAD, GOOD])
 
 
-def test_vectors_that_are_not_finite_are_refused(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_that_are_not_finite_are_refused(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     embed = HashingEmbedding.embed
 
     def embed_nan(self: HashingEmbedding, texts: list[str]) -> Vectors:
@@ -127,7 +142,7 @@ def test_vectors_that_are_not_finite_are_refused(
         return vectors
 
     monkeypatch.setattr(HashingEmbedding, "embed", embed_nan)
-    report = index.add([BAD, GOOD])
+    report = add([BAD, GOOD])
     assert report.added == ("good",)
     assert "its vector is not finite" in reasons(report)["bad"]
 
@@ -143,9 +158,9 @@ def break_kv(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(Encoders, "prefill", prefill_broken)
 
 
-def test_kv_that_is_not_finite_is_refused(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_that_is_not_finite_is_refused(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     break_kv(monkeypatch, "fox")
-    report = index.add([BAD, GOOD])
+    report = add([BAD, GOOD])
     assert report.added == ("good",)
     assert "bad: its KV cannot be encoded (the keys of layer 0" in reasons(report)["bad"]
 
@@ -181,36 +196,32 @@ def test_a_model_whose_kv_is_never_finite_ends_the_run(
         index.add([Document(str(number), f"Fox number {number}.") for number in range(12)])
 
 
-def test_kv_that_a_codec_fails_at_is_refused(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_that_a_codec_fails_at_is_refused(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     break_kv(monkeypatch, "fox")
-    codec_for = CodecFitter.codec_for
+    encode = RawCodec.encode
 
-    class Picky:
-        def __init__(self, codec: Codec) -> None:
-            self._codec = codec
+    def fail_at_nan(self: RawCodec, key: ChunkKey, kv: ChunkKV) -> bytes:
+        if not kv.keys.isfinite().all():
+            raise ValueError("not finite")
+        return encode(self, key, kv)
 
-        def encode(self, key: object, kv: ChunkKV) -> bytes:
-            if not kv.keys.isfinite().all():
-                raise ValueError("not finite")
-            return self._codec.encode(key, kv)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(CodecFitter, "codec_for", lambda *given: Picky(codec_for(*given)))
-    report = index.add([BAD, GOOD])
+    monkeypatch.setattr(RawCodec, "encode", fail_at_nan)
+    report = add([BAD, GOOD])
     assert report.added == ("good",)
     assert "ValueError: not finite" in reasons(report)["bad"]
 
 
 def test_a_file_of_which_a_document_failed_is_read_again(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    add: Add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('"The fox."\n"The dog."\n"The cat."')
     with monkeypatch.context() as patch:
         break_at(patch, "prefill", RuntimeError("odd"))
-        report = index.add(rows)
+        report = add(rows)
         assert set(reasons(report)) == {"rows.jsonl#1"}
         assert len(report.added) == 2
-    report = index.add(rows)
+    report = add(rows)
     assert report.added == (f"{rows}#1",)
     assert len(report.unchanged) == 2
 
@@ -225,8 +236,8 @@ def test_a_file_of_which_a_document_failed_is_read_again(
         (lambda path: (path.unlink(), os.mkfifo(path)), "a pipe"),
     ],
 )
-def test_a_file_that_breaks_between_planning_and_running_is_refused(
-    index: Index,
+def test_a_file_that_breaks_before_it_is_read_again_is_refused(
+    add: Add,
     docs: Path,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Path], object],
@@ -235,12 +246,21 @@ def test_a_file_that_breaks_between_planning_and_running_is_refused(
     rows = docs / "rows.jsonl"
     rows.write_text('"The fox."\n"The dog."')
     monkeypatch.setattr(plan, "_MAX_KEPT_TOKENS", 0)
-    # The last thing between the two.
-    monkeypatch.setattr("kvrag.ingest.pipeline._check_space", lambda *_: spoil(rows))
-    report = index.add(docs, limits=ParseLimits(max_file_bytes=2_000_000))
+
+    def read_spoilt(path: str, max_bytes: int) -> bytes:
+        if path == str(rows):
+            spoil(rows)
+        return files.read_file(path, max_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrag.ingest.stages.read_file", read_spoilt)
+        report = add(docs, limits=ParseLimits(max_file_bytes=2_000_000))
     assert len(report.added) == 3
     assert set(reasons(report)) == {"rows.jsonl#1", "rows.jsonl#2"}
     assert all(reason in failed.reason for failed in report.failed)
+    rows.unlink(missing_ok=True)
+    rows.write_text('"The fox."')
+    assert add(rows).added == (f"{rows}#1",)
 
 
 def test_a_broken_file_is_read_again_once_and_not_for_each_row(

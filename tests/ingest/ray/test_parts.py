@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,11 +21,9 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
-from kvrag.chunk import Chunk, ChunkKey, Document
-from kvrag.codec.raw import RawCodec
+from kvrag.chunk import Chunk, Document
 from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreachableError
 from kvrag.ingest.index import Index
-from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
 from kvrag.ingest.ray.cluster import _default_address, connected, reason_of, settings
@@ -34,15 +31,14 @@ from kvrag.ingest.ray.collecting import Collector, assemble
 from kvrag.ingest.ray.options import estimate
 from kvrag.ingest.ray.packets import Packet, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
-from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder, Job
+from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.stages import Outcome, Run
-from kvrag.ingest.storage import Storage
-from kvrag.kvcache import ChunkKV
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from tests.ingest.ray.conftest import content
+from tests.ingest.ray.here import computed, here, job_of, table, tiny_index
 
 
 @pytest.fixture(autouse=True)
@@ -147,23 +143,6 @@ def test_chunks_that_planning_has_no_room_for_are_cut_again(
         assert len(found.added) == 32
         assert content(many) == content(one)
         assert bool(content(one)["chunks"]) is not dry_run
-
-
-def test_a_file_that_changes_while_it_is_planned_is_left_out_and_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("The old clock of Varn.")
-    with tiny_index(tmp_path) as index:
-        with monkeypatch.context() as patch:
-            patch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
-            patch.setattr("kvrag.ingest.stages.read_file", lambda *_: b"The new clock.")
-            report = index.add(file, runner=here)
-        assert [one.source for one in report.failed] == [str(file)]
-        assert "changed while it was being ingested" in report.failed[0].reason
-        assert not report.added
-        assert not content(index)["files"]
-        assert index.add(file, runner=here).added == (str(file),)
 
 
 def test_a_chunk_that_ends_its_process_several_times_is_refused(
@@ -355,25 +334,6 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
     assert not (tmp_path / "worker").exists()
 
 
-@pytest.mark.parametrize("error", [ValueError("odd"), ParameterError("NaN or infinity")])
-def test_a_document_whose_kv_cannot_be_encoded_costs_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    class Picky:
-        def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-            if kv.num_tokens > 30:
-                time.sleep(0.1)  # the worker is done with the packet's chunks before
-                raise error
-            return RawCodec().encode(key, kv)
-
-    monkeypatch.setattr(Job, "open_codec", lambda _: Picky())
-    with tiny_index(tmp_path) as index:
-        report = index.add([Document("good", "One."), Document("bad", "ship " * 40)], runner=here)
-        assert report.added == ("good",)
-        assert [one.source for one in report.failed] == ["bad"]
-        assert str(error) in report.failed[0].reason
-
-
 def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
     with tiny_index(tmp_path) as index:
         config = index.config
@@ -409,22 +369,6 @@ def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def tiny_index(folder: Path) -> Index:
-    settings: Any = {"embedding": "hashing", "chunk_tokens": 64, "codec": "raw"}
-    return Index.create(folder / "index", model="kvrag-tiny", **settings)
-
-
-def here(run: Run) -> Plan:
-    """Carry out an ingestion as `RayRunner` does, but in this process."""
-    plan = Plan()
-    catalog, sources = run.storage.catalog, run.sources
-    rows = [file_row(catalog, path) for path in sources.files]
-    rows += [document_row(catalog, one) for one in sources.documents.values()]
-    job = replace(job_of(run.storage), dry_run=run.dry_run)
-    Collector(run, plan, False).collect(computed(rows, job))
-    return plan
-
-
 def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
     """Ingest the rows of a dataset of one or several blocks, in this process."""
     plan = Plan()
@@ -435,39 +379,6 @@ def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
         packets = (packet for block in blocks for packet in computed(block, job))
         Collector(run, plan, True).collect(packets)
     return plan
-
-
-def computed(rows: list[dict[str, Any]], job: Job) -> Iterator[Packet]:
-    """Yield the packets of some rows, with their vectors, and with their KV stored."""
-    for packet in plan_rows(table(rows), job):
-        if not job.dry_run:
-            attempts = Attempts()
-            packet = Encoder(job, attempts.begin, attempts.end)(Embedder(job)(packet))
-        yield from unpack(packet)
-
-
-def job_of(index: Index | Storage) -> Job:
-    return Job(
-        folder=str(index.path),
-        config=index.config,
-        model=index.config.model,
-        device=None,
-        store=f"file:{index.path / 'kv'}",
-        codec="raw",
-        profile=b"",
-        limits=ParseLimits(),
-        loaders=(),
-        force=False,
-        dry_run=False,
-        batch_tokens=512,
-        cpus=1.0,
-    )
-
-
-def table(rows: list[dict[str, Any]]) -> Any:
-    import pyarrow as pa
-
-    return pa.Table.from_pylist(rows)
 
 
 def test_of_a_worker_that_cannot_begin_only_the_reason_is_told() -> None:

@@ -21,7 +21,7 @@ from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.ray.packets import Packet, unpack
 from kvrag.ingest.ray.planning import forget, listed_row, plan_rows
 from kvrag.ingest.ray.reading import _opened, is_for_ray, list_places
-from tests.ingest.ray.test_parts import job_of, table, tiny_index
+from tests.ingest.ray.here import job_of, table, tiny_index
 from tests.support.servers import S3Server
 
 
