@@ -31,9 +31,9 @@ from kvrag.pml.elements import read_elements
 from kvrag.regularfile import MAX_BYTES, read_regular, require_regular_files
 from kvrag.store.encrypted import read_key
 from kvrag.store.registry import open_store
-from kvrag.tune import datasets
 from kvrag.weights.sources import find_gguf
 from kvrag_bench.exact import _read as read_exact
+from kvrag_bench.judge import datasets
 from kvrag_bench.quality.results import Results
 from tests.support.models import make_model, make_tokenizer
 
