@@ -14,7 +14,6 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import EncodedPrefix, KVModel
-from kvrag.tune import calibrate as calibration
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.models import HEAD, make_model, make_tokenizer
 
@@ -169,22 +168,6 @@ def test_a_long_chunk_shortens_it(index: Index, model: KVModel) -> None:
         room = len(chunk.token_ids) + left
         (found,) = add_contexts([chunk], model.tokenizer, parse_context(FILLER), room)
         assert found.contexts == expected
-
-
-def test_a_calibration_encodes_as_the_index_does(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = calibration.judge_policies
-    asked = []
-
-    def noting(*given, **options):  # type: ignore[no-untyped-def]
-        asked.extend(options["contexts"])
-        return judge(*given, **options)
-
-    monkeypatch.setattr(calibration, "judge_policies", noting)
-    options = calibration.CalibrationOptions(num_questions=1, max_tokens=2, policies=("none",))
-    calibration.calibrate(index, options)
-    assert asked == [FILLER]
 
 
 def test_compressed_chunks_are_encoded_after_it_too(make_index: MakeIndex) -> None:
