@@ -83,8 +83,8 @@ def main() -> None:
     if given.json:
         print(json.dumps(made))
     if given.wheel:
-        command = [sys.executable, "-m", "build", "--wheel", "--outdir", given.out / "dist"]
-        subprocess.run([*command, given.out], check=True)
+        command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(given.out / "dist")]
+        subprocess.run([*command, str(given.out)], check=True)
     spilled = [key for key, told in made.items() if told["spills"]]
     if spilled:
         sys.exit(f"spilled registers: {', '.join(spilled)}")
@@ -162,10 +162,9 @@ def _usage(cubin: bytes, ptx: str, arch: str) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [assembler, "-v", f"--gpu-name={target[1].rstrip(',')}", source, "-o"]
-        told = subprocess.run(
-            [*command, Path(folder, "kernel.cubin")], capture_output=True, text=True, check=True
-        ).stderr
+        command = [str(assembler), "-v", f"--gpu-name={target[1].rstrip(',')}", str(source)]
+        command += ["-o", str(Path(folder, "kernel.cubin"))]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", told)
     assert registers is not None, f"{arch}: {told} ({len(cubin)} bytes)"
     return int(registers[1]), sum(map(int, re.findall(r"(\d+) bytes spill", told)))

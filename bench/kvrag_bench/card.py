@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kvrag.loading import threads
+from kvrag.models import cardlayers
+from kvrag.models.compiled import Description
+from kvrag.native.gpu.rows import RowPlaces, RowTensors, num_splits
 
 _OPEN = ""  # a phase that has no name yet
 CARD = torch.device("cuda", 0)
@@ -297,6 +301,29 @@ class _Making(TorchFunctionMode):
             return CardTensor(func(*args, **kwargs | {"device": _CPU}), self._counts)
 
 
+class _RowOperations:
+    """Counts kernels over rows, which PyTorch plays."""
+
+    def __init__(self, places: RowPlaces, num_heads: tuple[int, int], counts: Counts) -> None:
+        held = {field.name: _held(getattr(places, field.name)) for field in fields(places)}
+        self._tensors = RowTensors(RowPlaces(**held))
+        group, num_given = num_heads[0] // num_heads[1], num_heads[1]
+        self._splits = num_splits(-(-len(places.positions) * group // 128) * num_given)
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        played = getattr(self._tensors, name)
+
+        def start(*given: Any, **named: Any) -> None:
+            self._counts.note(self._counts.launches, f"kernel {name}")
+            if name == "attend" and self._splits > 1:
+                self._counts.note(self._counts.launches, "kernel combine")
+            with self._counts.computing():
+                played(*_held(given), **_held(named))
+
+        return start
+
+
 class _Event:
     """An event that has happened: all work is done at once."""
 
@@ -363,11 +390,18 @@ def pretended_card() -> Iterator[Counts]:
         "Event": lambda *_, **__: _Event(counts),
         "synchronize": lambda *_: counts.note(counts.waits, "device"),
     }
+
+    def operations_for(places: RowPlaces, description: Description) -> _RowOperations:
+        counts.note(counts.copies, "copy to the card")
+        return _RowOperations(places, description.num_heads, counts)
+
     torch._C._ensureCUDADeviceGuardSet()
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))
+        stack.enter_context(patch.object(cardlayers, "are_ready", lambda *_, **__: True))
+        stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
         stack.enter_context(_Making(counts))
         stack.enter_context(_Operations(counts))
         yield counts

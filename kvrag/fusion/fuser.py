@@ -36,7 +36,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import EncodedScope
-from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache, RowsChanged, write_rows
+from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
@@ -282,7 +282,7 @@ def execute(
             compiled = model.compile()
     if asked:
         positions = prompt.reused().to(model.device)
-        attention = QuestionAttention(positions, plan.question_start, asked)
+        attention = QuestionAttention(positions, plan.question_start, asked, len(layout.token_ids))
         yield from ask(model, linked, fresh, attention, loader, fused, tables, clock, compiled)
         prompt = replace(prompt, relevance=attention.relevance)
     # Without inexact spans there is nothing to choose from.
@@ -319,7 +319,9 @@ def execute(
                 changed = shift.of_layer(fused, layer_index, table, selection.picks[-1])
             if layer_index == last_layer:
                 # Only the last token's output is needed; the other rows need only their K/V.
-                _write_projections(model, layer_index, hidden, rows, fused, table, changed)
+                model.write_rows(
+                    layer_index, hidden, rows, fused, table, changed=changed, compiled=compiled
+                )
                 hidden, rows = hidden[-1:].contiguous(), rows[-1:]
                 noted = changed = None
             else:
@@ -456,18 +458,3 @@ def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) 
     for span in spans:
         starts[span.prompt_start : span.prompt_end] = layout.encoded_from(span)
     return EncodedScope(starts.to(device), layout.prefix_length)
-
-
-def _write_projections(
-    model: KVModel,
-    layer_index: int,
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    fused: FusedKV,
-    table: RotaryTable,
-    changed: RowsChanged | None,
-) -> None:
-    which = torch.arange(len(rows), device=rows.device)
-    into = fused.keys[layer_index][0], fused.values[layer_index][0]
-    for block, keys, values in model.project_rows(layer_index, hidden, rows, table, which):
-        write_rows(*into, rows[block], keys, values, changed)

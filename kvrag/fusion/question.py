@@ -13,6 +13,7 @@ from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import MassObserver, RowMask
+from kvrag.models.cardlayers import CardLayers
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
@@ -34,6 +35,9 @@ class QuestionAttention:
         The first position that counts as the question.
     layers
         The layers to observe.
+    num_tokens
+        The prompt's tokens, for kernels of a card that note attention themselves; None: they do
+        not. `finish` then completes the relevance.
 
     Attributes
     ----------
@@ -43,7 +47,13 @@ class QuestionAttention:
         ``[M, n]`` float32, on the device of `reused`.
     """
 
-    def __init__(self, reused: torch.Tensor, question_start: int, layers: range) -> None:
+    def __init__(
+        self,
+        reused: torch.Tensor,
+        question_start: int,
+        layers: range,
+        num_tokens: int | None = None,
+    ) -> None:
         self._reused = reused
         self._question_start = question_start
         self.layers = layers
@@ -51,13 +61,22 @@ class QuestionAttention:
         self._shown: dict[tuple[int, int], tuple[int, int]] = {}
         shape = (len(layers), len(reused))
         self.relevance = torch.zeros(shape, dtype=torch.float32, device=reused.device)
+        self._taken = None
+        if num_tokens is not None:
+            self._taken = torch.zeros(len(layers), num_tokens, device=reused.device)
 
     def observer_of(self, layer_index: int) -> MassObserver | None:
         """Return the observer of one layer, or None if the layer is not observed."""
         if layer_index not in self.layers:
             return None
         into = self.relevance[self.layers.index(layer_index)]
-        return MassObserver(self._question_start, partial(self._note, into))
+        taken = None if self._taken is None else (self._taken, self.layers.start)
+        return MassObserver(self._question_start, partial(self._note, into), taken)
+
+    def finish(self) -> None:
+        """Add what kernels of a card noted; call it once all layers have run."""
+        if self._taken is not None:
+            self.relevance += self._taken[:, self._reused]
 
     def _note(
         self, into: torch.Tensor, mask: RowMask, mass: torch.Tensor, value: torch.Tensor
@@ -82,7 +101,7 @@ def ask(
     fused: FusedKV,
     tables: Sequence[RotaryTable],
     clock: Clock,
-    compiled: CompiledLayers | None,
+    compiled: CompiledLayers | CardLayers | None,
 ) -> Slices[None]:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
@@ -124,4 +143,5 @@ def ask(
         clock.lap("ask")
         yield False
         clock.resume()
+    attention.finish()
     attention.relevance = model.ranks.sum(attention.relevance)

@@ -20,7 +20,9 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -80,10 +82,14 @@ class MassObserver:
     note
         Receives a block's mask, the weights ``[H, K]`` float32 that keys get, summed over rows and
         over the query heads of a key head, and the values ``[H, K, D]``. H is 1 or all key heads.
+    taken
+        Where a card's kernel adds it up instead, times the values' norms: ``[M, N]`` float32 for M
+        layers and all keys, and the first of the layers. None: it calls `note`.
     """
 
     first_position: int
     note: Callable[[RowMask, torch.Tensor, torch.Tensor], None]
+    taken: tuple[torch.Tensor, int] | None = None
 
     def __call__(
         self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
@@ -134,12 +140,12 @@ class KnownRows:
         The rows; equal ones in another tensor are not known.
     ends
         The first and last row of each block, by the blocks' size.
+    numbers
+        The rows, on the host, once somebody has asked.
     embeddings
         Cosines and sines by a table's id. The table stays alive with them.
     masks
         By first key, number of keys and window.
-    num_before
-        How many rows are before a position.
     """
 
     rows: torch.Tensor
@@ -148,7 +154,17 @@ class KnownRows:
         default_factory=dict
     )
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    num_before: dict[int, int] = field(default_factory=dict)
+    numbers: list[NDArray[np.int64]] = field(default_factory=list)
+
+    def on_host(self) -> NDArray[np.int64]:
+        """Return the rows on the host. The first call waits for a GPU."""
+        if not self.numbers:
+            self.numbers.append(self.rows.cpu().numpy())
+        return self.numbers[0]
+
+    def num_before(self, position: int) -> int:
+        """Return how many of the rows, which ascend, are before a position."""
+        return int(np.searchsorted(self.on_host(), position))
 
 
 @dataclass(frozen=True)
@@ -251,10 +267,9 @@ class RowMask:
 
     def _num_before(self, position: int) -> int:
         """Return how many of the rows are before a position."""
-        num_before = {} if self.known is None else self.known.num_before
-        if position not in num_before:
-            num_before[position] = int((self.positions < position).sum())
-        return num_before[position]
+        if self.known is not None:
+            return self.known.num_before(position)
+        return int((self.positions < position).sum())
 
     def _dense(self, num_keys: int) -> torch.Tensor:
         keys = torch.arange(self.first_key, self.first_key + num_keys, device=self.positions.device)

@@ -1,14 +1,14 @@
-"""A model's layers as a list of operations for kernels: few rows without Python between.
+"""A model's layers as lists of operations, and what carries them out on the CPU: one call.
 
-Only layers of Transformers whose arithmetic is written down here are computed so. They are known by
-name and by their parts.
+Only layers of Transformers whose arithmetic is written down here are described so. They are known
+by name and by their parts. `kvrag.models.cardlayers` carries the same lists out on a graphics card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, is_replaced
 from kvrag.models.linears import int8_layer, most_rows
 from kvrag.native import HAS_ROW_LAYERS, Mass, RowLayers
+from kvrag.native.gpu.rows import Norm, Scores
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -60,37 +61,180 @@ _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
-def compile_layers(
+class Linear(NamedTuple):
+    """A linear layer from one slot to another; with `adds`, what it makes is added there."""
+
+    layer: nn.Linear
+    source: str
+    to: str
+    adds: bool = False
+
+
+class RowNorm(NamedTuple):
+    """A norm of rows from one slot to another; with `adds`, what it makes is added there."""
+
+    norm: Norm
+    source: str
+    to: str
+    adds: bool = False
+
+
+class Attention(NamedTuple):
+    """Norm queries and keys, rotate both, write keys and values, and attend: to "gathered"."""
+
+    norms: tuple[Norm, Norm] | None
+    table: int
+    scores: Scores
+
+
+class Gate(NamedTuple):
+    """The activation of "gate" times "up", into "gate"."""
+
+    is_gelu: bool
+
+
+Operation = Linear | RowNorm | Attention | Gate
+HIDDEN = "hidden"
+"""The slot of a layer's inputs and outputs."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model's layers as operations on slots: rows of numbers, of one width each.
+
+    Attributes
+    ----------
+    layers
+        For each layer its operations, in order.
+    widths
+        The width of each slot.
+    head_dim, num_heads
+        D, and the numbers of query heads and of key heads.
+    dtype
+        The type of weights and slots.
+    tables
+        For each table the first layer that uses it.
+    """
+
+    layers: tuple[tuple[Operation, ...], ...]
+    widths: Mapping[str, int]
+    head_dim: int
+    num_heads: tuple[int, int]
+    dtype: torch.dtype
+    tables: tuple[int, ...]
+
+
+def describe_layers(
     layers: Sequence[nn.Module],
     windows: Sequence[int | None],
     tables: Sequence[RotaryTable],
-    *,
-    in_int8: bool,
-) -> CompiledLayers | None:
-    """Return a model's layers, compiled; None if only their modules can compute them.
+) -> Description | None:
+    """Return a model's layers as operations; None if only their modules can compute them.
 
     Parameters
     ----------
     layers
         The model's decoder layers, as they are now. A later hook, adapter or exchange of weights
-        does not count, nor a change in place in 8 bits.
+        does not count.
     windows
         Each layer's sliding window in tokens, None if it sees everything.
     tables
         Each layer's table of any positions; layers share tables.
-    in_int8
-        Whether linear layers compute in 8 bits; otherwise they do in the type of the weights.
     """
-    if not HAS_ROW_LAYERS or any(type(table) is not RotaryTable for table in tables):
+    if any(type(table) is not RotaryTable for table in tables):
         return None
     if not len(layers) == len(windows) == len(tables) or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     if not all(_is_known(layer) for layer in layers):
         return None
+    numbers: dict[int, int] = {}
+    for table in tables:
+        numbers.setdefault(id(table), len(numbers))
+    ids = list(map(id, tables))
+    first: Any = layers[0]
+    attention, mlp = first.self_attn, first.mlp
+    asked, given = attention.q_proj.out_features, attention.k_proj.out_features
+    width = attention.q_proj.in_features
+    head_dim: int = attention.head_dim
+    widths = {
+        **dict.fromkeys((HIDDEN, "normed", "moved"), width),
+        **dict.fromkeys(("query", "gathered"), asked),
+        **dict.fromkeys(("key", "value"), given),
+        **dict.fromkeys(("gate", "up"), mlp.gate_proj.out_features),
+    }
     try:
-        return CompiledLayers(layers, windows, tables, in_int8=in_int8)
+        described = tuple(
+            tuple(_operations(layer, window, numbers[id(table)], width))
+            for layer, window, table in zip(layers, windows, tables, strict=True)
+        )
     except ParameterError:
-        return None  # weights on a GPU, of another type, or in another order
+        return None
+    return Description(
+        described,
+        widths,
+        head_dim,
+        (asked // head_dim, given // head_dim),
+        attention.q_proj.weight.dtype,
+        tuple(ids.index(one) for one in numbers),
+    )
+
+
+def _operations(layer: Any, window: int | None, table: int, width: int) -> Iterator[Operation]:
+    kind = _KINDS[type(layer).__name__.removesuffix(_LAYER)]
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [_norm_of(getattr(layer, name), width) for name in kind.norms]
+    is_around = len(norms) == len(_FOUR_NORMS)
+    before, after = (norms[::2], norms[1::2]) if is_around else (norms, [None, None])
+    yield RowNorm(before[0], HIDDEN, "normed")
+    for linear, slot in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+        yield Linear(getattr(attention, linear), "normed", slot)
+    head_norms = None
+    if kind.head_norms:
+        one, other = (
+            _norm_of(norm, attention.head_dim) for norm in (attention.q_norm, attention.k_norm)
+        )
+        head_norms = one, other
+    softcap = (attention.attn_logit_softcapping if kind.caps else None) or 0.0
+    yield Attention(head_norms, table, Scores(attention.scaling, softcap, window))
+    yield from _added(attention.o_proj, "gathered", after[0])
+    yield RowNorm(before[1], HIDDEN, "normed")
+    yield Linear(mlp.gate_proj, "normed", "gate")
+    yield Linear(mlp.up_proj, "normed", "up")
+    yield Gate(ACTIVATIONS[type(mlp.act_fn).__name__])
+    yield from _added(mlp.down_proj, "gate", after[1])
+
+
+def _added(linear: nn.Linear, source: str, norm: Norm | None) -> Iterator[Operation]:
+    """Add what a linear layer makes, or a norm of it, to the rows."""
+    if norm is None:
+        yield Linear(linear, source, HIDDEN, adds=True)
+    else:
+        yield Linear(linear, source, "moved")
+        yield RowNorm(norm, "moved", HIDDEN, adds=True)
+
+
+def _norm_of(module: Any, width: int) -> Norm:
+    adds_one, epsilon = NORMS[type(module).__name__]
+    if module.weight.shape != (width,):
+        raise ParameterError(f"weight: expected {width}, found {list(module.weight.shape)}")
+    return Norm(module.weight, getattr(module, epsilon), adds_one)
+
+
+def compile_layers(description: Description | None, *, in_int8: bool) -> CompiledLayers | None:
+    """Return described layers for the CPU; None if only their modules can compute them.
+
+    Parameters
+    ----------
+    in_int8
+        Whether linear layers compute in 8 bits, as their weights are now; otherwise they do in the
+        type of the weights.
+    """
+    if not HAS_ROW_LAYERS or description is None:
+        return None
+    try:
+        return CompiledLayers(description, in_int8=in_int8)
+    except ParameterError:
+        return None  # weights of another type, or in another order
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -126,12 +270,8 @@ class CompiledLayers:
 
     Parameters
     ----------
-    layers
-        The model's decoder layers.
-    windows
-        Each layer's sliding window in tokens, None if it sees everything.
-    tables
-        Each layer's table of any positions; layers share tables.
+    description
+        The layers.
     in_int8
         Whether linear layers compute in 8 bits.
 
@@ -141,106 +281,81 @@ class CompiledLayers:
         If the weights of layers do not fit each other, or a kernel.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        windows: Sequence[int | None],
-        tables: Sequence[RotaryTable],
-        *,
-        in_int8: bool,
-    ) -> None:
+    def __init__(self, description: Description, *, in_int8: bool) -> None:
         self._in_int8 = in_int8
-        numbers: dict[int, int] = {}
-        self._first_layers = []
-        for index, table in enumerate(tables):
-            if id(table) not in numbers:
-                numbers[id(table)] = len(numbers)
-                self._first_layers.append(index)
-        first: Any = layers[0]
-        attention, mlp = first.self_attn, first.mlp
-        self._width = width = attention.q_proj.in_features
-        dtype = attention.q_proj.weight.dtype
-        most_inputs = max(
-            linear.in_features for linear in (attention.q_proj, attention.o_proj, mlp.down_proj)
-        )
+        self._first_layers = description.tables
+        self._head_dim = description.head_dim
+        widths, dtype = description.widths, description.dtype
+        most_inputs = max(widths[name] for name in (HIDDEN, "gathered", "gate"))
         self._most_rows = None if in_int8 else most_rows(dtype, most_inputs)
-        self._rows = rows = RowLayers(dtype, width)
-        num_asked = attention.q_proj.out_features
-        num_given = attention.k_proj.out_features
-        self._normed, self._moved = rows.add_slot(width), rows.add_slot(width)
-        self._asked = [rows.add_slot(num_asked) for _ in range(2)]
-        self._keys = [rows.add_slot(num_given) for _ in range(2)]
-        self._values, self._gathered = rows.add_slot(num_given), rows.add_slot(num_asked)
-        self._gate, self._up, self._gated = (
-            rows.add_slot(mlp.gate_proj.out_features) for _ in range(3)
-        )
-        for layer, window, table in zip(layers, windows, tables, strict=True):
-            self._add(layer, window, numbers[id(table)])
+        self._rows = rows = RowLayers(dtype, widths[HIDDEN])
+        slots = {name: rows.add_slot(width) for name, width in widths.items() if name != HIDDEN}
+        # Operations write to another slot than they read.
+        more = {f"{name} 2": rows.add_slot(widths[name]) for name in ("query", "key", "gate")}
+        self._slots = {HIDDEN: 0, **slots, **more}
+        for operations in description.layers:
+            gate = "gate"
+            for operation in operations:
+                if isinstance(operation, Gate):
+                    self._gate(operation)
+                    gate = "gate 2"
+                elif isinstance(operation, Attention):
+                    self._attend(operation)
+                elif isinstance(operation, RowNorm):
+                    self._norm(operation.norm, operation.source, operation.to, operation.adds)
+                else:
+                    source = gate if operation.source == "gate" else operation.source
+                    self._linear(operation.layer, source, operation.to, operation.adds)
             rows.end_layer()
         # The angles of rows that were computed last, by table: layers share both.
         self._angles: tuple[torch.Tensor, dict[int, tuple[RotaryTable, RotaryTable]]]
         self._angles = torch.empty(0), {}
 
-    def _add(self, layer: Any, window: int | None, table: int) -> None:
-        kind = _KINDS[type(layer).__name__.removesuffix(_LAYER)]
-        rows, attention, mlp = self._rows, layer.self_attn, layer.mlp
-        head_dim: int = attention.head_dim
-        norms = [getattr(layer, name) for name in kind.norms]
-        is_around = len(norms) == len(_FOUR_NORMS)
-        before, after = (norms[::2], norms[1::2]) if is_around else (norms, (None, None))
-        self._norm(before[0], 0, self._normed, self._width)
-        asked, turned_asked = self._asked
-        keys, turned_keys = self._keys
-        self._linear(attention.q_proj, self._normed, asked)
-        self._linear(attention.k_proj, self._normed, keys)
-        self._linear(attention.v_proj, self._normed, self._values)
-        if kind.head_norms:
-            self._norm(attention.q_norm, asked, turned_asked, head_dim)
-            self._norm(attention.k_norm, keys, turned_keys, head_dim)
-            asked, turned_asked, keys, turned_keys = turned_asked, asked, turned_keys, keys
-        rows.rotate(asked, turned_asked, table, head_dim)
-        rows.rotate(keys, turned_keys, table, head_dim)
+    def _gate(self, operation: Gate) -> None:
+        gate, up, to = (self._slots[name] for name in ("gate", "up", "gate 2"))
+        self._rows.gate(gate, up, to, is_gelu=operation.is_gelu)
+
+    def _attend(self, operation: Attention) -> None:
+        rows, slots = self._rows, self._slots
+        turned = {}
+        for number, name in enumerate(("query", "key")):
+            source, to = name, f"{name} 2"
+            if operation.norms is not None:
+                self._norm(operation.norms[number], source, to, adds=False)
+                source, to = to, source
+            rows.rotate(slots[source], slots[to], operation.table, self._head_dim)
+            turned[name] = slots[to]
+        scale, softcap, window = operation.scores
         rows.attend(
-            turned_asked,
-            turned_keys,
-            self._values,
-            self._gathered,
-            head_dim=head_dim,
+            turned["query"],
+            turned["key"],
+            slots["value"],
+            slots["gathered"],
+            head_dim=self._head_dim,
             window=window,
-            scale=attention.scaling,
-            softcap=attention.attn_logit_softcapping if kind.caps else None,
+            scale=scale,
+            softcap=softcap or None,
         )
-        self._finish(attention.o_proj, self._gathered, after[0])
-        self._norm(before[1], 0, self._normed, self._width)
-        self._linear(mlp.gate_proj, self._normed, self._gate)
-        self._linear(mlp.up_proj, self._normed, self._up)
-        is_gelu = ACTIVATIONS[type(mlp.act_fn).__name__]
-        rows.gate(self._gate, self._up, self._gated, is_gelu=is_gelu)
-        self._finish(mlp.down_proj, self._gated, after[1])
 
-    def _finish(self, linear: nn.Linear, source: int, norm: nn.Module | None) -> None:
-        """Add what a linear layer makes, and a norm of it, to the rows."""
-        self._linear(linear, source, self._moved)
-        moved = self._moved
-        if norm is not None:
-            self._norm(norm, moved, self._normed, self._width)
-            moved = self._normed
-        self._rows.add(0, moved, 0)
+    def _linear(self, linear: nn.Linear, source: str, to: str, adds: bool) -> None:
+        read, write = self._slots[source], self._slots["moved" if adds else to]
+        if self._in_int8:
+            layer = int8_layer(linear)
+            if layer is None:
+                raise ParameterError("weight: expected one that can be computed in 8 bits")
+            self._rows.int8_linear(read, write, layer)
+        else:
+            self._rows.linear(read, write, linear.weight, linear.bias)
+        if adds:
+            self._rows.add(self._slots[to], write, self._slots[to])
 
-    def _linear(self, linear: nn.Linear, source: int, to: int) -> None:
-        if not self._in_int8:
-            self._rows.linear(source, to, linear.weight, linear.bias)
-            return
-        layer = int8_layer(linear)
-        if layer is None:
-            raise ParameterError("weight: expected one that can be computed in 8 bits")
-        self._rows.int8_linear(source, to, layer)
-
-    def _norm(self, norm: Any, source: int, to: int, width: int) -> None:
-        adds_one, epsilon = NORMS[type(norm).__name__]
-        if norm.weight.shape != (width,):
-            raise ParameterError(f"weight: expected {width}, found {list(norm.weight.shape)}")
-        self._rows.norm(source, to, norm.weight, getattr(norm, epsilon), adds_one=adds_one)
+    def _norm(self, norm: Norm, source: str, to: str, adds: bool) -> None:
+        write = self._slots["normed" if adds else to]
+        self._rows.norm(
+            self._slots[source], write, norm.weight, norm.epsilon, adds_one=norm.adds_one
+        )
+        if adds:
+            self._rows.add(self._slots[to], write, self._slots[to])
 
     def run(self, hidden: torch.Tensor, tables: Sequence[RotaryTable], batch: BatchRows) -> None:
         """Replace the first layer's inputs ``[B, hidden]`` by the last layer's outputs.

@@ -14,9 +14,10 @@ from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
-from kvrag.models.caches import Deviation
+from kvrag.models.caches import Deviation, RowsChanged
 from kvrag.models.captured import CapturedSteps
-from kvrag.models.compiled import CompiledLayers, compile_layers
+from kvrag.models.cardlayers import CardLayers, card_layers
+from kvrag.models.compiled import CompiledLayers, compile_layers, describe_layers
 from kvrag.models.families import Family, project_logits
 from kvrag.models.precision import INT8
 from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
@@ -37,6 +38,7 @@ class RowMethods:
     _positions: Positions
     _captured: CapturedSteps
     _compiled: CompiledLayers | None
+    _one_row: list[RotaryTable] | None = None
     compute: str
     lock: threading.RLock
 
@@ -112,7 +114,7 @@ class RowMethods:
         attending: Attending = ALL_BEFORE,
         deviation: Deviation | None = None,
         writes: bool = True,
-        compiled: CompiledLayers | None = None,
+        compiled: CompiledLayers | CardLayers | None = None,
     ) -> None:
         """Run one layer over selected rows; their K/V replace the buffer's.
 
@@ -160,20 +162,28 @@ class RowMethods:
         """
         with self.lock:
             self._captured.check_model()
-            self._compiled = self.compile()
+            compiled = self.compile()
+            self._compiled = compiled if isinstance(compiled, CompiledLayers) else None
 
-    def compile(self) -> CompiledLayers | None:
+    def compile(self) -> CompiledLayers | CardLayers | None:
         """Return the layers as modules would compute them now, if kernels can.
 
         Use it for one prompt or answer: what changes later (hooks, weights that are replaced) does
         not count.
         """
-        if self.device.type != "cpu":
-            return None
         in_int8 = self.compute == INT8
         if not in_int8 and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None
-        return compile_layers(self._rows.layers, self._windows, self.tables(1), in_int8=in_int8)
+        described = describe_layers(self._rows.layers, self._windows, self._any_tables())
+        if self.device.type == "cpu":
+            return compile_layers(described, in_int8=in_int8)
+        return card_layers(described, self.device, self._any_tables()[0].cos.shape[-1])
+
+    def _any_tables(self) -> list[RotaryTable]:
+        """Return each layer's table of any positions: made once."""
+        if self._one_row is None:
+            self._one_row = self.tables(1)
+        return self._one_row
 
     def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.
@@ -235,6 +245,28 @@ class RowMethods:
             rows.
         """
         return self._rows.project(layer_index, hidden, rows, table, which)
+
+    def write_rows(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        *,
+        changed: RowsChanged | None = None,
+        compiled: CompiledLayers | CardLayers | None = None,
+    ) -> None:
+        """Write one layer's fresh K/V of rows to the buffer, without attention and MLP.
+
+        Parameters
+        ----------
+        layer_index, hidden, rows, fused, table, compiled
+            As in `forward_rows`; `hidden` stays as it is.
+        changed
+            See `Attending`.
+        """
+        self._rows.write(layer_index, hidden, rows, fused, table, changed, compiled)
 
     def compare_rows(
         self,

@@ -31,7 +31,9 @@ from kvrag.models.caches import (
     ProjectionProbe,
     RowsChanged,
     RowWriter,
+    write_rows,
 )
+from kvrag.models.cardlayers import MOST_ROWS, CardLayers, RowsAsked
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.families import Family
 from kvrag.models.fast_modules import fast_modules
@@ -87,7 +89,6 @@ class Attending:
             and self.scaled is None
             and self.visible is None
             and self.changed is None
-            and not self.stops
         )
 
 
@@ -189,7 +190,7 @@ class RowRunner:
         deviation: Deviation | None,
         *,
         writes: bool,
-        compiled: CompiledLayers | None,
+        compiled: CompiledLayers | CardLayers | None,
     ) -> None:
         """Run one layer over rows (`KVModel.forward_rows`)."""
         window = self._windows[layer_index]
@@ -201,6 +202,13 @@ class RowRunner:
                 f"{self._name} computes attention in its own code, which knows no temperature or "
                 "scale of reused keys; leave both out of the policy"
             )
+        if isinstance(compiled, CardLayers):
+            if observer is None or (isinstance(observer, MassObserver) and observer.taken):
+                self._on_card(compiled, layer_index, hidden, rows, fused, table, attending)
+                return
+            compiled = None
+        if attending.stops:
+            compiled = None
         # Rows are ascending, so an earlier block never sees a later block's K/V.
         for block, positions, first_key, last in self._blocks(layer_index, rows):
             if compiled is not None and compiled.can_run(len(positions)):
@@ -246,6 +254,57 @@ class RowRunner:
                     show_weights(observer, mask, output[1], fused.values[layer_index])
                 output = output[0]
             hidden[block] = output[0]
+
+    def _on_card(
+        self,
+        compiled: CardLayers,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        attending: Attending,
+        *,
+        only_writes: bool = False,
+    ) -> None:
+        """Run one layer over rows by a card's kernels."""
+        for number, (_, last) in enumerate(self._ends_of(rows, MOST_ROWS)):
+            block = slice(number * MOST_ROWS, (number + 1) * MOST_ROWS)
+            asked, observer = None, attending.observer
+            if isinstance(observer, MassObserver) and observer.taken is not None:
+                first = self._known.num_before(observer.first_position) - block.start
+                asked = RowsAsked(*observer.taken, max(0, first))
+            compiled.run_rows(
+                layer_index,
+                hidden[block],
+                rows[block] if len(rows) > MOST_ROWS else rows,
+                fused,
+                table,
+                last,
+                asked=asked,
+                stops=attending.stops,
+                only_writes=only_writes,
+            )
+
+    def write(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        changed: RowsChanged | None,
+        compiled: CompiledLayers | CardLayers | None,
+    ) -> None:
+        """Write one layer's fresh K/V of rows (`KVModel.write_rows`)."""
+        if isinstance(compiled, CardLayers) and changed is None and not self.is_adapted:
+            given = compiled, layer_index, hidden, rows, fused, table
+            self._on_card(*given, ALL_BEFORE, only_writes=True)
+            return
+        which = torch.arange(len(rows), device=rows.device)
+        into = fused.keys[layer_index][0], fused.values[layer_index][0]
+        for block, keys, values in self.project(layer_index, hidden, rows, table, which):
+            write_rows(*into, rows[block], keys, values, changed)
 
     def forward_each(
         self,
@@ -332,8 +391,9 @@ class RowRunner:
             self._known = KnownRows(rows)
         ends = self._known.ends
         if size not in ends:
-            blocks = torch.split(rows, size)
-            ends[size] = [(int(block[0]), int(block[-1])) for block in blocks if len(block)]
+            numbers = self._known.on_host()
+            blocks = (numbers[begin : begin + size] for begin in range(0, len(numbers), size))
+            ends[size] = [(int(block[0]), int(block[-1])) for block in blocks]
         return ends[size]
 
     def _known_of(self, positions: torch.Tensor) -> KnownRows | None:

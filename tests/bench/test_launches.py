@@ -67,6 +67,17 @@ def test_a_prompt_waits_for_the_card_as_often_for_many_layers_as_for_few(
     assert rows[0].num_waits == rows[1].num_waits <= most_waits
 
 
+@pytest.mark.parametrize(("policy", "most"), [("none", 13), ("two_stage", 27)])
+def test_a_layer_over_rows_takes_few_launches(policy: str, most: int) -> None:
+    rows = [
+        count_launches(shape, policy, num_chunks=3, chunk_tokens=40, repeats=1)
+        for shape in ("test", "100m")
+    ]
+    # What a prompt takes besides its layers does not count here; nor does loading.
+    more = [row.launches["compute"] + row.launches.get("ask", 0) for row in rows]
+    assert more[1] - more[0] <= most * (rows[1].num_layers - rows[0].num_layers)
+
+
 def test_the_command() -> None:
     options = ["--shape", "test", "--policy", "none", "--chunks", "2", "--chunk-tokens", "30"]
     done = CliRunner().invoke(app, ["bench", "launches", *options, "--json"])

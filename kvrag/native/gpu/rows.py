@@ -20,8 +20,7 @@ _NO_WINDOW = 1 << 62
 _MOST_SPLITS = 16
 # Programs that keep a card busy: some for each of its processors.
 _PROGRAMS = 264
-# The numbers of the state before tables and layers, which begin behind `_MOST_TABLES` of them.
-_MASS, _TABLES, _MOST_TABLES, _LAYERS = 4, 6, 2, 10
+_MOST_TABLES = 2
 
 
 class Norm(NamedTuple):
@@ -58,9 +57,11 @@ class RowPlaces:
     last
         The last row's place.
     mass
-        ``[L, N]`` float32: what each key gets in each layer, to be added to; None: nobody asks.
+        ``[M, N]`` float32: what each key gets in each layer, to be added to; None: nobody asks.
     first_counted
         The first of the rows whose attention counts there.
+    first_mass
+        The layer of the mass's first row.
     """
 
     positions: torch.Tensor
@@ -71,12 +72,17 @@ class RowPlaces:
     last: int
     mass: torch.Tensor | None = None
     first_counted: int = 0
+    first_mass: int = 0
 
     def state(self) -> list[int]:
         """Return what kernels read (``cuda/triton/rows.py``)."""
-        mass = (0, 0) if self.mass is None else (self.mass.data_ptr(), self.mass.stride(0))
-        capacity = self.keys[0].shape[1]
-        numbers = [self.num_rows, capacity, self.first_counted, self.last + 1, *mass]
+        capacity, mass, num_keys = self.keys[0].shape[1], (0, 0), self.last + 1
+        if self.mass is not None:
+            row = self.mass.stride(0)
+            # Where layer 0's would be.
+            mass = self.mass.data_ptr() - 4 * row * self.first_mass, row
+            num_keys = min(num_keys, self.mass.shape[1])
+        numbers = [self.num_rows, capacity, self.first_counted, num_keys, *mass]
         for index in range(_MOST_TABLES):
             numbers += [part.data_ptr() for part in self.tables[min(index, len(self.tables) - 1)]]
         for keys, values in zip(self.keys, self.values, strict=True):
@@ -166,7 +172,8 @@ class RowTensors:
         assert places.mass is not None
         weights, values = self._weights(query, layer, scores, head_dim)
         taken = weights[:, :, places.first_counted :].sum((1, 2)) * values.norm(dim=-1)
-        places.mass[layer, : places.last + 1] += taken.sum(0)
+        into = places.mass[layer - places.first_mass, : places.last + 1]
+        into += taken.sum(0)[: len(into)]
 
     def _weights(
         self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int
@@ -253,9 +260,7 @@ class RowKernels:
         group = self._asked // self._given
         block = tiling_of("attend", self._device, **flags)["BM"]
         tiles = -(-self._most_rows * group // block)
-        splits = min(_MOST_SPLITS, -(-_PROGRAMS // (tiles * self._given)))
-        # A few tiles too few cost less than the launch that joins splits.
-        splits = 1 if tiles * self._given * 2 > _PROGRAMS else splits
+        splits = num_splits(tiles * self._given)
         flags["WHOLE"] = int(splits == 1)
         partial = self._lse
         if splits > 1:
@@ -317,6 +322,14 @@ def are_ready(
     return head_dim & (head_dim - 1) == 0 and all(
         is_ready(name, dtype, device, **constants) for name, constants in wanted
     )
+
+
+def num_splits(num_programs: int) -> int:
+    """Return into how many parts keys are split, if so many programs have the rows."""
+    # A few programs too few cost less than the launch that joins splits.
+    if 2 * num_programs > _PROGRAMS:
+        return 1
+    return min(_MOST_SPLITS, -(-_PROGRAMS // num_programs))
 
 
 def _numbers_of(scores: Scores) -> tuple[int, float, float]:

@@ -1,0 +1,230 @@
+"""A model's layers on a graphics card, over chosen rows of one prompt: a dozen launches each.
+
+Products are torch's, everything else is `kvrag.native.gpu.rows`. What differs between prompts is in
+a small tensor on the card that kernels read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.kvcache import FusedKV
+from kvrag.models.compiled import HIDDEN, Attention, Description, Gate, Linear, RowNorm
+from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, are_ready
+from kvrag.positions.rotary import RotaryTable
+
+MOST_ROWS = 4096
+"""Rows that a layer computes at once: with more, what is between operations takes gigabytes."""
+
+
+def card_layers(
+    description: Description | None, device: torch.device, num_rotated: int
+) -> CardLayers | None:
+    """Return described layers for a card; None if only their modules can compute them.
+
+    Parameters
+    ----------
+    num_rotated
+        Channels of a head that positions rotate.
+    """
+    if description is None or device.type == "cpu" or num_rotated != description.head_dim:
+        return None
+    layer = description.layers[0]
+    norm = next(one.norm for one in layer if isinstance(one, RowNorm))
+    attention = next(one for one in layer if isinstance(one, Attention))
+    weights = [
+        one.layer.weight for layer in description.layers for one in layer if isinstance(one, Linear)
+    ]
+    if any(one.device != device or one.dtype != description.dtype for one in weights):
+        return None
+    is_ready = are_ready(
+        description.dtype,
+        device,
+        description.head_dim,
+        has_softcap=bool(attention.scores.softcap),
+        norms=None if attention.norms is None else attention.norms[0],
+        adds_one=norm.adds_one,
+        is_gelu=next(one.is_gelu for one in layer if isinstance(one, Gate)),
+    )
+    return CardLayers(description) if is_ready else None
+
+
+def operations_for(places: RowPlaces, description: Description) -> RowOperations:
+    """Return what carries operations out over rows; their state goes to the card."""
+    device = places.positions.device
+    state = torch.tensor(places.state(), pin_memory=device.type == "cuda")
+    return RowKernels(
+        places.positions,
+        state.to(device, non_blocking=True),
+        description.dtype,
+        description.num_heads,
+    )
+
+
+@dataclass(frozen=True)
+class RowsAsked:
+    """What a look notes of some rows: `RowPlaces.mass` and its first row that counts.
+
+    Attributes
+    ----------
+    mass
+        ``[M, N]`` float32: for each layer of `layers` what each key gets, to be added to.
+    first_layer
+        The layer of its first row.
+    first_counted
+        The first of the rows that counts.
+    """
+
+    mass: torch.Tensor
+    first_layer: int
+    first_counted: int
+
+
+class CardLayers:
+    """A model's layers, for rows of one prompt on a card.
+
+    Parameters
+    ----------
+    description
+        The layers, whose weights are on the card.
+    """
+
+    def __init__(self, description: Description) -> None:
+        self._description = description
+        self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
+
+    def run_rows(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        last: int,
+        *,
+        asked: RowsAsked | None = None,
+        stops: bool = False,
+        only_writes: bool = False,
+    ) -> None:
+        """Replace a layer's inputs ``[n, hidden]`` by its outputs, for rows of one prompt.
+
+        Parameters
+        ----------
+        layer_index
+            The layer.
+        rows
+            ``[n]`` ascending positions, on the card. Give the same tensor in each layer.
+        fused
+            The prompt's buffer; the rows' own K/V are written there.
+        table
+            The layer's table of all positions.
+        last
+            The last row.
+        asked
+            What to note of the rows' attention; None: nothing.
+        stops
+            Whether the layer ends once its attention is noted.
+        only_writes
+            Whether the layer ends once K/V are written.
+        """
+        prepared = self._prepare(rows, fused, table, last, asked)
+        prepared.slots[HIDDEN] = hidden
+        for operation in self._description.layers[layer_index]:
+            if isinstance(operation, Attention):
+                prepared.attend(layer_index, operation, only_writes=only_writes)
+                if only_writes or stops:
+                    return
+            else:
+                prepared.carry_out(operation)
+
+    def _prepare(
+        self,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        last: int,
+        asked: RowsAsked | None,
+    ) -> _Prepared:
+        """Return slots and state for rows, which all layers share."""
+        key = id(rows), id(fused), id(table), 0 if asked is None else id(asked.mass)
+        known = self._prepared.get(key)
+        if known is None:
+            if len(self._prepared) >= 4:  # two tables, with and without a look
+                self._prepared.clear()
+            known = self._prepared[key] = _Prepared(
+                self._description, rows, fused, table, last, asked
+            )
+        return known
+
+
+class _Prepared:
+    """Slots and state for some rows of a prompt; it keeps alive what it was made for."""
+
+    def __init__(
+        self,
+        description: Description,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        last: int,
+        asked: RowsAsked | None,
+    ) -> None:
+        self._kept = rows, fused, table, asked
+        self._asked = asked
+        self._head_dim = description.head_dim
+        places = RowPlaces(
+            rows,
+            len(rows),
+            [(table.cos, table.sin)],
+            [keys[0] for keys in fused.keys],
+            [values[0] for values in fused.values],
+            last,
+        )
+        if asked is not None:
+            places.mass, places.first_mass = asked.mass, asked.first_layer
+            places.first_counted = asked.first_counted
+        self._operations = operations_for(places, description)
+        self.slots = {
+            name: rows.new_empty(len(rows), width, dtype=description.dtype)
+            for name, width in description.widths.items()
+            if name != HIDDEN
+        }
+
+    def carry_out(self, operation: Linear | RowNorm | Gate) -> None:
+        """Carry out an operation of rows that does not look at the prompt."""
+        slots = self.slots
+        if isinstance(operation, Gate):
+            self._operations.gated(slots["gate"], slots["up"], slots["gate"], operation.is_gelu)
+        elif isinstance(operation, RowNorm):
+            source, to = slots[operation.source], slots[operation.to]
+            self._operations.norm(source, operation.norm, to, adds=operation.adds)
+        else:
+            product(operation, slots[operation.source], slots[operation.to])
+
+    def attend(self, layer_index: int, operation: Attention, *, only_writes: bool) -> None:
+        """Write the rows' K/V, and attend."""
+        slots, scores = self.slots, operation.scores
+        qkv = slots["query"], slots["key"], slots["value"]
+        # Its one table is this layer's.
+        self._operations.rotate(qkv, operation.norms, layer_index, 0, self._head_dim)
+        if only_writes:
+            return
+        query, gathered = slots["query"], slots["gathered"]
+        self._operations.attend(query, gathered, layer_index, scores, self._head_dim)
+        if self._asked is not None and layer_index >= self._asked.first_layer:
+            self._operations.mass(query, layer_index, scores, self._head_dim)
+
+
+def product(operation: Linear, source: torch.Tensor, to: torch.Tensor) -> None:
+    """Carry out a linear layer in one product, rounded once."""
+    weight, bias = operation.layer.weight.T, operation.layer.bias
+    if operation.adds:
+        to.addmm_(source, weight)
+        if bias is not None:
+            to += bias
+    elif bias is None:
+        torch.mm(source, weight, out=to)
+    else:
+        torch.addmm(bias, source, weight, out=to)

@@ -1,0 +1,140 @@
+"""A layer's operations, carried out as on a card: by PyTorch, and by interpreted kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.repair import make_repair
+from kvrag.kvcache import FusedKV
+from kvrag.models import cardlayers
+from kvrag.models.attention import MassObserver
+from kvrag.models.cardlayers import CardLayers
+from kvrag.models.compiled import Description, describe_layers
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
+from kvrag.native.gpu.rows import RowOperations, RowPlaces, RowTensors
+from kvrag.testing.bench_top import Bench
+from tests.models.test_compiled import FAMILIES, model_of
+
+NUM_TOKENS, FIRST_LAYER, QUESTION = 70, 1, 50
+POLICIES = ["none", "boundary", "random", "deviation", "query", "two_stage", "gradual"]
+
+
+def on_card(model: KVModel) -> CardLayers:
+    described = describe_layers(model._rows.layers, model.windows, model._any_tables())
+    assert described is not None
+    return CardLayers(described)
+
+
+def by_tensors(places: RowPlaces, _: Description) -> RowOperations:
+    return RowTensors(places)
+
+
+def rows_of_prompt(
+    model: KVModel, compiled: CardLayers | None, num_rows: int, **attending: Any
+) -> tuple[torch.Tensor, FusedKV, torch.Tensor]:
+    """Return rows after all layers, the prompt's KV, and what its keys got times their norms."""
+    fused = FusedKV(model.spec, NUM_TOKENS, NUM_TOKENS + 4)
+    torch.manual_seed(0)
+    fused.storage.normal_()
+    for kv in (*fused.keys, *fused.values):  # a masked weight is 0, and 0 times NaN is NaN
+        kv[:, :, NUM_TOKENS:] = torch.nan
+    others = torch.randperm(NUM_TOKENS - 1)[: num_rows - 1]
+    rows = torch.cat([others, torch.tensor([NUM_TOKENS - 1])]).sort().values
+    tables = model.tables(NUM_TOKENS, [*range(40), *range(43, NUM_TOKENS + 3)])
+    taken = torch.zeros(model.spec.num_layers, NUM_TOKENS)
+    layer = 0
+
+    def note(mask: Any, mass: torch.Tensor, value: torch.Tensor) -> None:
+        seen = slice(mask.first_key, mask.first_key + mass.shape[1])
+        taken[layer, seen] += (mass * value.float().norm(dim=-1)).sum(0)
+
+    observer = MassObserver(QUESTION, note, (taken[FIRST_LAYER:], FIRST_LAYER))
+    with model.computing_rows():
+        hidden = model.embed(torch.arange(num_rows) + 9)
+        for layer, table in enumerate(tables):
+            looks = Attending(
+                **{"observer": observer if layer >= FIRST_LAYER else None, **attending}
+            )
+            given = layer, hidden, rows, fused, table
+            model.forward_rows(*given, attending=looks, compiled=compiled)
+    return hidden, fused, taken
+
+
+@pytest.mark.parametrize("num_rows", [3, 33, 70])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_in_pytorch_compute_what_modules_do(family: str, num_rows: int) -> None:
+    model = model_of(family)
+    expected, theirs, their_mass = rows_of_prompt(model, None, num_rows)
+    with (
+        patch.object(cardlayers, "operations_for", by_tensors),
+        patch.object(model._rows, "_run", side_effect=AssertionError("a module ran")),
+    ):
+        found, ours, our_mass = rows_of_prompt(model, on_card(model), num_rows)
+    assert ((found - expected).abs() <= 1e-5 * expected.std()).all()
+    for mine, others in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True):
+        torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if family != "gemma2":  # the modules' look leaves soft-capping out
+        torch.testing.assert_close(our_mass, their_mass, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral-sliding"])
+def test_interpreted_kernels_compute_what_modules_do(family: str) -> None:
+    model = model_of(family)
+    expected, theirs, their_mass = rows_of_prompt(model, None, 9)
+    with patch.object(model._rows, "_run", side_effect=AssertionError("a module ran")):
+        found, ours, our_mass = rows_of_prompt(model, on_card(model), 9)
+    assert ((found - expected).abs() <= 1e-4 * expected.std()).all()
+    for mine, others in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True):
+        torch.testing.assert_close(mine, others, rtol=0, atol=1e-4, equal_nan=True)
+    if family != "gemma2":
+        torch.testing.assert_close(our_mass, their_mass, rtol=1e-4, atol=1e-4)
+
+
+def test_a_last_look_ends_after_its_attention() -> None:
+    model = model_of()
+    with patch.object(cardlayers, "operations_for", by_tensors):
+        found, _, mass = rows_of_prompt(model, on_card(model), 20, stops=True)
+    with model.computing_rows():
+        assert torch.equal(found, model.embed(torch.arange(20) + 9))
+    assert bool(mass[FIRST_LAYER:].any())
+
+
+def test_more_rows_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    expected, theirs, their_mass = rows_of_prompt(model, None, 70)
+    monkeypatch.setattr("kvrag.models.rows.MOST_ROWS", 32)
+    with patch.object(cardlayers, "operations_for", by_tensors):
+        found, ours, our_mass = rows_of_prompt(model, on_card(model), 70)
+    assert ((found - expected).abs() <= 1e-5 * expected.std()).all()
+    torch.testing.assert_close(our_mass, their_mass, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours.storage.isnan(), theirs.storage.isnan())
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(model_of("qwen2"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_fused_is_what_modules_compute(bench: Bench, policy: str) -> None:
+    def fused(compiled: Callable[[KVModel], CardLayers | None]) -> FusedPrompt:
+        with (
+            patch.object(KVModel, "compile", compiled),
+            patch.object(cardlayers, "operations_for", by_tensors),
+        ):
+            return bench.fuse(bench.prompt(2, 0), make_repair(policy))
+
+    found, expected = fused(on_card), fused(lambda _: None)
+    assert (found.logits - expected.logits).abs().max() <= 1e-4 * expected.logits.std()
+    assert all(
+        torch.equal(one, other) for one, other in zip(found.picks, expected.picks, strict=True)
+    )
