@@ -30,7 +30,6 @@ from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.upkeep import Upkeep
 from kvrag.ingest.writer import Writer
-from kvrag.loading.patience import Patience
 from kvrag.models.control import ControlTokens
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
@@ -38,7 +37,6 @@ from kvrag.store.capabilities import tiers_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvrag.codec.base import EncodedChunk
     from kvrag.fusion.calibration import Calibration
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.embedding import Embedding
@@ -422,34 +420,13 @@ class Index(Search):
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, ordered by source."""
-        return self._storage.documents()
+        # A filler's other records are those that prompts make.
+        with_others = not self.config.chunk_context.is_filler
+        return self.catalog.documents(self.expected_bytes_per_token, with_others=with_others)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
         return self._storage.key_of(chunk)
-
-    def open_kv(
-        self,
-        chunk_id: str,
-        context_ids: tuple[int, ...] | None = None,
-        *,
-        patience: Patience | None = None,
-    ) -> EncodedChunk | None:
-        """Open a chunk's KV, or return None if there is none.
-
-        Opens the record that was encoded after `context_ids`; None means the chunk's first record.
-        With `patience`, opening and reading it take no longer.
-
-        Raises
-        ------
-        RecordError
-            When the record is damaged or foreign, or the catalog names another chunk's record.
-        IndexFormatError
-            When the catalog is damaged.
-        StoreError
-            When the store cannot be read.
-        """
-        return self._storage.open_kv(chunk_id, context_ids, patience=patience)
 
     @cached_property
     def on_demand(self) -> OnDemand:
@@ -457,17 +434,3 @@ class Index(Search):
         from kvrag.ingest.on_demand import OnDemand
 
         return OnDemand(self._storage, self._encoders)
-
-    def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None = None) -> int | None:
-        """Return the number of the store's tier that would deliver a chunk's KV, 0 the fastest.
-
-        Names the record as `open_kv` does, but reads none of it; None if the catalog names none.
-        """
-        return self._storage.tier_of(chunk_id, context_ids)
-
-    def pin(self, sources: Sequence[str]) -> int:
-        """Keep the KV of documents in every tier that holds it, until the index is closed.
-
-        Returns the number of records, made or not, which is 0 for a store without limits.
-        """
-        return self._storage.pin(arguments.texts(sources, "sources", is_utf8=True))

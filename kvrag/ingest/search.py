@@ -1,26 +1,31 @@
-"""Search for chunks: by a question's vector and words, and verbatim in a prompt."""
+"""Search for chunks, by a question's vector and words and verbatim in a prompt; their KV."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
-from kvrag.chunk import Chunk
-from kvrag.errors import ParameterError
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.errors import IndexFormatError, ParameterError, RecordError, StoreError
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.filters import Filter, Wanted, read_filter
 from kvrag.ingest.ranking import CANDIDATES, RERANKED, WORDS_WEIGHT, Ranking, fused
 from kvrag.ingest.storage import Storage
+from kvrag.loading.patience import Patience
 from kvrag.process import OfProcess
+from kvrag.store.capabilities import LocatesTier, Pins, capability
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvrag.codec.base import EncodedChunk
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.ranking import Reranker
 
@@ -48,7 +53,7 @@ class SearchHit:
 
 
 class Search(OfProcess):
-    """The part of `Index` that finds chunks, in the current state of its catalog.
+    """The part of `Index` that finds chunks and opens their KV.
 
     Parameters
     ----------
@@ -178,6 +183,111 @@ class Search(OfProcess):
                 self._matcher = catalog.each_text(matcher.add, known, matcher.discard), matcher
             return self._matcher[1]
 
+    def open_kv(
+        self,
+        chunk_id: str,
+        context_ids: tuple[int, ...] | None = None,
+        *,
+        patience: Patience | None = None,
+    ) -> EncodedChunk | None:
+        """Open a chunk's KV, or return None if there is none.
+
+        Opens the record that was encoded after `context_ids`; None means the chunk's first record.
+        With `patience`, opening and reading it take no longer.
+
+        Raises
+        ------
+        RecordError
+            When the record is damaged or foreign, or the catalog names another chunk's record.
+        IndexFormatError
+            When the catalog is damaged.
+        StoreError
+            When the store cannot be read.
+        """
+        from kvrag.ingest.watched import WatchedChunk
+
+        wanted = _ids(context_ids)
+        found = self._storage.catalog.chunk_and_keys(arguments.text(chunk_id, "chunk_id"))
+        if found is None:
+            return None
+        chunk, stored_keys = found
+        # Derived from the tokens: a damaged name must not lead to the KV of other tokens.
+        keys = {one.contexts[0]: self._storage.key_of(one) for one in chunk.encodings()}
+        if stored_keys != [key.digest for key in keys.values()]:
+            raise RecordError(
+                f"chunk {arguments.cut(chunk_id)} names the KV "
+                f"{arguments.shown(' '.join(stored_keys))}, expected "
+                + " ".join(map(str, keys.values()))
+            )
+        # The document may have changed since the prompt was laid out.
+        context = chunk.contexts[0] if wanted is None else wanted
+        key = keys.get(context)
+        if key is None:
+            return None
+        note_damage = partial(self._note_record_damage, key, chunk.is_optional(context))
+        try:
+            opening = partial(self._storage.store.open, key)
+            record = opening() if patience is None else patience.open(opening)
+        except RecordError:
+            note_damage()
+            raise
+        if record is None:
+            return None
+        try:
+            encoded = self._storage.coding.open(key, record, self._storage.config.spec)
+            expected = self._storage.num_rows(len(chunk.token_ids))
+            if encoded.num_tokens != expected:
+                raise RecordError(
+                    f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
+                    f"{expected}"
+                )
+        except RecordError:
+            record.close()
+            note_damage()
+            raise
+        except BaseException:
+            record.close()
+            raise
+        return WatchedChunk(encoded, note_damage)
+
+    def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None = None) -> int | None:
+        """Return the number of the store's tier that would deliver a chunk's KV, 0 the fastest.
+
+        Names the record as `open_kv` does, but reads none of it; None if the catalog names none.
+        """
+        wanted = _ids(context_ids)
+        arguments.text(chunk_id, "chunk_id")
+        tiers = capability(self._storage.store, LocatesTier)
+        if tiers is None:
+            return 0
+        try:
+            found = self._storage.catalog.chunk_and_keys(chunk_id)
+        except (IndexFormatError, StoreError):
+            return None
+        for one in found[0].encodings() if found is not None else ():
+            if wanted is None or one.contexts[0] == wanted:
+                return tiers.tier_of(self._storage.key_of(one))
+        return None
+
+    def pin(self, sources: Sequence[str]) -> int:
+        """Keep the KV of documents in every tier that holds it, until the index is closed.
+
+        Returns the number of records, made or not, which is 0 for a store without limits.
+        """
+        sources = arguments.texts(sources, "sources", is_utf8=True)
+        catalog = self._storage.catalog
+        chunk_ids = [chunk_id for one in sources for chunk_id in catalog.chunk_ids_of(one)]
+        keys = {
+            self._storage.key_of(one)
+            for chunk in catalog.chunks(chunk_ids)
+            for one in chunk.encodings()
+        }
+        pins = capability(self._storage.store, Pins)
+        if pins is None:
+            return 0
+        pins.pin(keys)
+        return len(keys)
+
     def _checked(self, query: Any, k: Any) -> tuple[str, int]:
         self._storage.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
@@ -213,6 +323,24 @@ class Search(OfProcess):
         """Return the hits of a search, remembered as the latest."""
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
+
+    def _note_record_damage(self, key: ChunkKey, is_optional: bool) -> None:
+        """Report a damaged record to the store; the next prompt makes an optional one again."""
+        self._storage.store.note_damage(key)
+        if is_optional:
+            with suppress(StoreError):
+                self._storage.store.delete(key)
+
+
+def _ids(context_ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the token ids of a context as a tuple. Raises ParameterError."""
+    try:
+        found = None if context_ids is None else tuple(context_ids)
+        hash(found)
+    except TypeError:
+        shown = arguments.shown(context_ids)
+        raise ParameterError(f"context_ids {shown}: expected token ids, or None") from None
+    return found
 
 
 def _as_vector(vector: Any) -> NDArray[np.float32]:

@@ -7,17 +7,15 @@ another codec, another store, a closed catalog.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import parse_codec
-from kvrag.errors import IndexClosedError, IndexFormatError, ParameterError, RecordError, StoreError
+from kvrag.errors import IndexClosedError
 from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
 from kvrag.ingest import profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
@@ -28,14 +26,12 @@ from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.profiles import ProfileFolder
-from kvrag.ingest.rows import DocumentRow, Encoding
-from kvrag.loading.patience import Patience
+from kvrag.ingest.rows import Encoding
 from kvrag.process import OfProcess
 from kvrag.store.base import Store
-from kvrag.store.capabilities import LocatesTier, Pins, capability, tiers_of
+from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
-    from kvrag.codec.base import EncodedChunk
     from kvrag.codec.profile import Profile
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.vectorfile import CurrentVectors
@@ -170,12 +166,6 @@ class Storage(OfProcess):
         per_row = self.config.expected_bytes_per_token
         return per_row if self.compression is None else round(per_row * self.compression.share)
 
-    def documents(self) -> list[DocumentRow]:
-        """Return the indexed documents (`Index.documents`)."""
-        # A filler's other records are those that prompts make.
-        with_others = not self.config.chunk_context.is_filler
-        return self.catalog.documents(self.expected_bytes_per_token, with_others=with_others)
-
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
         return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
@@ -192,89 +182,6 @@ class Storage(OfProcess):
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
         return key_of(self.config, self.compression, chunk)
-
-    def open_kv(
-        self,
-        chunk_id: str,
-        context_ids: tuple[int, ...] | None = None,
-        *,
-        patience: Patience | None = None,
-    ) -> EncodedChunk | None:
-        """Open a chunk's KV (`Index.open_kv`)."""
-        from kvrag.ingest.watched import WatchedChunk
-
-        wanted = _ids(context_ids)
-        found = self.catalog.chunk_and_keys(arguments.text(chunk_id, "chunk_id"))
-        if found is None:
-            return None
-        chunk, stored_keys = found
-        # Derived from the tokens: a damaged name must not lead to the KV of other tokens.
-        keys = {one.contexts[0]: self.key_of(one) for one in chunk.encodings()}
-        if stored_keys != [key.digest for key in keys.values()]:
-            raise RecordError(
-                f"chunk {arguments.cut(chunk_id)} names the KV "
-                f"{arguments.shown(' '.join(stored_keys))}, expected "
-                + " ".join(map(str, keys.values()))
-            )
-        # The document may have changed since the prompt was laid out.
-        context = chunk.contexts[0] if wanted is None else wanted
-        key = keys.get(context)
-        if key is None:
-            return None
-        note_damage = partial(self._note_record_damage, key, chunk.is_optional(context))
-        try:
-            opening = partial(self.store.open, key)
-            record = opening() if patience is None else patience.open(opening)
-        except RecordError:
-            note_damage()
-            raise
-        if record is None:
-            return None
-        try:
-            encoded = self.coding.open(key, record, self.config.spec)
-            expected = self.num_rows(len(chunk.token_ids))
-            if encoded.num_tokens != expected:
-                raise RecordError(
-                    f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
-                    f"{expected}"
-                )
-        except RecordError:
-            record.close()
-            note_damage()
-            raise
-        except BaseException:
-            record.close()
-            raise
-        return WatchedChunk(encoded, note_damage)
-
-    def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None) -> int | None:
-        """Return the tier that would deliver a chunk's KV (`Index.tier_of`)."""
-        wanted = _ids(context_ids)
-        arguments.text(chunk_id, "chunk_id")
-        tiers = capability(self.store, LocatesTier)
-        if tiers is None:
-            return 0
-        try:
-            found = self.catalog.chunk_and_keys(chunk_id)
-        except (IndexFormatError, StoreError):
-            return None
-        for one in found[0].encodings() if found is not None else ():
-            if wanted is None or one.contexts[0] == wanted:
-                return tiers.tier_of(self.key_of(one))
-        return None
-
-    def pin(self, sources: Sequence[str]) -> int:
-        """Keep the KV of documents in every tier that holds it (`Index.pin`)."""
-        catalog = self.catalog
-        chunk_ids = [chunk_id for one in sources for chunk_id in catalog.chunk_ids_of(one)]
-        keys = {
-            self.key_of(one) for chunk in catalog.chunks(chunk_ids) for one in chunk.encodings()
-        }
-        pins = capability(self.store, Pins)
-        if pins is None:
-            return 0
-        pins.pin(keys)
-        return len(keys)
 
     # -- changes; the caller holds the writer's lock -----------------------------------------
 
@@ -341,13 +248,6 @@ class Storage(OfProcess):
         config = self.config
         return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
 
-    def _note_record_damage(self, key: ChunkKey, is_optional: bool) -> None:
-        """Report a damaged record to the store; the next prompt makes an optional one again."""
-        self.store.note_damage(key)
-        if is_optional:
-            with suppress(StoreError):
-                self.store.delete(key)
-
     def _note_damage(self, what: str) -> None:
         """Count a row that was left out, and log it once."""
         self.counters.note_damage()
@@ -371,14 +271,3 @@ def key_of(config: IndexConfig, compression: Compression | None, chunk: Chunk) -
         context_ids=chunk.contexts[0],
         options=key_options(compression, config.anchors),
     )
-
-
-def _ids(context_ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the token ids of a context as a tuple. Raises ParameterError."""
-    try:
-        found = None if context_ids is None else tuple(context_ids)
-        hash(found)
-    except TypeError:
-        shown = arguments.shown(context_ids)
-        raise ParameterError(f"context_ids {shown}: expected token ids, or None") from None
-    return found
