@@ -31,15 +31,13 @@ REMOTE: Table[type[RemoteStore]] = Table(
         "az": "kvrag.store.objects:ObjectStore",
         "http": "kvrag.store.http:HttpStore",
         "https": "kvrag.store.http:HttpStore",
-        "mooncake": "kvrag.store.mooncake:MooncakeStore",
     },
 )
 """Store classes for URLs with ``//``, by scheme."""
 
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
-    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST/PATH, mooncake://HOST:PORT or "
-    "tiered:URL|URL"
+    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST/PATH or tiered:URL|URL"
 )
 # An option that names a key, in a place where it would be part of a folder's or a prefix's name.
 _STRAY_KEY = re.compile(r"([&;,#\s][\w.-]*key[\w.-]*|key[\s_.-]*file)\s*=", re.IGNORECASE)
@@ -55,8 +53,7 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         in this process; ``redis://``, ``rediss://`` and ``unix://`` for Redis, with options
         ``?prefix=NAME&timeout=SECONDS``; ``s3://``, ``gs://`` and ``az://`` for a bucket, with
         ``?endpoint=URL&region=NAME&timeout=SECONDS``; ``http://`` and ``https://`` for a web
-        server, which is only read, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``; ``mooncake://``
-        for a Mooncake master, with ``?segment=BYTES&host=NAME&protocol=rdma&metrics_port=PORT``.
+        server, which is only read, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``.
 
         Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which the least recently used
         records are removed, and ``key_file=PATH``, a file with the key that encrypts records.
@@ -148,6 +145,11 @@ def check_kind(url: str) -> None:
         is_known = bool(colon)
     else:
         is_known = rest.startswith("//") and scheme in REMOTE
+    if not is_known and scheme == "mooncake":
+        raise ParameterError(
+            "mooncake:// is opened by a distribution of its own now: install examples/mooncake of "
+            "kvrag's repository"
+        )
     if not is_known:
         raise ParameterError(f"{_EXPECTED}; found {arguments.shown(without_password(url))}")
 

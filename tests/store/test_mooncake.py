@@ -1,10 +1,14 @@
-"""`MooncakeStore` against a real master, where Mooncake is installed."""
+"""The example of a store as a plug-in, against a real master where Mooncake is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
+import sys
 import time
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,36 @@ import pytest
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store
-from kvrag.store.mooncake import MooncakeStore
-from kvrag.store.registry import open_store
+from kvrag.store.registry import REMOTE, open_store
+from kvrag.store.remote import RemoteStore
 from kvrag.testing.store_contract import StoreContract, key_number, record_of, stored
 from tests.support.servers import free_port
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mooncake"
 SEGMENT = 64 << 20
+
+
+def load_example() -> Any:
+    """Import the example without installing it."""
+    spec = importlib.util.spec_from_file_location("kvrag_mooncake", EXAMPLE / "kvrag_mooncake.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kvrag_mooncake"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+kvrag_mooncake = load_example()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its `pyproject.toml` says."""
+    entries = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
+    place = entries["kvrag.stores"]["mooncake"]
+    point = EntryPoint("mooncake", place, "kvrag.stores")
+    monkeypatch.setitem(REMOTE._registered, "mooncake", point)
 
 
 class Master:
@@ -39,10 +67,10 @@ class Master:
     def url(self) -> str:
         return f"mooncake://127.0.0.1:{self.port}"
 
-    def open(self, segment_bytes: int = SEGMENT) -> MooncakeStore:
+    def open(self, segment_bytes: int = SEGMENT) -> RemoteStore:
         for attempt in range(50):
             try:
-                return MooncakeStore(
+                return kvrag_mooncake.MooncakeStore(
                     self.url, segment_bytes=segment_bytes, metrics_port=self.metrics_port
                 )
             except StoreUnreachableError:
@@ -64,7 +92,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 
 @pytest.fixture(scope="module")
-def pool(master: Master) -> Iterator[MooncakeStore]:
+def pool(master: Master) -> Iterator[RemoteStore]:
     """The store whose process has added the memory."""
     store = master.open()
     yield store
@@ -73,21 +101,21 @@ def pool(master: Master) -> Iterator[MooncakeStore]:
 
 class TestMooncakeStore(StoreContract):
     @pytest.fixture
-    def store(self, pool: MooncakeStore) -> MooncakeStore:
+    def store(self, pool: RemoteStore) -> RemoteStore:
         pool._client().remove_all(True)
         return pool
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        assert isinstance(store, MooncakeStore)
+        assert isinstance(store, kvrag_mooncake.MooncakeStore)
         store._client().upsert(f"kvrag-{key}", b"k" + record)
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
-        assert isinstance(store, MooncakeStore)
+        assert isinstance(store, kvrag_mooncake.MooncakeStore)
         content: bytes = store._client().get(f"kvrag-{key}")
         return content[1:]
 
 
-def test_another_process_adds_nothing_and_reads(master: Master, pool: MooncakeStore) -> None:
+def test_another_process_adds_nothing_and_reads(master: Master, pool: RemoteStore) -> None:
     key = key_number(1)
     pool.replace(key, record_of(key))
     options = f"metrics_port={master.metrics_port}"
@@ -97,7 +125,7 @@ def test_another_process_adds_nothing_and_reads(master: Master, pool: MooncakeSt
     other.close()
 
 
-def test_a_record_that_is_too_large_is_refused(pool: MooncakeStore) -> None:
+def test_a_record_that_is_too_large_is_refused(pool: RemoteStore) -> None:
     with pytest.raises(StoreError, match="mooncake"):
         pool.put(key_number(2), bytes(2 * SEGMENT))
     assert not pool.contains(key_number(2))
@@ -106,8 +134,8 @@ def test_a_record_that_is_too_large_is_refused(pool: MooncakeStore) -> None:
 def test_no_master(tmp_path: Path) -> None:
     Master(tmp_path).end()  # or a skip without Mooncake
     with pytest.raises(StoreUnreachableError, match="does not answer"):
-        MooncakeStore(f"mooncake://127.0.0.1:{free_port()}")
-    later = MooncakeStore(f"mooncake://127.0.0.1:{free_port()}", must_answer=False)
+        kvrag_mooncake.MooncakeStore(f"mooncake://127.0.0.1:{free_port()}")
+    later = kvrag_mooncake.MooncakeStore(f"mooncake://127.0.0.1:{free_port()}", must_answer=False)
     with pytest.raises(StoreUnreachableError, match="does not answer"):
         later.open(key_number(0))
     later.close()
@@ -128,10 +156,14 @@ def test_bad_urls(url: str) -> None:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     modules: dict[str, Any] = dict.fromkeys(("mooncake", "mooncake.store"))
     for name, none in modules.items():
         monkeypatch.setitem(sys.modules, name, none)
-    with pytest.raises(ParameterError, match=r"kvrag\[mooncake\]"):
+    with pytest.raises(ParameterError, match="pip install"):
+        open_store("mooncake://127.0.0.1:1")
+
+
+def test_without_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(REMOTE, "_registered", {})
+    with pytest.raises(ParameterError, match="install examples/mooncake of kvrag's repository"):
         open_store("mooncake://127.0.0.1:1")

@@ -225,6 +225,6 @@ def _library() -> Any:
     except ImportError as error:
         raise ParameterError(
             f"this store needs Mooncake's library, which cannot be loaded ({error}): "
-            "pip install 'kvrag[mooncake]', and the system's libibverbs1"
+            "pip install mooncake-transfer-engine-non-cuda, and the system's libibverbs1"
         ) from error
     return mooncake.store
