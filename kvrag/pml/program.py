@@ -12,17 +12,19 @@ that cannot be compiled is refused with its line.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, get_type_hints
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.pml.elements import normalise
 from kvrag.pml.locations import Location
-from kvrag.pml.naming import as_name, numbered, renamed
-from kvrag.pml.parser import MAX_LENGTH, check_name
+from kvrag.pml.parser import MAX_LENGTH, RESERVED, check_name
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
 
 F = TypeVar("F", bound=Callable[..., str])
@@ -184,7 +186,7 @@ class _Compiler:
         used: dict[str, int] = {}
         for statement in statements:
             ends = is_last and statement is statements[-1]
-            made = [renamed(node, used) for node in self._statement(statement, ends)]
+            made = [_renamed(node, used) for node in self._statement(statement, ends)]
             if nodes and made:
                 # Each statement is a line of the prompt.
                 nodes.append(Text("\n", self._location(statement)))
@@ -297,7 +299,7 @@ class _Compiler:
         for case in statement.cases:
             if case.guard is not None:
                 raise self._refuse(case.guard, "a guard of a case")
-            name = as_name(self._pattern(case.pattern))
+            name = _as_name(self._pattern(case.pattern))
             if is_decided:
                 if _matches(case.pattern, self._value(subject, self._constants)):
                     return list(self._body(case.body, is_last=is_last))
@@ -343,13 +345,13 @@ class _Compiler:
 
     def _union(self, members: list[Module], statement: ast.stmt) -> Union:
         used: dict[str, int] = {}
-        return Union(tuple(numbered(one, used) for one in members), "", self._location(statement))
+        return Union(tuple(_numbered(one, used) for one in members), "", self._location(statement))
 
     def _condition(self, test: ast.expr) -> str:
         for node in ast.walk(test):
             if isinstance(node, ast.Call | ast.Lambda | ast.Await | ast.NamedExpr):
                 raise self._refuse(node, f"the condition {ast.unparse(test)}")
-        return as_name(ast.unparse(test))
+        return _as_name(ast.unparse(test))
 
     def _call(self, call: ast.Call) -> Module:
         if not isinstance(call.func, ast.Name):
@@ -437,3 +439,27 @@ def _matches(pattern: ast.pattern, value: Any) -> bool:
     if isinstance(pattern, ast.MatchOr):
         return any(_matches(one, value) for one in pattern.patterns)
     return True
+
+
+def _as_name(words: str) -> str:
+    """Return a module's name made from a program's words; the same words give the same name."""
+    words = normalise(words)
+    name = re.sub(r"[^a-zA-Z0-9_.]+", "-", words).strip("-.")
+    if name and name != words and not re.fullmatch(r"[\w.\s'\"-]*", words, re.ASCII):
+        # Signs were dropped: 'a < b' and 'a > b' must get different names.
+        name += "-" + hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
+    is_free = (name[:1].isalpha() or name[:1] == "_") and name not in RESERVED
+    return name if is_free else f"_{name}"
+
+
+def _renamed(node: Node, used: dict[str, int]) -> Node:
+    """Number sibling modules that would share a name."""
+    if isinstance(node, Union):
+        return replace(node, members=tuple(_numbered(one, used) for one in node.members))
+    return _numbered(node, used) if isinstance(node, Module) else node
+
+
+def _numbered(module: Module, used: dict[str, int]) -> Module:
+    """Return a module with a name that is not counted in `used` yet."""
+    count = used[module.name] = used.get(module.name, 0) + 1
+    return module if count == 1 else replace(module, name=f"{module.name}-{count}")

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError
-from kvrag.store.metrics import StoreCounts
+from kvrag.store.metrics import MISS_DAMAGED, StoreCounts, StoreMetrics
 
 
 class StoredRecord(Protocol):
@@ -98,6 +98,43 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Listing:
+    """Base of stores: what `sizes` alone tells."""
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and the bytes of their records, in no particular order."""
+        raise NotImplementedError
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys, in no particular order."""
+        return (key for key, _ in self.sizes())
+
+    def size_bytes(self) -> int:
+        """Total size of all records, in bytes."""
+        return sum(size for _, size in self.sizes())
+
+
+class CountedStore(Listing):
+    """Base of stores that keep counts.
+
+    Attributes
+    ----------
+    metrics
+        The store's counts; the store sets them.
+    """
+
+    metrics: StoreMetrics
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Count a damaged record."""
+        del key
+        self.metrics.miss(MISS_DAMAGED)
+
+    def counts(self) -> tuple[StoreCounts]:
+        """Return the counts so far."""
+        return (self.metrics.counts(),)
 
 
 def check_range(key: ChunkKey, size_bytes: int, offset: int, num_bytes: int) -> None:

@@ -166,16 +166,6 @@ class GuardedStore(StoreWrapper):
         with self._breaker.guarding(is_read=False):
             yield from self.inner.sizes()
 
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys."""
-        with self._breaker.guarding(is_read=False):
-            yield from self.inner.keys()
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        with self._breaker.guarding(is_read=False):
-            return self.inner.size_bytes()
-
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Remove leftovers of interrupted writes; return their number."""
         with self._breaker.guarding(is_read=False):

@@ -142,10 +142,6 @@ class EncryptedStore(StoreWrapper):
         """Iterate over keys and the bytes of their records, without the encryption overhead."""
         return ((key, _plain_size(size)) for key, size in self.inner.sizes())
 
-    def size_bytes(self) -> int:
-        """Total size of all records in bytes, without the encryption overhead."""
-        return sum(size for _, size in self.sizes())
-
     def cipher(self, salt: bytes) -> Any:
         """Return the cipher for the record with `salt`."""
         derived = self._hkdf.HKDF(

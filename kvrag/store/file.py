@@ -21,7 +21,7 @@ from pathlib import Path
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import check_range
+from kvrag.store.base import CountedStore, check_range
 from kvrag.store.files import (
     ABSENT,
     READ_FLAGS,
@@ -32,7 +32,7 @@ from kvrag.store.files import (
     store_error,
     sync_folder,
 )
-from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, CountedStore, StoreMetrics
+from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
 from kvrag.store.segments import Segments
 from kvrag.store.wrapper import read_whole
 
@@ -239,14 +239,6 @@ class FileStore(CountedStore):
         for key, size_bytes in self._segments.sizes():
             if not self._is_file(key):
                 yield key, size_bytes
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, in no particular order."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        return sum(size for _, size in self.sizes())
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Remove leftovers of killed processes, and unpack what kvrag 0.2 wrote into segments.

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
-from kvrag.store.base import check_range
-from kvrag.store.metrics import MISS_ABSENT, CountedStore, StoreMetrics
+from kvrag.store.base import CountedStore, check_range
+from kvrag.store.metrics import MISS_ABSENT, StoreMetrics
 
 
 class MemoryRecord:
@@ -88,16 +88,6 @@ class MemoryStore(CountedStore):
         """Iterate over the keys present at the time of the call, with their records' sizes."""
         with self._lock:
             return iter([(key, len(record)) for key, record in self._records.items()])
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys present at the time of the call, in no particular order."""
-        with self._lock:
-            return iter(list(self._records))
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        with self._lock:
-            return sum(map(len, self._records.values()))
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Return 0: writing to memory leaves no garbage."""

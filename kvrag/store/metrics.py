@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from kvrag.chunk import ChunkKey
-
 MISS_ABSENT = "absent"
 MISS_UNREADABLE = "unreadable"
 MISS_DAMAGED = "damaged"
@@ -138,27 +136,6 @@ class StoreMetrics:
                 bytes_evicted=self._bytes_evicted,
                 seconds=self._seconds,
             )
-
-
-class CountedStore:
-    """Base of stores that keep counts.
-
-    Attributes
-    ----------
-    metrics
-        The store's counts; the store sets them.
-    """
-
-    metrics: StoreMetrics
-
-    def note_damage(self, key: ChunkKey) -> None:
-        """Count a damaged record."""
-        del key
-        self.metrics.miss(MISS_DAMAGED)
-
-    def counts(self) -> tuple[StoreCounts]:
-        """Return the counts so far."""
-        return (self.metrics.counts(),)
 
 
 def labelled(counts: Sequence[StoreCounts]) -> Counts:

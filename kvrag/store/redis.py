@@ -28,17 +28,10 @@ from kvrag.errors import (
     StoreError,
     StoreUnreachableError,
 )
+from kvrag.recordformat import piece_ends
 from kvrag.store.base import check_range
 from kvrag.store.extras import require
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
-from kvrag.store.redis_format import (
-    COMMIT,
-    DELETE,
-    END,
-    LIST,
-    MAGIC,
-    split_record,
-)
 from kvrag.store.remote import Options, RemoteStore, seconds
 
 PASSWORD_VARIABLE = "KVRAG_REDIS_PASSWORD"
@@ -52,6 +45,56 @@ _MAX_CONNECTIONS = 64
 _PAGE = 1000
 _MOST_WAITING_BYTES = 16 << 20
 
+_LEAST_PIECE_BYTES = 64 << 10
+# A piece must pass within the timeout, on slow lines too.
+_MOST_PIECE_BYTES = 1 << 20
+# Bytes read with the list: a record's header, or all of a small record.
+_MOST_HEAD_BYTES = 64 << 10
+_LEAST_HEAD_BYTES = 4096
+
+_MAGIC = b"kvr1"
+# magic, generation, record bytes, number of pieces (the head is the first)
+_LIST = struct.Struct("<4s16sQI")
+_END = struct.Struct("<Q")
+
+# At most 65,536 pieces are accepted: a foreign value must not keep Redis busy.
+# KEYS: list, then its pieces. ARGV: list, 1 to replace another record, grace in seconds.
+# The same list again means that the call is repeated: its answer was lost on the way.
+_COMMIT = """
+local function forget(list)
+  if not list or string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
+  local count = math.min(struct.unpack('<I4', list, 29), 65536)
+  for i = 1, count - 1 do
+    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[3])
+  end
+end
+local old = redis.call('GETRANGE', KEYS[1], 0, 31)
+if old == string.sub(ARGV[1], 1, 32) then return 1 end
+if old ~= '' and ARGV[2] == '0' then
+  for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+  return 0
+end
+for i = 2, #KEYS do
+  if redis.call('PERSIST', KEYS[i]) == 0 then return -1 end
+end
+redis.call('SET', KEYS[1], ARGV[1])
+forget(old)
+return 1
+"""
+# KEYS: list. ARGV: grace in seconds.
+_DELETE = """
+local list = redis.call('GETRANGE', KEYS[1], 0, 31)
+if list == '' then return 0 end
+redis.call('DEL', KEYS[1])
+if string.sub(list, 1, 4) == 'kvr1' and #list == 32 then
+  local count = math.min(struct.unpack('<I4', list, 29), 65536)
+  for i = 1, count - 1 do
+    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[1])
+  end
+end
+return 1
+"""
+
 
 class RedisRecord:
     """An opened record of a `RedisStore`; its head is already in memory."""
@@ -60,12 +103,12 @@ class RedisRecord:
         self._store = store
         self._key = key
         try:
-            magic, generation, self._size_bytes, num_pieces = LIST.unpack_from(content)
-            first = LIST.size + num_pieces * END.size
-            ends = [end for (end,) in END.iter_unpack(content[LIST.size : first])]
+            magic, generation, self._size_bytes, num_pieces = _LIST.unpack_from(content)
+            first = _LIST.size + num_pieces * _END.size
+            ends = [end for (end,) in _END.iter_unpack(content[_LIST.size : first])]
         except struct.error as error:
             raise self._foreign("it is too short") from error
-        if magic != MAGIC or not generation.isalnum():
+        if magic != _MAGIC or not generation.isalnum():
             raise self._foreign("its beginning differs")
         self._head = content[first:]
         if not ends or ends != sorted(ends) or ends[-1] != self._size_bytes:
@@ -195,8 +238,8 @@ class RedisStore(RemoteStore):
         self.url = _without_password(url)
         self._client = self._redis.Redis(connection_pool=pool)
         self._prefix = prefix
-        self._commit = self._client.register_script(COMMIT)
-        self._delete = self._client.register_script(DELETE)
+        self._commit = self._client.register_script(_COMMIT)
+        self._delete = self._client.register_script(_DELETE)
         self.metrics = StoreMetrics("redis")
         try:
             with self._errors("open"):
@@ -264,10 +307,10 @@ class RedisStore(RemoteStore):
             # A name may come up twice, and its record may have been deleted meanwhile.
             new = [key for key in found if key not in seen]
             seen.update(new)
-            heads = self.read([("GETRANGE", found[key], 0, LIST.size - 1) for key in new])
+            heads = self.read([("GETRANGE", found[key], 0, _LIST.size - 1) for key in new])
             for key, head in zip(new, heads, strict=True):
-                if len(head) == LIST.size and head.startswith(MAGIC):
-                    yield key, LIST.unpack(head)[2]
+                if len(head) == _LIST.size and head.startswith(_MAGIC):
+                    yield key, _LIST.unpack(head)[2]
             if not int(cursor):
                 return
 
@@ -292,13 +335,13 @@ class RedisStore(RemoteStore):
     def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
         name = self.name_of(key)
         generation = secrets.token_hex(8)
-        ends = split_record(record)
+        ends = _split_record(record)
         numbers = range(1, len(ends))
         pieces = [f"{name}:{generation}:{number}" for number in numbers]
         content = b"".join(
             [
-                LIST.pack(MAGIC, generation.encode(), len(record), len(ends)),
-                *map(END.pack, ends),
+                _LIST.pack(_MAGIC, generation.encode(), len(record), len(ends)),
+                *map(_END.pack, ends),
                 record[: ends[0]],
             ]
         )
@@ -388,3 +431,19 @@ def _without_password(url: str) -> str:
     place = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}"
     query = f"?{parts.query}" if parts.query else ""
     return f"{parts.scheme}://{user}{place}{parts.path}{query}"
+
+
+def _split_record(record: bytes) -> list[int]:
+    """Return the offsets at which a record's head and pieces end."""
+    if len(record) <= _LEAST_HEAD_BYTES:
+        return [len(record)]
+    ends = piece_ends(record) or (0, len(record))
+    # The head includes what is read of a header before its length is known.
+    chosen = [min(max(ends[0], _LEAST_HEAD_BYTES), _MOST_HEAD_BYTES)]
+    for end in ends[1:]:
+        # Neighbouring blocks share a piece until it is large enough for a separate name.
+        while end - chosen[-1] > _MOST_PIECE_BYTES:
+            chosen.append(chosen[-1] + _MOST_PIECE_BYTES)
+        if end - chosen[-1] >= _LEAST_PIECE_BYTES or end == len(record):
+            chosen.append(end)
+    return chosen

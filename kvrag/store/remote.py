@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
-from kvrag.store.base import StoredRecord, check_range
-from kvrag.store.metrics import CountedStore, StoreMetrics
+from kvrag.store.base import CountedStore, StoredRecord, check_range
+from kvrag.store.metrics import StoreMetrics
 
 Options = Mapping[str, tuple[str, Callable[[str], Any]]]
 """Maps an option's name in a URL to an argument's name and a parser (which raises ValueError)."""
@@ -88,14 +88,6 @@ class RemoteStore(CountedStore, ABC):
     @abstractmethod
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, in no particular order."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        return sum(size for _, size in self.sizes())
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Return 0: the other side cleans up after interrupted writes."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.recordformat import check_record
-from kvrag.store.base import Store, StoredRecord
+from kvrag.store.base import Listing, Store, StoredRecord
 from kvrag.store.capabilities import Admits, Pins, capability, is_in_memory
 from kvrag.store.fetch import Fetch, FetchReader
 from kvrag.store.metrics import StoreCounts
@@ -38,7 +38,7 @@ class _Copy:
     tiers: Sequence[Store]
 
 
-class TieredStore:
+class TieredStore(Listing):
     """Several stores as one.
 
     Parameters
@@ -168,14 +168,6 @@ class TieredStore:
                 if key not in seen:
                     seen.add(key)
                     yield key, size_bytes
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys of all tiers."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Total size of all records in bytes, each counted once."""
-        return sum(size for _, size in self.sizes())
 
     def note_damage(self, key: ChunkKey) -> None:
         """Drop the damaged copies of a record; the tiers below have others."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError
-from kvrag.store.base import Store, StoredRecord
+from kvrag.store.base import Listing, Store, StoredRecord
 from kvrag.store.metrics import StoreCounts
 
 
-class StoreWrapper:
+class StoreWrapper(Listing):
     """Passes every call on to `inner`; subclasses override what they change.
 
     Attributes
@@ -50,14 +50,6 @@ class StoreWrapper:
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and their records' sizes."""
         return self.inner.sizes()
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys."""
-        return self.inner.keys()
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        return self.inner.size_bytes()
 
     def note_damage(self, key: ChunkKey) -> None:
         """Report a damaged record to the inner store."""
