@@ -47,6 +47,7 @@ from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import Reranker
+from kvrag.kvcache import FusedKV
 from kvrag.loading import MAX_LOAD_THREADS, threads
 from kvrag.models.adapter import without_adapters
 from kvrag.process import OfProcess, working
@@ -317,7 +318,11 @@ class KVEngine(OfProcess):
             What the next prompt waits for: a copy from the buffer that was only started, for
             example. None: nothing uses the buffer any more.
         """
-        self._fuser.buffers.give_back(fused.kv, after)
+        self.give_memory(fused.kv, after)
+
+    def give_memory(self, kv: FusedKV, after: torch.cuda.Event | None = None) -> None:
+        """Let the next prompt use a buffer's memory; for `after` see `give_back`."""
+        self._fuser.buffers.give_back(kv, after)
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:

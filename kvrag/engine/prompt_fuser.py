@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +17,7 @@ from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
 from kvrag.engine.sessions import FEWEST_ROWS, Sessions
 from kvrag.engine.stored_sessions import StoredKept, StoredSessions
-from kvrag.engine.streaming_target import streaming_target
-from kvrag.errors import PromptTooLongError
+from kvrag.errors import KVRagError, PromptTooLongError
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice
@@ -27,7 +27,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
-from kvrag.fusion.pricing import Pricing
+from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.ingest.index import Index
@@ -35,7 +35,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.loading.pace import Pace
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS, Patience
-from kvrag.loading.streaming import StreamEstimates
+from kvrag.loading.streaming import StreamEstimates, Streaming
 
 _GROWTH = 1.5
 """A buffer that is kept gets this many times the room that it needs, for the next turns."""
@@ -320,6 +320,7 @@ class PromptFuser:
         # A target for the first token is a limit already.
         if request.ttft is None and (seconds is not None or not threads.is_local(index.store)):
             if seconds is None:
+                self._row_prices()
                 num_tokens = sum(span.length for span in layout.spans)
                 price = self._estimates.computing.seconds(num_tokens * index.model.spec.num_layers)
                 seconds = UNKNOWN_SECONDS if price is None else max(price, LEAST_SECONDS)
@@ -332,12 +333,33 @@ class PromptFuser:
             num_threads = threads.suitable(index.store, index.model.device)
         streaming = None
         if request.ttft is not None:
-            streaming = streaming_target(index, self._estimates, request.ttft, layout_seconds)
+            streaming = self._streaming(request.ttft, layout_seconds)
         if is_placed:  # by markup, or for another engine, which may compute faster or slower
             return Loading(num_threads, None, streaming)
-        rows = None if self._prices is None else self._prices.known(index.model)
+        rows = self._row_prices()
         pricing = None if rows is None else Pricing(rows, self._waited)
         return Loading(num_threads, index.tier_of, streaming, pricing)
+
+    def _row_prices(self) -> RowPrices | None:
+        """Return what computing costs, if it was measured: the first estimate for deadlines too."""
+        model, computing = self._index.model, self._estimates.computing
+        rows = None if self._prices is None else self._prices.known(model)
+        if rows is not None and not computing.is_known:
+            for num_rows, seconds in zip(rows.num_rows, rows.seconds, strict=True):
+                computing.observe(num_rows * model.spec.num_layers, seconds)
+        return rows
+
+    def _streaming(self, ttft: float, layout_seconds: float) -> Streaming:
+        """Return a prompt's target, with what is known about loading and computing."""
+        self._row_prices()
+        started = time.perf_counter() - layout_seconds
+        try:
+            calibration = self._index.calibration
+        except KVRagError:
+            calibration = None  # estimates then come from earlier prompts
+        loading = None if calibration is None else calibration.loading
+        prior = None if loading is None else loading.tier(None).seconds_per_token
+        return Streaming(ttft, started, self._estimates, prior)
 
 
 def _keeping(layout: Layout, laid_out: LaidOutPrompt, num_kept: int) -> Layout:

@@ -19,6 +19,7 @@ from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import Pace
+from kvrag.loading.streaming import Streaming
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, relative_difference
 
@@ -135,6 +136,26 @@ def test_a_deadline_decides_by_itself(index: Index, monkeypatch: pytest.MonkeyPa
     report = KVEngine(index, session_bytes=0).fuse(PROMPT, policy="none", ttft=100.0).report
     assert report.num_outpriced == 0
     assert report.stream is not None
+
+
+def test_prices_are_the_first_estimate_of_deadlines_and_patience(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _state(monkeypatch, BY_ROW)
+    num_layers = index.model.spec.num_layers
+    engine = KVEngine(index, session_bytes=0)
+    computing = engine._fuser._estimates.computing
+    given: list[float | None] = []
+    stream = engine._fuser._streaming
+
+    def noting(ttft: float, layout_seconds: float) -> Streaming:
+        made = stream(ttft, layout_seconds)
+        given.append(computing.seconds(500 * num_layers))
+        return made
+
+    monkeypatch.setattr(engine._fuser, "_streaming", noting)
+    engine.fuse(PROMPT, policy="none", ttft=100.0)
+    assert given == [pytest.approx(0.5)]
 
 
 def test_the_first_prompt_measures_for_all_processes(

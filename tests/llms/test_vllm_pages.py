@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvrag.engine.buffers import BufferPool
 from kvrag.errors import EngineError
 from kvrag.kvcache import FusedKV, KVSpec
-from kvrag.llms.vllm import pages
+from kvrag.llms.vllm import pages, weights
 from kvrag.llms.vllm.pages import Brought, Pages
+from kvrag.llms.vllm.sharing import Part
 from tests.support.queues import Device
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -208,3 +209,43 @@ def test_a_buffer_that_is_not_kept_stays_until_its_copies_have_run() -> None:
     taken = pool.take(SPEC, 2, 2, CPU)
     assert taken.storage.data_ptr() == large.storage.data_ptr()
     assert not pool._leaving
+
+
+@pytest.mark.parametrize("is_among_others", [False, True])
+def test_memory_is_taken_before_the_engine_sizes_its_cache(
+    monkeypatch: pytest.MonkeyPatch, is_among_others: bool
+) -> None:
+    """A device that is no CPU; its own model fuses, and a prompt's buffer exists by then."""
+    model = SimpleNamespace(device=torch.device("meta"), spec=SPEC)
+    asked: list[object] = []
+
+    def made(config: Any, index_config: object, engine_model: object) -> weights.Fusing:
+        asked.append(engine_model)
+        return weights.Fusing(cast(Any, model), Part(), None)
+
+    monkeypatch.setattr(weights, "_fusing", made)
+    monkeypatch.setattr(weights, "check_engine", lambda *_: None)
+    monkeypatch.setattr(weights, "require_tested", lambda **_: "0.32.0")
+    extra: dict[str, Any] = {"index": "i"}
+    name = "KVRagConnector"
+    if is_among_others:
+        ours = {"kv_connector": name, "kv_connector_extra_config": extra}
+        name, extra = "MultiConnector", {"connectors": [{"kv_connector": "Other"}, ours]}
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+    config: Any = SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(max_model_len=100),
+        instance_id="one",
+    )
+    weights.prepare(config, cast(Any, "the engine's model"))
+    found = weights.fusing(config, cast(Any, None))
+    assert found.memory is not None
+    assert found.memory.capacity == 101
+    assert asked == ["the engine's model"]
+    # Another engine, without kvrag's worker: it shares nothing.
+    assert weights.fusing(config, cast(Any, None)).memory is None
+    assert asked == ["the engine's model", None]
+    for other in (None, SimpleNamespace(kv_connector="Other", kv_connector_extra_config={})):
+        config.kv_transfer_config = other
+        weights.prepare(config, cast(Any, None))
+    assert len(asked) == 2

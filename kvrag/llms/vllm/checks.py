@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def check_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, settings: ConnectorSettings
 ) -> IndexConfig:
     """Check an engine's configuration, and return that of the index.
+
+    The caches' configuration is None as long as the engine has none.
 
     Raises
     ------
@@ -56,7 +58,7 @@ def check_engine(
             "scales that fit other prompts, and answers would no longer be those that kvrag "
             "measures; set it to 'auto'"
         )
-    if len(kv_cache_config.kv_cache_groups) != 1:
+    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) != 1:
         raise EngineError(
             "the engine has separate caches for several kinds of layers, which kvrag does not "
             "support; set disable_hybrid_kv_cache_manager"

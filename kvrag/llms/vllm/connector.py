@@ -26,13 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrag.errors import EngineError
 from kvrag.llms.vllm.checks import check_engine
-from kvrag.llms.vllm.scheduler_side import SchedulerSide
 from kvrag.llms.vllm.pages import Pages
+from kvrag.llms.vllm.scheduler_side import SchedulerSide
 from kvrag.llms.vllm.settings import ConnectorSettings
-from kvrag.llms.vllm.sharing import connected_part
 from kvrag.llms.vllm.transfer import StepMetadata, StepOutcome
 from kvrag.llms.vllm.versions import require_tested
-from kvrag.llms.vllm.weights import fusing_model
+from kvrag.llms.vllm.weights import fusing
 from kvrag.llms.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -71,9 +70,8 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(settings)
         else:
-            part = connected_part(torch.device(vllm_config.device_config.device))
-            model = fusing_model(vllm_config, index_config, part.heads)
-            self._worker_side = WorkerSide(settings, model, part)
+            found = fusing(vllm_config, index_config)
+            self._worker_side = WorkerSide(settings, found.model, found.part, found.memory)
 
     def shutdown(self) -> None:
         for side in (self._scheduler_side, self._worker_side):

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from kvrag.llms.vllm.cores import PROCESS_CORES  # noqa: F401  # noted before threads are bound
-from kvrag.llms.vllm.weights import lend_model
+from kvrag.llms.vllm.weights import prepare
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -19,6 +19,6 @@ class KVRagWorker(_Worker):  # type: ignore[misc]
     """The platform's worker; vLLM's option ``worker_cls`` names this class."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and lend it to the connector that is made next in this process."""
+        """Load the model, and what kvrag fuses with, for the connector that is made next."""
         super().load_model(*args, **kwargs)
-        lend_model(self.vllm_config, self.model_runner.get_model())
+        prepare(self.vllm_config, self.model_runner.get_model())

@@ -11,7 +11,7 @@ from kvrag.fusion.controller import calibrated
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.opening import config_of, place_of
-from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
 from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.loading import resolve_model
 
@@ -39,7 +39,7 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
         "dtype": config.dtype,
         "worker_cls": "kvrag.llms.vllm.engine_worker.KVRagWorker",
         "kv_transfer_config": {
-            "kv_connector": "KVRagConnector",
+            "kv_connector": CONNECTOR,
             "kv_connector_module_path": "kvrag.llms.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",

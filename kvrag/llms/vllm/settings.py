@@ -21,6 +21,9 @@ from kvrag.llms.vllm.artefacts import ArtefactName
 PARAMS = "kvrag"
 """The key of kvrag's part in the ``kv_transfer_params`` of a request and of its response."""
 
+CONNECTOR = "KVRagConnector"
+"""What vLLM's configuration calls kvrag's connector."""
+
 
 @dataclass(frozen=True)
 class ConnectorSettings:

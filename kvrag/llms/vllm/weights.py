@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvrag.ingest.config import IndexConfig
-from kvrag.kvcache import DTYPES
+from kvrag.kvcache import DTYPES, FusedKV
+from kvrag.llms.vllm.checks import check_engine
+from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
+from kvrag.llms.vllm.sharing import Part, connected_part
+from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import from_pretrained, load_weights
 from kvrag.models.packed import pack_linears
@@ -25,28 +30,92 @@ from kvrag.models.ranks import Ranks
 from kvrag.models.shards import load_shard
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger("kvrag")
 
-_lent: dict[str, nn.Module] = {}
+# Rows of a prompt that memory is taken for at the start. Longer ones take what is left then.
+_MOST_ROWS = 16384
+
+
+@dataclass(frozen=True)
+class Fusing:
+    """What a worker fuses with.
+
+    Attributes
+    ----------
+    model
+        The model.
+    part
+        What the worker has of the engine's model.
+    memory
+        Room for the KV of a prompt; None on the CPU, where unused memory costs nothing.
+    """
+
+    model: KVModel
+    part: Part
+    memory: FusedKV | None
+
+
+_prepared: dict[str, Fusing] = {}
 
 
 class NotShareableError(Exception):
     """The engine's weights cannot replace Transformers'; the message says which and why."""
 
 
-def lend_model(vllm_config: VllmConfig, model: nn.Module) -> None:
-    """Keep an engine's model for the same engine's call of `fusing_model`."""
-    _lent[vllm_config.instance_id] = model
+def prepare(vllm_config: VllmConfig, model: nn.Module) -> None:
+    """Make ready for the same engine's call of `fusing`, with the engine's own model.
+
+    The engine calls it once its weights are loaded, and sizes its cache afterwards by what memory
+    is left: a second copy of the weights and a prompt's buffer must be there by then.
+    """
+    extra = _extra_config(vllm_config.kv_transfer_config)
+    if extra is None:
+        return
+    settings = ConnectorSettings.from_extra_config(extra)
+    require_tested(any_version=settings.any_version)
+    made = _fusing(vllm_config, check_engine(vllm_config, None, settings), model)
+    if made.model.device.type != "cpu":
+        num_rows = min(vllm_config.model_config.max_model_len, _MOST_ROWS) + 1
+        memory = FusedKV(made.model.spec, num_rows, num_rows, made.model.device)
+        made = replace(made, memory=memory)
+    _prepared[vllm_config.instance_id] = made
 
 
-def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig, heads: Ranks) -> KVModel:
+def _extra_config(transfer: KVTransferConfig | None) -> dict[str, Any] | None:
+    """Return the settings of kvrag's connector, also of one among several; None without it."""
+    if transfer is None:
+        return None
+    extra: dict[str, Any] = transfer.kv_connector_extra_config
+    if transfer.kv_connector == CONNECTOR:
+        return extra
+    for one in extra.get("connectors", ()):
+        if one.get("kv_connector") == CONNECTOR:
+            found: dict[str, Any] = one.get("kv_connector_extra_config", {})
+            return found
+    return None
+
+
+def fusing(vllm_config: VllmConfig, index_config: IndexConfig) -> Fusing:
+    """Return what fuses for an engine: what `prepare` has made, or else made now."""
+    made = _prepared.pop(vllm_config.instance_id, None)
+    return made or _fusing(vllm_config, index_config, None)
+
+
+def _fusing(vllm_config: VllmConfig, index_config: IndexConfig, model: nn.Module | None) -> Fusing:
+    part = connected_part(torch.device(vllm_config.device_config.device))
+    return Fusing(_fusing_model(vllm_config, index_config, part.heads, model), part, None)
+
+
+def _fusing_model(
+    vllm_config: VllmConfig, index_config: IndexConfig, heads: Ranks, model: nn.Module | None
+) -> KVModel:
     """Return the model that fuses for an engine.
 
-    It shares the engine's weights if `lend_model` was called for the engine and the weights' hash
-    is that of the index. Otherwise it is loaded a second time, and a log message says so. Workers
-    that share heads each load theirs: of parts, no hash could be compared.
+    It shares the engine's weights if the engine's model is given and the weights' hash is that of
+    the index. Otherwise it is loaded a second time, and a log message says so. Workers that share
+    heads each load theirs: of parts, no hash could be compared.
 
     Parameters
     ----------
@@ -54,6 +123,8 @@ def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig, heads: Rank
         The configurations of engine and index.
     heads
         The workers that share the model's heads.
+    model
+        The engine's model.
 
     Raises
     ------
@@ -62,7 +133,6 @@ def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig, heads: Rank
     """
     path: str = vllm_config.model_config.model
     device = torch.device(vllm_config.device_config.device)
-    model = _lent.pop(vllm_config.instance_id, None)
     if heads.size > 1:
         return load_shard(path, DTYPES[index_config.dtype], device, heads)
     try:

@@ -24,6 +24,7 @@ from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import EngineError
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.slices import StoppedError
+from kvrag.kvcache import FusedKV
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.cores import PROCESS_CORES
 from kvrag.llms.vllm.opening import open_index
@@ -52,6 +53,8 @@ class WorkerSide:
         The model that fuses: of several workers that share its heads, this one's part.
     part
         What this worker has of the engine's model.
+    memory
+        Room for a prompt's KV, if it was taken before.
 
     Raises
     ------
@@ -60,12 +63,18 @@ class WorkerSide:
     """
 
     def __init__(
-        self, settings: ConnectorSettings, model: KVModel, part: Part | None = None
+        self,
+        settings: ConnectorSettings,
+        model: KVModel,
+        part: Part | None = None,
+        memory: FusedKV | None = None,
     ) -> None:
         self._part = part or Part()
         self._model = model
         self._index = open_index(settings, model)
         self._engine = KVEngine(self._index, links="off", never_slower=False)
+        if memory is not None:
+            self._engine.give_memory(memory)
         self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
