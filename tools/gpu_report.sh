@@ -77,17 +77,21 @@ if device.type == "cuda":
 print(json.dumps(found))
 PY
 stage rates 50 "$python" "$out/rates.py" "$device"
+# Kernels over rows: how far they are from PyTorch, and what a layer takes.
+[ "$device" = cpu ] && export TRITON_INTERPRET=1
+stage kernels 50 "$python" tools/gpu_kernels.py "$device"
 if [ -n "$small" ]; then
 	bench ttft-small 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
 	bench decode-small 120 decode --random-shape test
 	exit 0
 fi
 tests="tests/native/test_gpu.py tests/codec/test_on_gpu.py tests/engine/test_gpu.py"
-stage tests 90 "$python" -m pytest -q -x -p no:cacheprovider $tests
+stage tests 60 "$python" -m pytest -q -x -p no:cacheprovider $tests
 bench ttft-8b-5k 90 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 3 --policies none,boundary,two_stage
 bench ttft-qwen 45 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 3 --policies none,two_stage
+KVRAG_GPU_KERNELS=off bench ttft-qwen-modules 30 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies two_stage
 bench ttft-smollm2 45 ttft --random-shape smollm2-135m --chunk-tokens 340 --repeats 3 --policies none,two_stage
-bench ttft-8b-16k 100 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
+bench ttft-8b-16k 90 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
 for graphs in 0 1; do
-	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 50 decode --random-shape smollm2-135m
+	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 40 decode --random-shape smollm2-135m
 done

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from kvrag.loading import threads
 from kvrag.models import cardlayers
 from kvrag.models.compiled import Description
-from kvrag.native.gpu.rows import RowPlaces, RowTensors, num_splits
+from kvrag.native.gpu.rows import RowPlaces, RowTensors
 
 _OPEN = ""  # a phase that has no name yet
 CARD = torch.device("cuda", 0)
@@ -304,11 +304,9 @@ class _Making(TorchFunctionMode):
 class _RowOperations:
     """Counts kernels over rows, which PyTorch plays."""
 
-    def __init__(self, places: RowPlaces, num_heads: tuple[int, int], counts: Counts) -> None:
+    def __init__(self, places: RowPlaces, counts: Counts) -> None:
         held = {field.name: _held(getattr(places, field.name)) for field in fields(places)}
         self._tensors = RowTensors(RowPlaces(**held))
-        group, num_given = num_heads[0] // num_heads[1], num_heads[1]
-        self._splits = num_splits(-(-len(places.positions) * group // 128) * num_given)
         self._counts = counts
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -316,8 +314,6 @@ class _RowOperations:
 
         def start(*given: Any, **named: Any) -> None:
             self._counts.note(self._counts.launches, f"kernel {name}")
-            if name == "attend" and self._splits > 1:
-                self._counts.note(self._counts.launches, "kernel combine")
             with self._counts.computing():
                 played(*_held(given), **_held(named))
 
@@ -391,16 +387,17 @@ def pretended_card() -> Iterator[Counts]:
         "synchronize": lambda *_: counts.note(counts.waits, "device"),
     }
 
-    def operations_for(places: RowPlaces, description: Description) -> _RowOperations:
+    def operations_for(places: RowPlaces, _: Description) -> _RowOperations:
         counts.note(counts.copies, "copy to the card")
-        return _RowOperations(places, description.num_heads, counts)
+        return _RowOperations(places, counts)
 
     torch._C._ensureCUDADeviceGuardSet()
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))
-        stack.enter_context(patch.object(cardlayers, "are_ready", lambda *_, **__: True))
+        for name in ("are_ready", "is_right"):
+            stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
         stack.enter_context(_Making(counts))
         stack.enter_context(_Operations(counts))

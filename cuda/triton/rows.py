@@ -154,15 +154,16 @@ def rotate(
 
 @triton.jit
 def attend(
-    query, positions, state, out, lse, partial,
+    query, positions, state, out, lse, partial, counters,
     layer, num_asked, group, most_rows, window, scale, cap,
     D: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gather from the keys up to each row's own, at most `window` of them.
 
     Programs: tiles of rows times the query heads of one key head, key heads, splits of the keys.
-    A tile reads no key after its last row's. With `WHOLE` there is one split, and `out` and `lse`
-    are written. Otherwise `combine` joins what `partial` has: ``[splits, heads, rows, D + 16]``.
+    A tile reads no key after its last row's. With `WHOLE` there is one split. Otherwise the last of
+    a tile's splits joins them all, in their order: what they have gathered is in `partial`,
+    ``[splits, heads, rows, D + 16]``; `counters`, which are 0 before and after, say who is last.
     """
     element: tl.constexpr = query.dtype.element_ty
     # The longest tiles first.
@@ -217,32 +218,44 @@ def attend(
             )
             tl.store(lse + asked * most_rows + row, top + tl.log2(total), mask=live)
         else:
-            into = partial + ((split * num_asked + asked) * most_rows + row) * (D + 16)
+            at = asked * most_rows + row
+            step = num_asked * most_rows * (D + 16)
+            into = partial + split * step + at * (D + 16)
             tl.store(into[:, None] + d[None], gathered, mask=live[:, None])
             tl.store(into + D, top, mask=live)
             tl.store(into + D + 1, total, mask=live)
-
-
-@triton.jit
-def combine(
-    partial, state, out, lse, num_asked, most_rows, splits, D: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Join the splits of `attend`, at most `SPLITS`. Programs: rows, query heads."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if row < tl.load(state):
-        split = tl.arange(0, SPLITS)
-        live = split < splits
-        d = tl.arange(0, D)
-        source = partial + ((split * num_asked + head) * most_rows + row) * (D + 16)
-        top = tl.load(source + D, mask=live, other=float("-inf"))
-        total = tl.load(source + D + 1, mask=live, other=0)
-        best = tl.max(top, 0)
-        share = tl.exp2(top - best)
-        whole = tl.sum(total * share, 0)
-        part = tl.load(source[:, None] + d[None], mask=live[:, None], other=0)
-        gathered = tl.sum(part * share[:, None], 0) / whole
-        tl.store(out + (row * num_asked + head) * D + d, gathered.to(out.dtype.element_ty))
-        tl.store(lse + head * most_rows + row, best + tl.log2(whole))
+            # All threads of this program have stored before others see the count.
+            tl.debug_barrier()
+            counter = counters + tile * tl.num_programs(1) + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.debug_barrier()
+                best = tl.full([BM], float("-inf"), tl.float32)
+                whole = tl.zeros([BM], tl.float32)
+                joined = tl.zeros([BM, D], tl.float32)
+                source = partial + at * (D + 16)
+                for _ in range(splits):
+                    part = tl.load(
+                        source[:, None] + d[None], mask=live[:, None], other=0, cache_modifier=".cg"
+                    )
+                    other = tl.load(
+                        source + D, mask=live, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    more = tl.load(source + D + 1, mask=live, other=1, cache_modifier=".cg")
+                    higher = tl.maximum(best, other)
+                    safe = tl.where(higher == float("-inf"), 0.0, higher)
+                    fade, share = tl.exp2(best - safe), tl.exp2(other - safe)
+                    joined = joined * fade[:, None] + part * share[:, None]
+                    whole = whole * fade + more * share
+                    best = higher
+                    source += step
+                whole = tl.where(live, whole, 1.0)
+                tl.store(
+                    out + (row * num_asked + asked)[:, None] * D + d[None],
+                    (joined / whole[:, None]).to(element),
+                    mask=live[:, None],
+                )
+                tl.store(lse + at, best + tl.log2(whole), mask=live)
+                tl.store(counter, 0)
 
 
 @triton.jit

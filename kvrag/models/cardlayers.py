@@ -6,17 +6,36 @@ a small tensor on the card that kernels read.
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvrag.kvcache import FusedKV
 from kvrag.models.compiled import HIDDEN, Attention, Description, Gate, Linear, RowNorm
-from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, are_ready
+from kvrag.native.gpu.rows import (
+    RowKernels,
+    RowOperations,
+    RowPlaces,
+    RowTensors,
+    are_ready,
+)
+from kvrag.native.gpu.tiled import VARIABLE
 from kvrag.positions.rotary import RotaryTable
 
 MOST_ROWS = 4096
 """Rows that a layer computes at once: with more, what is between operations takes gigabytes."""
+
+# What is tried before kernels are used, and how far off they may be: rounding alone is less.
+_CHECKED_TOKENS, _CHECKED_ROWS = 300, 40
+_MOST_ERROR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 0.001}
+
+_log = logging.getLogger(__name__)
+_checking = threading.Lock()
+_checked: dict[tuple[Any, ...], bool] = {}
 
 
 def card_layers(
@@ -48,7 +67,82 @@ def card_layers(
         adds_one=norm.adds_one,
         is_gelu=next(one.is_gelu for one in layer if isinstance(one, Gate)),
     )
-    return CardLayers(description) if is_ready else None
+    return CardLayers(description) if is_ready and is_right(description, device) else None
+
+
+def is_right(description: Description, device: torch.device) -> bool:
+    """Return whether kernels compute a layer as PyTorch does here; tried once for each kind.
+
+    What they cannot be compiled for, and what they compute wrongly, stays with the modules, and one
+    warning says so.
+    """
+    layer = description.layers[0]
+    # What decides which kernels run, and how they are compiled.
+    kinds = tuple(
+        (one.norms is None, bool(one.scores.softcap))
+        if isinstance(one, Attention)
+        else (type(one).__name__, getattr(one, "is_gelu", None), getattr(one, "adds", None))
+        for one in layer
+    )
+    key = device, description.dtype, description.head_dim, description.num_heads, kinds
+    with _checking:
+        if key not in _checked:
+            try:
+                error = difference(description, device)
+                why = None if error <= _MOST_ERROR[description.dtype] else f"off by {error:.2g}"
+            except Exception as raised:  # a compiler's, the driver's
+                why = str(raised).strip().partition("\n")[0] or type(raised).__name__
+            if why is not None:
+                _log.warning(
+                    "kernels for rows are not used on %s (%s): layers compute by their modules, "
+                    "which is slower; %s=off does the same without trying them",
+                    device,
+                    why,
+                    VARIABLE,
+                )
+            _checked[key] = why is None
+        return _checked[key]
+
+
+@torch.no_grad()
+def difference(description: Description, device: torch.device) -> float:
+    """Return how far kernels are from PyTorch in the first layer over rows of some prompt.
+
+    That is the largest of the distances of hidden states, keys, values and mass, each as a share of
+    its length.
+    """
+    made = torch.Generator().manual_seed(0)
+    num_given, head_dim = description.num_heads[1], description.head_dim
+    rows = torch.randperm(_CHECKED_TOKENS, generator=made)[:_CHECKED_ROWS].sort().values
+    angles = torch.randn(_CHECKED_TOKENS, head_dim // 2, generator=made).repeat(1, 2).to(device)
+    shape = (2, num_given, _CHECKED_TOKENS, head_dim)
+    stored = torch.randn(shape, generator=made).to(device, description.dtype)
+    given = torch.randn(_CHECKED_ROWS, description.widths[HIDDEN], generator=made)
+    results = []
+    for make in (operations_for, lambda places, _: RowTensors(places)):
+        keys, values = stored.clone()
+        mass = torch.zeros(1, _CHECKED_TOKENS, device=device)
+        places = RowPlaces(
+            rows.to(device),
+            _CHECKED_ROWS,
+            [(angles.cos(), angles.sin())],
+            [keys],
+            [values],
+            int(rows[-1]),
+            mass,
+            _CHECKED_ROWS // 2,
+        )
+        prepared = _Prepared(description, make(places, description), (places,), looks_from=0)
+        hidden = prepared.slots[HIDDEN] = given.to(device, description.dtype, copy=True)
+        for operation in description.layers[0]:
+            if isinstance(operation, Attention):
+                prepared.attend(0, operation)
+            else:
+                prepared.carry_out(operation)
+        results.append((hidden, keys, values, mass))
+    pairs = [(one.double(), other.double()) for one, other in zip(*results, strict=True)]
+    errors = [float((one - other).norm() / other.norm()) for one, other in pairs]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def operations_for(places: RowPlaces, description: Description) -> RowOperations:
@@ -153,9 +247,25 @@ class CardLayers:
         if known is None:
             if len(self._prepared) >= 4:  # two tables, with and without a look
                 self._prepared.clear()
-            known = self._prepared[key] = _Prepared(
-                self._description, rows, fused, table, last, asked
+            places = RowPlaces(
+                rows,
+                len(rows),
+                [(table.cos, table.sin)],
+                [keys[0] for keys in fused.keys],
+                [values[0] for values in fused.values],
+                last,
             )
+            looks_from = None
+            if asked is not None:
+                places.mass, places.first_mass = asked.mass, asked.first_layer
+                places.first_counted, looks_from = asked.first_counted, asked.first_layer
+            known = _Prepared(
+                self._description,
+                operations_for(places, self._description),
+                (places, fused, table),
+                looks_from,
+            )
+            self._prepared[key] = known
         return known
 
 
@@ -165,27 +275,14 @@ class _Prepared:
     def __init__(
         self,
         description: Description,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        last: int,
-        asked: RowsAsked | None,
+        operations: RowOperations,
+        kept: tuple[RowPlaces, *tuple[object, ...]],
+        looks_from: int | None,
     ) -> None:
-        self._kept = rows, fused, table, asked
-        self._asked = asked
+        self._kept, self._looks_from = kept, looks_from
         self._head_dim = description.head_dim
-        places = RowPlaces(
-            rows,
-            len(rows),
-            [(table.cos, table.sin)],
-            [keys[0] for keys in fused.keys],
-            [values[0] for values in fused.values],
-            last,
-        )
-        if asked is not None:
-            places.mass, places.first_mass = asked.mass, asked.first_layer
-            places.first_counted = asked.first_counted
-        self._operations = operations_for(places, description)
+        self._operations = operations
+        rows = kept[0].positions
         self.slots = {
             name: rows.new_empty(len(rows), width, dtype=description.dtype)
             for name, width in description.widths.items()
@@ -203,7 +300,7 @@ class _Prepared:
         else:
             product(operation, slots[operation.source], slots[operation.to])
 
-    def attend(self, layer_index: int, operation: Attention, *, only_writes: bool) -> None:
+    def attend(self, layer_index: int, operation: Attention, *, only_writes: bool = False) -> None:
         """Write the rows' K/V, and attend."""
         slots, scores = self.slots, operation.scores
         qkv = slots["query"], slots["key"], slots["value"]
@@ -213,7 +310,7 @@ class _Prepared:
             return
         query, gathered = slots["query"], slots["gathered"]
         self._operations.attend(query, gathered, layer_index, scores, self._head_dim)
-        if self._asked is not None and layer_index >= self._asked.first_layer:
+        if self._looks_from is not None and layer_index >= self._looks_from:
             self._operations.mass(query, layer_index, scores, self._head_dim)
 
 

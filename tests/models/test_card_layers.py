@@ -19,7 +19,7 @@ from kvrag.models.cardlayers import CardLayers
 from kvrag.models.compiled import Description, describe_layers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
-from kvrag.native.gpu.rows import RowOperations, RowPlaces, RowTensors
+from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, RowTensors
 from kvrag.testing.bench_top import Bench
 from tests.models.test_compiled import FAMILIES, model_of
 
@@ -117,6 +117,33 @@ def test_more_rows_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert ((found - expected).abs() <= 1e-5 * expected.std()).all()
     torch.testing.assert_close(our_mass, their_mass, rtol=1e-4, atol=1e-4)
     assert torch.equal(ours.storage.isnan(), theirs.storage.isnan())
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_kernels_that_are_wrong_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cardlayers, "_CHECKED_TOKENS", 60)
+    monkeypatch.setattr(cardlayers, "_CHECKED_ROWS", 9)
+    monkeypatch.setattr(cardlayers, "_checked", {})
+    described = on_card(model_of("gemma3"))._description
+    assert cardlayers.is_right(described, torch.device("cpu"))
+    monkeypatch.setattr(cardlayers, "_checked", {})
+    attend = RowKernels.attend
+
+    def beside(self: Any, query: torch.Tensor, out: torch.Tensor, *more: Any) -> None:
+        attend(self, query, out, *more)
+        out[3] += 1
+
+    monkeypatch.setattr(RowKernels, "attend", beside)
+    for _ in range(2):
+        assert not cardlayers.is_right(described, torch.device("cpu"))
+    assert len(caplog.records) == 1
+    assert "off by" in caplog.text
+    monkeypatch.setattr(cardlayers, "_checked", {})
+    monkeypatch.setattr(RowKernels, "attend", lambda *_: 1 / 0)
+    assert not cardlayers.is_right(described, torch.device("cpu"))
+    assert "division by zero" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,8 @@ def test_attention_and_mass(
     setting.kernels.attend(query, first, 1, scores, HEAD_DIM)
     setting.tensors.attend(query, second, 1, scores, HEAD_DIM)
     setting.assert_close(first, second)
+    setting.kernels.attend(query, first, 1, scores, HEAD_DIM)  # counters are as they were
+    setting.assert_close(first, second)
     if programs > 1:
         monkeypatch.setattr("kvrag.native.gpu.rows._PROGRAMS", 2)
     setting.kernels.mass(query, 1, scores, HEAD_DIM)

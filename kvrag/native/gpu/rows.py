@@ -223,6 +223,11 @@ class RowKernels:
         self._asked, self._given = num_heads
         self._lse = torch.empty(self._asked, self._most_rows, device=self._device)
         self._partial: torch.Tensor | None = None
+        # One for each tile of rows and key head; kernels leave them at 0.
+        most_tiles = self._most_rows * self._asked // self._given + 1
+        self._counters = torch.zeros(
+            most_tiles * self._given, dtype=torch.int32, device=self._device
+        )
 
     def norm(self, rows: torch.Tensor, norm: Norm, out: torch.Tensor, *, adds: bool) -> None:
         width = rows.shape[-1]
@@ -262,28 +267,15 @@ class RowKernels:
         tiles = -(-self._most_rows * group // block)
         splits = num_splits(tiles * self._given)
         flags["WHOLE"] = int(splits == 1)
-        partial = self._lse
+        partial = counters = self._counters
         if splits > 1:
             shape = (splits, self._asked, self._most_rows, head_dim + 16)
             if self._partial is None or self._partial.shape != shape:
                 self._partial = torch.empty(shape, device=self._device)
             partial = self._partial
-        given = query, self._positions, self._state, out, self._lse, partial
+        given = query, self._positions, self._state, out, self._lse, partial, counters
         numbers = layer, self._asked, group, self._most_rows, *_numbers_of(scores)
         self._start("attend", (tiles, self._given, splits), *given, *numbers, **flags)
-        if splits > 1:
-            self._start(
-                "combine",
-                (self._most_rows, self._asked),
-                partial,
-                self._state,
-                out,
-                self._lse,
-                self._asked,
-                self._most_rows,
-                splits,
-                D=head_dim,
-            )
 
     def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
         group = self._asked // self._given
@@ -314,7 +306,6 @@ def are_ready(
     wanted: list[tuple[str, dict[str, int]]] = [
         ("gated", {"GELU": int(is_gelu)}),
         ("rotate", {**head, **own}),
-        ("combine", head),
         ("mass", {**head, "SOFTCAP": cap}),
         *(("attend", {**head, "SOFTCAP": cap, "WHOLE": whole}) for whole in (0, 1)),
         *(("norm", {"ADDS_ONE": int(adds_one), "ADDS": adds}) for adds in (0, 1)),

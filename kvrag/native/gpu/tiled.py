@@ -88,8 +88,7 @@ def _attend_tiling(constants: Constants, arch: str) -> Tiling:
     # Found by compiling: larger tiles spill registers.
     head_dim, is_new = constants["D"], arch in ("sm_90", "sm_100")
     if head_dim > 128:
-        is_small = not (is_new or constants["WHOLE"])
-        return Tiling({"BM": 32 if is_small else 64, "BN": 32}, warps=8, stages=2)
+        return Tiling({"BM": 64 if constants["WHOLE"] else 32, "BN": 32}, warps=8, stages=2)
     if head_dim > 64 and not (is_new and constants["WHOLE"]):
         return Tiling({"BM": 64, "BN": 64}, warps=8, stages=2)
     return Tiling({"BM": 128, "BN": 64}, warps=8, stages=3 if is_new else 2)
@@ -141,23 +140,12 @@ PROGRAMS: dict[str, Program] = {
             **_ADDRESSES,
             "out": "*T",
             **dict.fromkeys(("lse", "partial"), "*fp32"),
+            "counters": "*i32",
             **dict.fromkeys(("layer", "num_asked", "group", "most_rows"), "i64"),
             **_SCORES,
         },
         {"D": _DIMS, "SOFTCAP": _FLAG, "WHOLE": _FLAG},
         _attend_tiling,
-    ),
-    "combine": Program(
-        "rows",
-        {
-            "partial": "*fp32",
-            "state": "*i64",
-            "out": "*T",
-            "lse": "*fp32",
-            **dict.fromkeys(("num_asked", "most_rows", "splits"), "i64"),
-        },
-        {"D": _DIMS},
-        lambda _, __: Tiling({"SPLITS": 16}, warps=4),
     ),
     "mass": Program(
         "rows",
