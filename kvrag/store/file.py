@@ -231,9 +231,9 @@ class FileStore(CountedStore):
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""
-        for entry in self._files():
+        for folder_name, entry in self._files():
             match = _RECORD.fullmatch(entry.name)
-            if match and entry.name[:2] == Path(entry.path).parent.name:
+            if match and entry.name.startswith(folder_name):
                 with contextlib.suppress(FileNotFoundError):
                     yield ChunkKey(match[1]), entry.stat(follow_symlinks=False).st_size
         for key, size_bytes in self._segments.sizes():
@@ -260,7 +260,7 @@ class FileStore(CountedStore):
         """
         newest = time.time() - min_age_seconds
         num_removed = 0
-        for entry in self._files():
+        for _, entry in self._files():
             if not _TEMPORARY.fullmatch(entry.name):
                 continue
             try:
@@ -343,12 +343,13 @@ class FileStore(CountedStore):
                 with contextlib.closing(record):
                     self._write(key, read_whole(record))
 
-    def _files(self) -> Iterator[os.DirEntry[str]]:
+    def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield the files in the folders of records, each with its folder's name."""
         for folder in entries(self.path):
             if _FAN_OUT.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
                 for entry in entries(Path(folder.path)):
                     if entry.is_file(follow_symlinks=False):
-                        yield entry
+                        yield folder.name, entry
 
 
 def _write_durably(temporary: Path, content: bytes, path: Path) -> None:
