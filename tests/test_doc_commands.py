@@ -81,7 +81,7 @@ def test_a_printed_command_is_valid(
 
 
 @pytest.mark.parametrize(
-    "wrong", ["qeury x", "query x --indx a", "query", "query x -k none", "query x --set sed=1"]
+    "wrong", ["qeury x", "query x --indx a", "query", "query x -k none", "query x --sed 1"]
 )
 def test_mistakes_are_found(wrong: str) -> None:
     with pytest.raises((AssertionError, UsageError, typer.Exit)):

@@ -15,14 +15,15 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from kvrag.cli.command import PANEL, Command
+from kvrag.cli.command import Command
 from kvrag.cli.main import app
-from kvrag.cli.options import RESEARCH
 from kvrag.cli.settings import HARMLESS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 # Their keys are explained by `kvrag config bench ttft` alone: who measures has a terminal.
 _APART = ("bench", "train")
+# The page says them once.
+_SHARED = ("--config FILE", "-h, --help", "--help")
 
 
 def commands(apart: Iterable[str] = _APART) -> Iterator[tuple[str, Command]]:
@@ -43,31 +44,23 @@ def _below(
 
 
 def reference() -> str:
-    """Return every command with all its arguments, options and keys of ``--set``, as Markdown."""
+    """Return every command with all its arguments and options, as Markdown."""
     parts = []
-    shared: list[tuple[str, ...]] = []
     for name, command in commands(apart=()):
         context = typer.Context(command)
         usage = " ".join(["kvrag", name, *command.collect_usage_pieces(context)])
         parts.append(f"## `kvrag {name}`\n\n{_plain(command.help or '')}\n\n```text\n{usage}\n```")
-        panels: dict[str, list[tuple[str, ...]]] = {}
+        rows, more = [], []
         for parameter in command.get_params(context):
+            is_hidden, parameter.hidden = getattr(parameter, "hidden", False), False
             record = parameter.get_help_record(context)
-            if record is not None:
-                panel = parameter.rich_help_panel or "Arguments"
-                panels.setdefault(panel, []).append((f"`{record[0]}`", _plain(record[1])))
-        shared = panels.pop(PANEL)
-        keys = [
-            (f"`{key.name}`", _default(key.default), _plain(key.text))
-            for key in command.keys.values()
-            if key.panel == RESEARCH
-        ]
-        parts += [
-            f"**{panel}**\n\n{_table(('name', 'is'), rows)}" for panel, rows in panels.items()
-        ]
-        if keys:
-            parts.append(f"**Keys of `--set`**\n\n{_table(('name', 'default', 'is'), keys)}")
-    return "\n\n".join(["Every command has:", _table(("name", "is"), shared), *parts, ""])
+            parameter.hidden = is_hidden
+            if record is not None and record[0] not in _SHARED:
+                (more if is_hidden else rows).append((f"`{record[0]}`", _plain(record[1])))
+        parts.append(_table(("name", "is"), rows))
+        if more:
+            parts.append(f"**Not in `--help`**\n\n{_table(('name', 'is'), more)}")
+    return "\n\n".join(["Every command also has `--config FILE` and `--help`.", *parts, ""])
 
 
 def _plain(text: str) -> str:
@@ -77,42 +70,13 @@ def _plain(text: str) -> str:
 
 def tables() -> dict[str, str]:
     """Return the tables by the name that their place in the page has."""
-    keys = [
-        (name, key)
-        for name, command in commands()
-        for key in command.keys.values()
-        if key.panel == RESEARCH
-    ]
     return {
         "harmless": ", ".join(f"`{name}`" for name in sorted(HARMLESS)) + ".",
         "commands": _table(
             ("command", "does"),
             [(f"`{name}`", _first_sentence(command.help or "")) for name, command in commands()],
         ),
-        "keys": _table(
-            ("key", "commands", "default", "is"),
-            [
-                (
-                    f"`{key.name}`",
-                    ", ".join(other for other, one in keys if _same(one, key)),
-                    _default(key.default),
-                    key.text,
-                )
-                for number, (_, key) in enumerate(keys)
-                if not any(_same(one, key) for _, one in keys[:number])
-            ],
-        ),
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    return (one.name, one.default, one.text) == (other.name, other.default, other.text)
-
-
-def _default(value: object) -> str:
-    if value is None:
-        return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _first_sentence(text: str) -> str:

@@ -15,51 +15,10 @@ if TYPE_CHECKING:
     from kvrag.engine.answer import Answer, Source
     from kvrag.engine.asking import Asking
     from kvrag.engine.base import Engine
-    from kvrag.engine.engine import KVEngine
     from kvrag.engine.request import Message, Request
     from kvrag.ingest.index import Index
-    from kvrag.ingest.ranking import Reranker
 
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Parameters of the answers; `None` means the engine's default."""
-
-    top_k: int
-    max_tokens: int
-    policy: str
-    ratio: float | None = None
-    boundary_tokens: int | None = None
-    eviction: str | None = None
-    links: str | None = None
-    temperature: float = 0.0
-    seed: int | None = None
-    use_chat_template: bool = True
-    ttft: float | None = None
-    session_bytes: int | None = None
-    session_store_bytes: int | None = None
-    store_patience: float | None = None
-    never_slower: bool = True
-    instruction: str = ""
-    reranker: Reranker | None = None
-    filter: dict[str, Any] | None = None
-
-    @property
-    def asking(self) -> Asking:
-        """How questions are asked."""
-        from kvrag.engine.asking import Asking
-
-        return Asking(
-            self.top_k, self.filter, self.reranker, self.instruction, self.use_chat_template
-        )
-
-    @property
-    def request_options(self) -> dict[str, Any]:
-        """The fields of each request."""
-        names = ("policy", "ratio", "boundary_tokens", "max_tokens", "temperature", "seed")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -84,53 +43,17 @@ class Outcome:
         }
 
 
-def make_engine(index: Index, settings: Settings, *, max_batch: int = 1) -> KVEngine:
-    """Return an engine with these settings; check them before any model is loaded.
-
-    Parameters
-    ----------
-    max_batch
-        Most answers that are written together.
-
-    Raises
-    ------
-    ParameterError
-        When a value is out of range, or the policy or one of its parameters is unknown.
-    LinksError
-        When the links file cannot be read.
-    """
-    from kvrag.engine.engine import KVEngine
-    from kvrag.engine.sampling import Sampling
-
-    Sampling(temperature=settings.temperature, seed=settings.seed)
-    return KVEngine(
-        index,
-        policy=settings.policy,
-        ratio=settings.ratio,
-        boundary_tokens=settings.boundary_tokens,
-        eviction=settings.eviction,
-        links=settings.links,
-        max_tokens=settings.max_tokens,
-        ttft=settings.ttft,
-        max_batch=max_batch,
-        session_store_bytes=settings.session_store_bytes or 0,
-        store_patience=settings.store_patience,
-        never_slower=settings.never_slower,
-        **({} if settings.session_bytes is None else {"session_bytes": settings.session_bytes}),
-    )
-
-
 def retrieve(
-    index: Index, turns: Sequence[Message], settings: Settings, **more: Any
+    index: Index, turns: Sequence[Message], asking: Asking, **options: Any
 ) -> tuple[Request, float]:
     """Return the request of a conversation's last question, and the seconds of the search.
 
-    `more` are arguments of `Asking.request`.
+    `options` are arguments of `Asking.request`.
     """
     started = time.perf_counter()
-    request = settings.asking.request(index, turns, **settings.request_options, **more)
+    request = asking.request(index, turns, **options)
     if not request.hints:
-        console.note(f"{_why_nothing(index, settings)}: the model answers without documents")
+        console.note(f"{_why_nothing(index, asking)}: the model answers without documents")
     return request, time.perf_counter() - started
 
 
@@ -139,11 +62,11 @@ def as_turn(question: str) -> Message:
     return {"role": "user", "content": question}
 
 
-def _why_nothing(index: Index, settings: Settings) -> str:
+def _why_nothing(index: Index, asking: Asking) -> str:
     with contextlib.suppress(IndexFormatError):
         if not any(index.catalog.counts()):
             return "the index is empty"
-    if settings.filter is not None:
+    if asking.filter is not None:
         return "no document fits the filter"
     return (
         "everything in the index is damaged and left out (run 'kvrag verify --repair' or 'kvrag "

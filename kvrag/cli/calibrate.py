@@ -17,7 +17,7 @@ _POLICIES = "none,boundary,deviation,query,query:shift=1,two_stage"
 
 
 def calibrate(
-    index: o.IndexOption = o.DEFAULT_INDEX,
+    opening: o.Opening,
     questions: Annotated[int, typer.Option(min=1, help="The most questions to ask.")] = 200,
     minutes: Annotated[
         float,
@@ -28,18 +28,18 @@ def calibrate(
         typer.Option(
             min=1,
             help="Chunks in each prompt.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = 5,
     policies: Annotated[
         str,
-        typer.Option(help="Policies to measure, comma-separated.", rich_help_panel=o.RESEARCH),
+        typer.Option(help="Policies to measure, comma-separated.", hidden=True),
     ] = _POLICIES,
     ratios: Annotated[
         str,
         typer.Option(
             help="Shares of reused tokens to recompute, comma-separated.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = "0.05,0.1,0.15,0.3",
     max_tokens: Annotated[
@@ -47,13 +47,10 @@ def calibrate(
         typer.Option(
             "--max-tokens",
             help="Maximum length of the answer, in tokens.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = 16,
-    model: o.ModelOption = None,
-    store: o.StoreOption = None,
     no_chat: o.NoChatOption = False,
-    device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure each policy's quality loss and cost with the index's model, and the store's speed.
@@ -65,7 +62,6 @@ def calibrate(
     """
     named = tuple(lists.names(policies, "policies"))
     shares = lists.shares(ratios, "ratios")
-    from kvrag.cli.opening import open_index
     from kvrag.ingest.calibrations import check_can_keep
     from kvrag.tune.calibrate import CalibrationOptions, usual_choice
     from kvrag.tune.calibrate import calibrate as measure
@@ -80,7 +76,7 @@ def calibrate(
         use_chat_template=not no_chat,
     )
     with (
-        open_index(index, model, device, store) as opened,
+        opening.open() as opened,
         console.progress("reading the index") as say,
     ):
         check_can_keep(opened.path)

@@ -6,8 +6,8 @@ import io
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +16,12 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
 from kvrag.errors import KVRagError, ParameterError
-from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.similar import like
 
 if TYPE_CHECKING:
-    from kvrag.cli.answering import Outcome, Settings
+    from kvrag.cli.answering import Outcome
     from kvrag.cli.conversation import Conversation
+    from kvrag.engine.asking import Asking
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.first_places import FirstPlaces
 
@@ -30,7 +30,7 @@ _COMMANDS = {
     "/sources": "the passages of the last prompt, whole",
     "/why": "what was searched for, and where each token of the last prompt came from",
     "/new": "forget the conversation",
-    "/ratio SHARE": "recompute this share of reused tokens from now on; 1.0 is plain prefill",
+    "/ratio SHARE": "recompute this share of reused tokens from now on; 1.0 is full prefill",
     "/help": "these commands",
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
@@ -50,39 +50,19 @@ class _Refused:
 
 
 def chat(
-    index: o.IndexOption = o.DEFAULT_INDEX,
-    model: o.ModelOption = None,
-    device: o.DeviceOption = None,
-    compute: o.ComputeOption = None,
-    store: o.StoreOption = None,
-    top_k: o.TopKOption = o.DEFAULT_TOP_K,
-    filter: o.FilterOption = None,
-    rerank: o.RerankOption = None,
-    embedding: o.EmbeddingOption = None,
-    policy: o.PolicyOption = DEFAULT_POLICY,
-    ratio: o.RatioOption = None,
-    boundary_tokens: o.BoundaryTokensOption = None,
-    eviction: o.EvictionOption = None,
-    links: o.LinksOption = None,
-    ttft: o.TTFTOption = None,
-    store_patience: o.StorePatienceOption = None,
-    never_slower: o.NeverSlowerOption = True,
-    max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
-    temperature: o.TemperatureOption = 0.0,
-    seed: o.SeedOption = None,
-    session_bytes: o.SessionBytesOption = None,
-    session_store_bytes: o.SessionStoreBytesOption = None,
+    opening: o.Opening,
+    searching: o.Searching,
+    answering: o.Answering,
+    sampled: o.Sampled,
     history: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="Earlier turns to include in the prompt (needs a chat template); 0 for none. "
             "Default: all that fit.",
-            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
-    no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Ask several questions in a conversation, which is remembered; each one searches the index.
@@ -91,33 +71,14 @@ def chat(
     Questions are read from stdin, one per line. With --json, all turns are printed as one document
     at the end. When stdin is not a terminal and a question fails, the exit code is 1.
     """
-    from kvrag.cli.answering import Settings, make_engine
     from kvrag.cli.conversation import Conversation
-    from kvrag.cli.opening import load_reranker, open_index, warm_up
+    from kvrag.cli.opening import warm_up
     from kvrag.engine.first_places import FirstPlaces
 
-    settings = Settings(
-        top_k=top_k,
-        policy=policy,
-        ratio=ratio,
-        boundary_tokens=boundary_tokens,
-        eviction=eviction,
-        links=links,
-        ttft=ttft,
-        store_patience=store_patience,
-        never_slower=never_slower,
-        session_bytes=session_bytes,
-        session_store_bytes=session_store_bytes,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        use_chat_template=not no_chat,
-        reranker=load_reranker(rerank),
-        filter=filter,
-    )
-    with open_index(index, model, device, store, embedding=embedding, compute=compute) as opened:
-        engine = make_engine(opened, settings)
-        remembers = settings.asking.converses(opened)
+    asking = searching.asking()
+    with opening.open() as opened:
+        engine = answering.engine(opened)
+        remembers = asking.converses(opened)
         if history and not remembers:
             raise ParameterError(
                 f"--history {history}: {opened.config.model} gets a plain prompt here, "
@@ -126,7 +87,8 @@ def chat(
         warm_up(opened)
         conversation = Conversation(history) if remembers and history != 0 else None
         with FirstPlaces(opened) as places:
-            turns = _Chat(engine, settings, conversation, places, quiet=as_json).run()
+            how = _How(engine, asking, dict(sampled.values), places)
+            turns = _Chat(how, conversation, quiet=as_json).run()
     if as_json:
         console.print_json({"turns": [turn.to_dict() for turn in turns]})
     # An interactive user has seen the error already.
@@ -134,36 +96,33 @@ def chat(
         raise typer.Exit(EXIT_FAILURE)
 
 
+@dataclass(frozen=True)
+class _How:
+    """What answers, how it is asked, the options of requests, and what is prepared meanwhile."""
+
+    engine: KVEngine
+    asking: Asking
+    options: dict[str, Any]
+    places: FirstPlaces
+
+
 class _Chat:
     """One conversation at a terminal or over a pipe.
 
     Parameters
     ----------
-    engine
-        What answers.
-    settings
-        How; `/ratio` changes them.
+    how
+        How questions are answered; `/ratio` changes its options.
     conversation
         What prompts repeat; None asks each question alone.
-    places
-        What is prepared while nobody asks.
     quiet
         Print no answers.
     """
 
-    def __init__(
-        self,
-        engine: KVEngine,
-        settings: Settings,
-        conversation: Conversation | None,
-        places: FirstPlaces,
-        *,
-        quiet: bool,
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
+    def __init__(self, how: _How, conversation: Conversation | None, *, quiet: bool) -> None:
+        self._how = how
+        self._engine = how.engine
         self._conversation = conversation
-        self._places = places
         self._quiet = quiet
         self._last: Outcome | None = None
 
@@ -216,9 +175,10 @@ class _Chat:
     def _set_ratio(self, given: str) -> None:
         from kvrag.fusion.controller import takes_ratio
 
-        policy = self._settings.policy
+        defaults, options = self._engine.defaults, self._how.options
+        policy = str(defaults.policy)
         if not given:
-            ratio = self._settings.ratio
+            ratio = options.get("ratio", defaults.ratio)
             console.note(f"policy {policy}, ratio {'its own' if ratio is None else ratio}")
             return
         try:
@@ -230,7 +190,7 @@ class _Chat:
         elif not takes_ratio(policy):
             fail(f"/ratio {given}: policy {policy} takes none; start with another --policy")
         else:
-            self._settings = replace(self._settings, ratio=ratio, boundary_tokens=None)
+            options["ratio"] = ratio
             console.note(f"ratio {ratio}; what was repaired otherwise is not taken")
 
     # -- questions ---------------------------------------------------------------------------
@@ -242,7 +202,7 @@ class _Chat:
         known = () if self._conversation is None else self._conversation.chunk_ids
         show = console.AnswerText(quiet=self._quiet)
         try:
-            with self._places.paused():
+            with self._how.places.paused():
                 outcome = self._answer(question, show)
         except KVRagError as error:
             fail(str(error))
@@ -263,9 +223,10 @@ class _Chat:
         from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
         from kvrag.cli.conversation import Turn, search_question
 
-        index, settings, conversation = self._engine.index, self._settings, self._conversation
+        index, conversation = self._engine.index, self._conversation
+        asking, options = self._how.asking, self._how.options
         if conversation is None:
-            request, seconds = retrieve(index, [as_turn(question)], settings)
+            request, seconds = retrieve(index, [as_turn(question)], asking, **options)
             return Outcome(question, answer(self._engine, request, show), seconds)
         search = search_question(self._engine, conversation.turns, question)
         if search != question and not self._quiet:
@@ -275,10 +236,11 @@ class _Chat:
         while True:
             turns = [*conversation.history, as_turn(question)]
             request, seconds = retrieve(
-                index, turns, settings, search=search, hints=conversation.chunk_ids
+                index, turns, asking, search=search, hints=conversation.chunk_ids, **options
             )
             num_tokens = len(self._engine.prompt_ids(request.prompt, hints=request.hints))
-            has_room = num_tokens + settings.max_tokens <= index.config.max_positions
+            most = self._engine.defaults.max_tokens or 0
+            has_room = num_tokens + most <= index.config.max_positions
             if has_room or not conversation.turns:
                 break
             number = conversation.forget_half()

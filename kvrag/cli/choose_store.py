@@ -34,14 +34,12 @@ def choose_store(
             min=0.0,
             max=1.0,
             help="Quality that may be lost, as a share, as for 'auto'.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = 0.01,
     reads: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Number of reads of a chunk per month.", rich_help_panel=o.RESEARCH
-        ),
+        typer.Option(min=0.0, help="Number of reads of a chunk per month.", hidden=True),
     ] = 30.0,
     move: Annotated[
         bool, typer.Option("--move", help="Move the index's KV to the chosen store.")

@@ -1,9 +1,13 @@
-"""Commands whose options can also be given as settings, some of them only as settings."""
+"""Commands whose options can also be given in `kvrag.toml`."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,40 +20,31 @@ from kvrag.arguments import cut
 from kvrag.cli import console
 from kvrag.cli import settings as s
 from kvrag.cli.failures import guard, guarded
-from kvrag.cli.options import RESEARCH
 
-PANEL = "Settings"
 _FILE = "kvrag.file"
-_FOUND = "kvrag.settings"
 _POLICY = "policy"
 _PARAMETERS = frozenset({"ratio", "boundary-tokens"})
+# An option of 0.2.0.
+_SET = "--set"
 
 
 class Command(TyperCommand):
-    """A command that also takes option values from `kvrag.toml` and from ``--set``."""
+    """A command that also takes option values from `kvrag.toml`."""
 
     keys: Mapping[str, s.Key]
 
     # Typer's names for the types of contexts and commands differ between versions.
-    def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, with ``--help`` in the panel of the shared options."""
-        params = super().get_params(ctx)
-        params[-1].rich_help_panel = PANEL  # type: ignore[attr-defined]
-        return params
-
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, followed by the keys that are settings only."""
-        more = sorted(key.name for key in self.keys.values() if key.panel == RESEARCH)
-        if more:
+        """Write the help, and where the options are that it leaves out."""
+        num_more = sum(key.is_hidden for key in self.keys.values())
+        if num_more:
             named = " ".join(_place(ctx))
-            self.epilog = (
-                f"Keys of {s.SET}: {', '.join(more)}. 'kvrag config {named}' explains them."
-            )
+            self.epilog = f"'kvrag config {named}' lists all options, {num_more} more than these."
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; settings replace the options' defaults."""
-        self._tell_settings(ctx, args)
+        self._refuse_set(ctx, args)
         try:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception as error:  # Typer's own class, in a module that differs between versions
@@ -61,33 +56,33 @@ class Command(TyperCommand):
                 self._settle(ctx, given)
         return super().parse_args(ctx, args)
 
-    def _tell_settings(self, ctx: Any, args: list[str]) -> None:
-        """Fail with the right spelling if a setting is written as an option."""
-        for arg in args:
+    def _refuse_set(self, ctx: Any, args: list[str]) -> None:
+        """Fail with the option to give instead of ``--set KEY=VALUE``."""
+        for number, arg in enumerate(args):
             if arg == "--":
                 break
-            key = self.keys.get(arg.partition("=")[0].removeprefix("--"))
-            if key is not None and key.panel == RESEARCH and arg.startswith("--"):
-                ctx.fail(f"--{key.name} is a setting: give {s.SET} {key.name}=VALUE")
+            option, equals, pair = arg.partition("=")
+            if option == _SET:
+                key, _, value = (pair if equals else "".join(args[number + 1 :][:1])).partition("=")
+                ctx.fail(
+                    f"{_SET} is gone: give --{cut(key)} {cut(value)}, or write {cut(key)} = "
+                    f"{cut(value)} below [{'.'.join(_place(ctx))}] in {s.FILE_NAME}"
+                )
 
     def _settle(self, ctx: Any, given: Mapping[str, Any]) -> None:
         place = _place(ctx)
         named = given.get("config")
         root = ctx.find_root()
         file = s.read_file(None if named is None else Path(named), root.command, root)
-        pairs = s.from_pairs(given.get("set") or (), self.keys, f"'kvrag {' '.join(place)}'")
         from_file = {} if file is None else file.of(place, self.keys)
-        options = {
+        said = {
             name: given[key.parameter]
             for name, key in self.keys.items()
             if given.get(key.parameter) is not None
         }
-        said = {name: one.value for name, one in pairs.items()} | options
         kept = _own_parameters(from_file, said, self.keys)
-        found = {**kept, **pairs}
-        ctx.default_map = {self.keys[name].parameter: one.value for name, one in found.items()}
+        ctx.default_map = {self.keys[name].parameter: one.value for name, one in kept.items()}
         ctx.meta[_FILE] = file
-        ctx.meta[_FOUND] = {self.keys[name].parameter: one for name, one in found.items()}
         used = [
             cut(f"{name}={one.value}") for name, one in sorted(kept.items()) if name not in said
         ]
@@ -105,40 +100,63 @@ def make_command(name: str, function: Callable[..., Any], settings: Mapping[str,
     name
         The command's name.
     function
-        The function to call. Its options in panel `RESEARCH` are settings only: ``--help`` lists
-        just their names, below the other options.
+        The function to call. A parameter whose type is a dataclass stands for its fields.
     settings
         Arguments for `typer.Typer.command`.
     """
-    command = _as_command(name, guarded(function), cls=Command, **settings)
+    flat = _flat(function)
+    command = _as_command(name, guarded(flat), cls=Command, **settings)
     assert isinstance(command, Command)
     # One line for each paragraph, since a terminal may be narrower than the source.
     command.help = "\n\n".join(
         " ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")
     )
-    command.keys = s.keys_of(command, function)
-    by_parameter = {key.parameter: key for key in command.keys.values()}
-    for parameter in command.params:
-        key = by_parameter.get(parameter.name or "")
-        if key is not None:
-            _put_into_panel(parameter, key.panel)
+    command.keys = s.keys_of(command, flat)
     for shared in _as_command("shared", _shared).params:
         shared.expose_value = False
-        _put_into_panel(shared, PANEL)
         command.params.append(shared)
     return command
 
 
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the fields of its groups of options as its own parameters.
+
+    A parameter of the function's own stands for the field of its name, with another default.
+    """
+    declared = inspect.signature(function, eval_str=True).parameters
+    groups = {
+        one.name: one.annotation
+        for one in declared.values()
+        if isinstance(one.annotation, type) and is_dataclass(one.annotation)
+    }
+    found: dict[str, inspect.Parameter] = {}
+    for one in declared.values():
+        if one.name not in groups:
+            found[one.name] = one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            continue
+        hints = typing.get_type_hints(one.annotation, include_extras=True)
+        for field in fields(one.annotation):
+            if field.name not in declared:
+                found[field.name] = inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=hints[field.name],
+                )
+
+    @functools.wraps(function)
+    def flat(**given: Any) -> Any:
+        own = {name: value for name, value in given.items() if name in declared}
+        for name, group in groups.items():
+            own[name] = group(**{field.name: given[field.name] for field in fields(group)})
+        return function(**own)
+
+    flat.__signature__ = inspect.Signature(list(found.values()))  # type: ignore[attr-defined]
+    flat.__annotations__ = {name: one.annotation for name, one in found.items()}
+    return flat
+
+
 def _shared(
-    set: Annotated[
-        list[str] | None,
-        typer.Option(
-            s.SET,
-            metavar="KEY=VALUE",
-            help="Set an option by its name, or a key listed below; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -149,7 +167,7 @@ def _shared(
         ),
     ] = None,
 ) -> None:
-    """Define the options that every command has."""
+    """Define the option that every command has."""
 
 
 def _as_command(name: str, function: Callable[..., Any], **settings: Any) -> Any:
@@ -158,20 +176,12 @@ def _as_command(name: str, function: Callable[..., Any], **settings: Any) -> Any
     return get_command(holder)
 
 
-def _put_into_panel(parameter: Any, panel: str) -> None:
-    parameter.rich_help_panel = panel
-    if panel == RESEARCH:
-        parameter.hidden = True
-        parameter.add_to_parser = lambda *_: None
-
-
 def _own_parameters(
     from_file: s.Settings, said: Mapping[str, Any], keys: Mapping[str, s.Key]
 ) -> s.Settings:
     """Return a file's settings without parameters of another policy than the one in effect.
 
-    The rule is that of `kvrag.engine.request.Recompute.over`. The options of the command line and
-    those of ``--set`` count as one source (`said`), since ``--set`` alone gives some parameters.
+    The rule is that of `kvrag.engine.request.Recompute.over`.
     """
     in_file = from_file.get(_POLICY)
     is_another = _POLICY in said and said[_POLICY] != (
@@ -194,13 +204,10 @@ def settings_file(context: typer.Context) -> s.SettingsFile | None:
 
 
 def given(context: typer.Context, *parameters: str) -> list[str]:
-    """Return which ones the command line gives, as written there: ``--k``, ``--set seed=1``."""
+    """Return which options the command line gives, as written there: ``--seed``."""
     found = []
     for parameter in parameters:
         source = context.get_parameter_source(parameter)
-        setting = context.meta.get(_FOUND, {}).get(parameter)
         if source is not None and source.name == "COMMANDLINE":
             found.append(f"--{parameter.replace('_', '-')}")
-        elif setting is not None and setting.origin.startswith(s.SET):
-            found.append(setting.origin)
     return found

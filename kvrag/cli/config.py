@@ -78,7 +78,7 @@ def _row(key: Key, given: Setting | None) -> dict[str, Any]:
         "key": key.name,
         "value": key.default if given is None else given.value,
         "from": "default" if given is None else given.origin,
-        "panel": key.panel,
+        "is_hidden": key.is_hidden,
         "help": key.text,
     }
 
@@ -95,20 +95,15 @@ def _rows(file: SettingsFile | None) -> list[dict[str, Any]]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("key", no_wrap=True)
-    table.add_column("value", overflow="fold", max_width=24)
-    table.add_column("from", overflow="fold")
-    table.add_column("", overflow="fold")
-    for panel in (o.EVERYDAY, o.TUNING, o.RESEARCH):
-        for row in rows:
-            if row["panel"] == panel:
-                cells = (_shown(row["value"]), row["from"], row["help"])
-                table.add_row(row["key"], *(Text(console.harmless(cell)) for cell in cells))
-    console.out().print(table)
+    out = console.out()
+    # Those of --help first.
+    for row in sorted(rows, key=lambda row: row["is_hidden"]):
+        said = f"{row['key']} = {_shown(row['value'])}"
+        out.print(Text(console.harmless(said), style="bold"), Text(f"({row['from']})"))
+        out.print(Padding(Text(console.harmless(row["help"])), (0, 0, 0, 4)))
 
 
 def _shown(value: object) -> str:

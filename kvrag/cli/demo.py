@@ -16,11 +16,10 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.demo_questions import DemoQuestion, DemoRow, read_questions, summarise
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.cli.answering import Settings
     from kvrag.cli.demo_view import DemoView
+    from kvrag.engine.asking import Asking
     from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
     from kvrag.ingest.report import IngestReport
@@ -135,9 +134,10 @@ def demo(
     Each question is answered twice from the same tokens: by kvrag and by plain prefill. The index
     is kept for 'kvrag chat', and for the next demo.
     """
-    from kvrag.cli.answering import Settings, make_engine
     from kvrag.cli.demo_view import DemoView
     from kvrag.cli.opening import quiet_libraries, warm_up
+    from kvrag.engine.asking import Asking
+    from kvrag.engine.engine import KVEngine
 
     chosen = model or _best_model()
     material = _NOTES if chosen == _FALLBACK else _HANDBOOK
@@ -146,15 +146,8 @@ def demo(
     if documents is None and questions is None and num_questions <= _NUM_QUESTIONS:
         pages = [folder / page for page in material.pages] or pages
     asked = read_questions(questions or _shipped(material.questions))[:num_questions]
-    settings = Settings(
-        top_k=top_k or material.top_k,
-        max_tokens=_MAX_ANSWER_TOKENS,
-        policy=DEFAULT_POLICY,
-        ratio=ratio,
-        use_chat_template=not no_chat,
-        instruction=_INSTRUCTION,
-        # The warm-up asks the first question, whose KV would be kept.
-        session_bytes=0,
+    asking = Asking(
+        top_k or material.top_k, instruction=_INSTRUCTION, use_chat_template=not no_chat
     )
     quiet_libraries()
     watch, view = _Stopwatch(), DemoView(quiet=as_json)
@@ -164,17 +157,24 @@ def demo(
     with opened:
         with watch.part("indexing"):
             ingested = _ingest(opened, folder, pages)
-        engine = make_engine(opened, settings)
+        engine = KVEngine(
+            opened,
+            ratio=ratio,
+            max_tokens=_MAX_ANSWER_TOKENS,
+            max_batch=1,
+            # The warm-up asks the first question, whose KV would be kept.
+            session_bytes=0,
+        )
         with watch.part("loading"):
             warm_up(opened)
         with watch.part("indexing"):
-            _make_first(opened, asked, settings)
+            _make_first(opened, asked, asking)
         with watch.part("loading"):
-            _warm_up(opened, engine, asked[0], settings)
+            _warm_up(engine, asked[0], asking)
         stats = opened.stats()
         view.begin(stats, folder, chosen)
         for number, question in enumerate(asked, start=1):
-            rows.append(_answer(opened, engine, number, question, settings, watch, view))
+            rows.append(_answer(engine, number, question, asking, watch, view))
             view.compare(rows[-1])
     summary = summarise(rows)
     view.end(summary, stats, watch.seconds, index)
@@ -241,7 +241,7 @@ def _ingest(index: Index, folder: Path, pages: Sequence[Path]) -> IngestReport:
         return index.add(pages, on_progress=bar.update)
 
 
-def _make_first(index: Index, asked: Sequence[DemoQuestion], settings: Settings) -> None:
+def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> None:
     """Store the chunks that prompts begin with as a first place has them.
 
     The first run is then as fast as all later ones.
@@ -252,7 +252,7 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], settings: Settings)
 
     found = [
         reading_order(
-            index.catalog.chunks(retrieve(index, [as_turn(one.question)], settings)[0].hints)
+            index.catalog.chunks(retrieve(index, [as_turn(one.question)], asking)[0].hints)
         )
         for one in asked
     ]
@@ -263,23 +263,23 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], settings: Settings)
             bar.update_first(number, len(firsts))
 
 
-def _warm_up(index: Index, engine: KVEngine, asked: DemoQuestion, settings: Settings) -> None:
+def _warm_up(engine: KVEngine, asked: DemoQuestion, asking: Asking) -> None:
     """Pay what only the first answer of a process pays."""
     from kvrag.cli.answering import answer, as_turn, retrieve
     from kvrag.cli.plain import answer_plainly
 
-    request, _ = retrieve(index, [as_turn(asked.question)], settings)
+    index = engine.index
+    request, _ = retrieve(index, [as_turn(asked.question)], asking)
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
     answer_plainly(index.model, token_ids[:_WARM_UP_TOKENS], 1)
     answer(engine, replace(request, max_tokens=1))
 
 
 def _answer(
-    index: Index,
     engine: KVEngine,
     number: int,
     asked: DemoQuestion,
-    settings: Settings,
+    asking: Asking,
     watch: _Stopwatch,
     view: DemoView,
 ) -> DemoRow:
@@ -288,13 +288,14 @@ def _answer(
     from kvrag.cli.plain import answer_plainly
 
     with watch.part("kvrag"):
-        request, seconds = retrieve(index, [as_turn(asked.question)], settings)
+        index = engine.index
+        request, seconds = retrieve(index, [as_turn(asked.question)], asking)
         show = view.ask(number, asked, index.catalog.chunks(request.hints))
         outcome = Outcome(asked.question, answer(engine, request, show), seconds)
         show.end()
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
     with watch.part("plain prefill"), view.waiting(len(token_ids)):
-        plain = answer_plainly(index.model, token_ids, settings.max_tokens, request.stop)
+        plain = answer_plainly(index.model, token_ids, _MAX_ANSWER_TOKENS, request.stop)
     return DemoRow(asked, outcome, plain)
 
 

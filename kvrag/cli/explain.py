@@ -31,26 +31,22 @@ def explain(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A text file with the whole prompt.")
     ],
-    index: o.IndexOption = o.DEFAULT_INDEX,
-    model: o.ModelOption = None,
+    opening: o.Opening,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
-    device: o.DeviceOption = None,
-    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Show which tokens of a prompt are reused, repaired and computed, and why.
 
     The prompt is fused, but not answered.
     """
-    from kvrag.cli.opening import open_index
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.parts import prompt_parts
     from kvrag.engine.prompt_reader import PromptReader
     from kvrag.engine.request import Request
 
     prompt = _read(file)
-    with open_index(index, model, device, store) as opened:
+    with opening.open() as opened:
         engine = KVEngine(opened, links="off")
         laid_out = PromptReader(opened).lay_out(Request(prompt))
         with console.working("loading the model"):

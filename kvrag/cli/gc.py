@@ -27,7 +27,7 @@ def gc(
             metavar="HOURS",
             help="A shared index (--index URL) keeps what its newest version does not need for so "
             "long: other machines may lag that much.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = 24.0,
     store: o.StoreSetting = None,

@@ -13,7 +13,6 @@ import typer
 
 from kvrag import arguments
 from kvrag.cli import console
-from kvrag.cli import options as o
 from kvrag.errors import IndexNotFoundError, ParameterError
 from kvrag.ingest.settings import IndexSettings
 from kvrag.optiontable import text_of
@@ -39,7 +38,6 @@ EmbeddingOption = Annotated[
     str | None,
     typer.Option(
         help=text_of(IndexSettings, "embedding").replace("[", "\\["),
-        rich_help_panel=o.TUNING,
         show_default=False,
     ),
 ]

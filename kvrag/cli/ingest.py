@@ -53,7 +53,7 @@ def ingest(
         str | None,
         typer.Option(
             help=text_of(IndexSettings, "dtype"),
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def ingest(
         typer.Option(
             metavar="NAME[:TOKENS]",
             help=text_of(IndexSettings, "context"),
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -70,7 +70,7 @@ def ingest(
         str | None,
         typer.Option(
             help=text_of(IndexSettings, "compression"),
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -78,7 +78,7 @@ def ingest(
         str | None,
         typer.Option(
             help=text_of(IndexSettings, "control_tokens"),
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -87,7 +87,7 @@ def ingest(
         typer.Option(
             metavar="BYTES",
             help=text_of(ParseLimits, "max_file_bytes"),
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = f"{_LIMITS.max_file_bytes // 10**6}MB",
     parse_seconds: Annotated[
@@ -96,7 +96,7 @@ def ingest(
             metavar="SECONDS",
             parser=o.above_zero,
             help=text_of(ParseLimits, "seconds"),
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = _LIMITS.seconds,
     parse_memory: Annotated[
@@ -104,7 +104,7 @@ def ingest(
         typer.Option(
             metavar="BYTES",
             help=text_of(ParseLimits, "memory_bytes"),
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = f"{_LIMITS.memory_bytes >> 30}GiB",
     loader: Annotated[
@@ -114,7 +114,7 @@ def ingest(
             help="Function that reads files with this suffix, such as .odp=slides:load. It takes "
             "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
             "the suffix. Repeatable.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -124,7 +124,7 @@ def ingest(
             "--first-records",
             help="With a filler, also store each chunk's KV for the first place of a prompt now. "
             "Otherwise the first prompt that begins with the chunk computes and stores it.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = False,
     force: Annotated[
@@ -132,7 +132,7 @@ def ingest(
         typer.Option(
             "--force",
             help="Read every file again, even if it looks unchanged.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = False,
     ray: Annotated[
@@ -143,7 +143,6 @@ def ingest(
             help="Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on "
             "this machine), or local (a new one on this machine). PATH may then be a Parquet file, "
             "and a URL (s3://, gs://, abfss://, file://).",
-            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
@@ -152,7 +151,7 @@ def ingest(
         typer.Option(
             metavar="LEAST[:MOST]",
             help="Processes that compute KV on the cluster. Without MOST, as many as fit.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = Asked.actors,
     ray_cpus: Annotated[
@@ -161,19 +160,19 @@ def ingest(
             parser=o.above_zero,
             metavar="NUMBER",
             help="Processors of each of them.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = Asked.cpus,
     ray_gpus: Annotated[
         float,
-        typer.Option(min=0.0, help="Graphics cards of each.", rich_help_panel=o.RESEARCH),
+        typer.Option(min=0.0, help="Graphics cards of each.", hidden=True),
     ] = Asked.gpus,
     ray_memory: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES",
             help="Most bytes that wait between the stages, in Ray's object store.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -183,7 +182,7 @@ def ingest(
             parser=o.above_zero,
             metavar="TOKENS",
             help="Tokens that each computes in a second: --dry-run then says the hours.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -193,7 +192,7 @@ def ingest(
             parser=o.above_zero,
             metavar="PRICE",
             help="What each costs in an hour: --dry-run then says the price.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -318,7 +317,7 @@ def _code_read_as_plain_text(sources: Iterable[str], loaders: Collection[str]) -
 def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> ParseLimits:
     from kvrag.store.registry import parse_bytes
 
-    sizes = {"--max-file-size": max_file_size, "parse-memory": parse_memory}
+    sizes = {"--max-file-size": max_file_size, "--parse-memory": parse_memory}
     numbers = []
     for name, text in sizes.items():
         try:

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from kvrag.cli import options as o
-from kvrag.fusion.policies import DEFAULT_POLICY
 
 
 def mcp(
-    index: o.IndexOption = o.DEFAULT_INDEX,
+    opening: o.Opening,
+    answering: o.Answering,
+    sampled: o.Sampled,
     http: Annotated[
         bool,
         typer.Option(
@@ -24,9 +25,6 @@ def mcp(
         int,
         typer.Option(min=0, max=65535, help="Port for --http to listen on; 0 picks a free one."),
     ] = 8000,
-    store: o.StoreOption = None,
-    device: o.DeviceOption = None,
-    compute: o.ComputeOption = None,
     top_k: Annotated[
         int,
         typer.Option(
@@ -34,40 +32,23 @@ def mcp(
             min=1,
             max=50,
             help="Chunks that a question is answered from, if a call says nothing else.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = o.DEFAULT_TOP_K,
-    policy: o.PolicyOption = DEFAULT_POLICY,
-    ratio: o.RatioOption = None,
-    boundary_tokens: o.BoundaryTokensOption = None,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Maximum length of an answer, in tokens.", rich_help_panel=o.TUNING
-        ),
-    ] = o.DEFAULT_MAX_TOKENS,
 ) -> None:
     """Offer an index to agents as MCP tools: search, answer and read_chunk.
 
     A client such as an editor starts this command and talks over its stdin and stdout.
     """
-    from kvrag.cli.answering import Settings, make_engine
-    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.cli.opening import warm_up
     from kvrag.store.extras import require
 
     require("mcp", "mcp")
     from kvrag.server.mcp import make_server
 
-    settings = Settings(
-        top_k=top_k,
-        policy=policy,
-        ratio=ratio,
-        boundary_tokens=boundary_tokens,
-        max_tokens=max_tokens,
-    )
-    with open_index(index, device=device, store=store, compute=compute) as opened:
-        engine = make_engine(opened, settings, max_batch=8)
-        server = make_server(engine, top_k)
+    with opening.open() as opened:
+        engine = answering.engine(opened, max_batch=8)
+        server = make_server(engine, top_k, sampled.values)
         warm_up(opened)
         opened.follow()
         if not http:

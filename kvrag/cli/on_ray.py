@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _OPTIONS = {
     "min_actors": "--ray-actors",
     "max_actors": "--ray-actors",
-    "cpus": "ray-cpus",
-    "gpus": "ray-gpus",
-    "store_bytes": "ray-memory",
+    "cpus": "--ray-cpus",
+    "gpus": "--ray-gpus",
+    "store_bytes": "--ray-memory",
 }
 
 
@@ -43,10 +43,8 @@ class Asked:
 
         for option in fields(self):
             if getattr(self, option.name) != option.default and option.name != "address":
-                before = "--" if option.name == "actors" else "--set "
                 raise ParameterError(
-                    f"{before}ray-{option.name} says what to use of a cluster: add --ray, or leave "
-                    "it out"
+                    f"--ray-{option.name} says what to use of a cluster: add --ray, or leave it out"
                 )
         for place in places[:1]:
             raise ParameterError(
@@ -115,7 +113,7 @@ class Asked:
         )
         console.write(f"KV by codec, at most: {sizes}\n")
         if found.hours is None:
-            console.note("--set ray-rate=TOKENS (a second and worker) gives the hours")
+            console.note("--ray-rate TOKENS (a second and worker) gives the hours")
             return
         said = (
             f"{console.count(found.num_tokens, 'token')} take {found.hours:,.2f} hours on "
@@ -133,7 +131,7 @@ class Asked:
         try:
             limit = None if self.memory is None else parse_bytes(self.memory)
         except ValueError as error:
-            raise ParameterError(f"ray-memory: {error}") from error
+            raise ParameterError(f"--ray-memory: {error}") from error
         try:
             return RayOptions(
                 address=None if self.address == "auto" else self.address,

@@ -1,24 +1,39 @@
-"""Options that several commands share, so that they read the same everywhere."""
+"""Options that several commands share, one by one and in groups.
+
+A group is a dataclass whose fields are options. A command has it as one parameter, and
+`kvrag.cli.command` lists its options one by one. Options that are hidden from ``--help`` are on
+`kvrag config COMMAND`, and mostly set in `kvrag.toml`.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Container
+from dataclasses import Field, dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from kvrag import arguments
+from kvrag.engine.options import (
+    DEFAULT_MAX_TOKENS,
+    AnswerOptions,
+    EngineOptions,
+    Sampling,
+    everywhere,
+)
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies import AUTO_POLICY
+from kvrag.fusion.policies import AUTO_POLICY, DEFAULT_POLICY
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.models.precision import COMPUTES, check_compute
+from kvrag.optiontable import Option, kind_of
 from kvrag.parameters import parse_spec
 
-# The panels of --help. Options of the last panel are settings only (`kvrag.cli.settings`).
-EVERYDAY = "Everyday"
-TUNING = "Tuning"
-RESEARCH = "Research"
+if TYPE_CHECKING:
+    from kvrag.engine.asking import Asking
+    from kvrag.engine.engine import KVEngine
+    from kvrag.ingest.index import Index
 
 
 def _folder(text: str | Path) -> Path | str:
@@ -67,11 +82,11 @@ FilterOption = Annotated[
         metavar="JSON",
         parser=_filter,
         help='Find only chunks with this metadata, such as \'{"source": {"$in": ["a.md"]}}\'.',
-        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
 DEFAULT_INDEX = Path("kvrag-index")
+DEFAULT_TOP_K = 4
 IndexOption = Annotated[
     Any,  # Path | str
     typer.Option(
@@ -100,7 +115,7 @@ ModelOption = Annotated[
         "-m",
         help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. "
         "Default: the index's model.",
-        rich_help_panel=TUNING,
+        hidden=True,
         show_default=False,
     ),
 ]
@@ -108,7 +123,6 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         help="Where the model runs, such as 'cuda'. Default: cpu.",
-        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
@@ -129,7 +143,7 @@ ComputeOption = Annotated[
         metavar="|".join(COMPUTES),
         help="What the model's linear layers compute in on the CPU, for prompts; auto measures and "
         "takes the fastest. Default: the type of its weights.",
-        rich_help_panel=TUNING,
+        hidden=True,
         show_default=False,
     ),
 ]
@@ -144,7 +158,7 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option(
         help="File of a codec profile, from 'kvrag profile --out'. Default: fit a new one.",
-        rich_help_panel=TUNING,
+        hidden=True,
         show_default=False,
     ),
 ]
@@ -166,7 +180,7 @@ StoreSetting = Annotated[
         "--store",
         help="Store URL to use instead of the recorded one, for example with 'key_file=PATH' after "
         "the key file has moved.",
-        rich_help_panel=RESEARCH,
+        hidden=True,
         show_default=False,
     ),
 ]
@@ -174,92 +188,6 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document and nothing else.")
 ]
 TopKOption = Annotated[int, typer.Option("-k", min=1, help="Number of chunks to retrieve.")]
-PolicyOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME[:KEY=VALUE]",
-        parser=_policy,
-        help="Which tokens of reused chunks are recomputed: none, boundary (the first of each "
-        "chunk), seam (first and last), deviation (those whose KV deviates most), gradual (the "
-        "same, chosen again on every layer), query (those the question attends to), two_stage "
-        "(attended to and deviating), random, or auto (uses the results of 'kvrag calibrate'). "
-        "Parameters follow colons: query:depth=0.5.",
-    ),
-]
-RatioOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=1,
-        help="Share of reused tokens to recompute, 0 to 1; for 'auto', the maximum.",
-        show_default=False,
-    ),
-]
-BoundaryTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--boundary-tokens",
-        min=1,
-        help="Tokens of each chunk that 'boundary' and 'seam' recompute, instead of 'ratio'.",
-        rich_help_panel=RESEARCH,
-        show_default=False,
-    ),
-]
-EvictionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--eviction",
-        metavar="POLICY",
-        help="Which KV to drop while the answer is generated: corm (keys that no recent query "
-        "needs), streaming (all but the first and last tokens), h2o or snapkv (tokens with the "
-        "least attention). Parameters follow colons: corm:window=256:recent=256. Default: none.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
-LinksOption = Annotated[
-    str | None,
-    typer.Option(
-        "--links",
-        metavar="FILE|off",
-        help="File of link tokens, from 'kvrag train links', to insert after each reused chunk, or "
-        "'off'. Default: links.safetensors in the model's folder, if it exists.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
-StorePatienceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--store-patience",
-        metavar="SECONDS",
-        parser=above_zero,
-        help="How long a prompt waits for a stored chunk before it computes what is not loaded. "
-        "Default: the price of computing, for stores on other machines.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
-NeverSlowerOption = Annotated[
-    bool,
-    typer.Option(
-        "--never-slower/--no-never-slower",
-        help="Whether a prompt is computed as a whole where that is as fast as taking stored KV.",
-        rich_help_panel=RESEARCH,
-    ),
-]
-TTFTOption = Annotated[
-    float | None,
-    typer.Option(
-        "--ttft",
-        metavar="SECONDS",
-        parser=above_zero,
-        help="Target time to the first token: kvrag loads as much of each chunk as it can in that "
-        "time. Default: load everything.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
 
 
 def _memory(text: str | int) -> int:
@@ -273,29 +201,114 @@ def _memory(text: str | int) -> int:
         raise typer.BadParameter(f"{error}; 0 keeps nothing") from error
 
 
-SessionBytesOption = Annotated[
-    Any,
-    typer.Option(
-        "--session-bytes",
-        metavar="BYTES",
-        parser=_memory,
-        help="Memory for the KV of earlier turns, such as 4GB; 0 keeps none. Default: 1 GiB.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
-SessionStoreBytesOption = Annotated[
-    Any,
-    typer.Option(
-        "--session-store-bytes",
-        metavar="BYTES",
-        parser=_memory,
-        help="Room in the index's store for the KV of earlier turns that memory has no room for, "
-        "such as 20GB. Default: 0, nothing of a conversation is written.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
+# -- options of answers, from the table -------------------------------------------------------
+
+_SHOWN = ("policy", "ratio", "max_tokens")
+_PARSERS = {"policy": _policy}
+_METAVARS = {"policy": "NAME[:KEY=VALUE]", "eviction": "POLICY", "links": "FILE|off"}
+_USUAL = {"policy": DEFAULT_POLICY, "max_tokens": DEFAULT_MAX_TOKENS}
+# Larger bounds say nothing.
+_FAR = 2**31 - 1
+
+
+def of_table(one: Field[Any]) -> Any:
+    """Return an option of answers as Typer's."""
+    rule: Option = one.metadata["option"]
+    most = None if rule.most is None or rule.most >= _FAR else rule.most
+    given: dict[str, Any] = {"min": rule.least, "max": most, "metavar": _METAVARS.get(one.name)}
+    if rule.is_bytes:
+        given = {"metavar": "BYTES", "parser": _memory}
+    elif rule.above is not None:
+        given = {"metavar": "NUMBER", "parser": above_zero if rule.most is None else _share}
+    elif one.name in _PARSERS:
+        given["parser"] = _PARSERS[one.name]
+    text = rule.text.replace("``", "").replace("`", "'").replace("[", "\\[")
+    default = _USUAL.get(one.name, one.default)
+    return typer.Option(
+        help=text, hidden=one.name not in _SHOWN, show_default=default is not None, **given
+    )
+
+
+def _share(text: str | float) -> float:
+    try:
+        return arguments.number(float(text), "", above=0.0, most=1.0)
+    except ValueError as error:
+        found = arguments.shown(text)
+        raise typer.BadParameter(f"expected a number above 0, at most 1, found {found}") from error
+
+
+_ANSWERS = everywhere(AnswerOptions, EngineOptions)
+PolicyOption = Annotated[str, of_table(_ANSWERS["policy"])]
+RatioOption = Annotated[float | None, of_table(_ANSWERS["ratio"])]
+MaxTokensOption = Annotated[int, of_table(_ANSWERS["max_tokens"])]
+
+
+def _group(name: str, base: type, *tables: Any, apart: Container[str] = ()) -> Any:
+    """Return a group whose fields are the options of tables that every door has."""
+    made = []
+    for one in everywhere(*tables).values():
+        default = _USUAL.get(one.name, one.default)
+        kind: Any = Any if one.metadata["option"].is_bytes else kind_of(one)
+        kind = kind | None if default is None else kind
+        if one.name not in apart:
+            made.append((one.name, Annotated[kind, of_table(one)], default))
+    return make_dataclass(name, made, bases=(base,), frozen=True)
+
+
+class _Options:
+    """The values of a group, by name."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(cast(Any, self))}
+
+
+class _Engine(_Options):
+    """What makes an engine of its options."""
+
+    def engine(self, index: Index, **more: Any) -> KVEngine:
+        """Return an engine with these options; they are checked before any model is loaded.
+
+        Raises
+        ------
+        ParameterError
+            When a value is out of range, or the policy or one of its parameters is unknown.
+        LinksError
+            When the links file cannot be read.
+        """
+        from kvrag.engine.engine import KVEngine
+
+        return KVEngine(index, **{"max_batch": 1, **self.values, **more})
+
+
+class _Sampled(_Options):
+    """Checks its options, before any model is loaded."""
+
+    def __post_init__(self) -> None:
+        Sampling(**self.values)
+
+
+if TYPE_CHECKING:
+
+    class Answering(_Engine):
+        """Options of an engine and the defaults of its answers."""
+
+        policy: str
+        ratio: float | None
+        boundary_tokens: int | None
+        max_tokens: int
+
+    class Sampled(_Sampled):
+        """How tokens are sampled."""
+else:
+    Answering = _group(
+        "Answering", _Engine, AnswerOptions, EngineOptions, apart=everywhere(Sampling)
+    )
+    Sampled = _group("Sampled", _Sampled, Sampling)
+
+
+# -- other groups -----------------------------------------------------------------------------
+
 RerankOption = Annotated[
     str | None,
     typer.Option(
@@ -303,7 +316,7 @@ RerankOption = Annotated[
         metavar="MODEL",
         help="Cross-encoder of sentence-transformers that reads the 30 best chunks and orders "
         "them: its folder or hub name. Default: none.",
-        rich_help_panel=TUNING,
+        hidden=True,
         show_default=False,
     ),
 ]
@@ -314,27 +327,7 @@ EmbeddingOption = Annotated[
         metavar="MODULE:NAME",
         help="The embedding that the index was made with, if it was made with an object: a "
         "module and its attribute, an embedding or a function that returns one.",
-        rich_help_panel=TUNING,
-        show_default=False,
-    ),
-]
-MaxTokensOption = Annotated[
-    int, typer.Option("--max-tokens", min=1, help="Maximum length of the answer, in tokens.")
-]
-TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        help="0 always takes the likeliest token; higher values sample.",
-        rich_help_panel=TUNING,
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Makes sampled answers repeatable.",
-        rich_help_panel=RESEARCH,
+        hidden=True,
         show_default=False,
     ),
 ]
@@ -343,10 +336,53 @@ NoChatOption = Annotated[
     typer.Option(
         "--no-chat",
         help="Use the bare prompt: no chat template, no solved examples.",
-        rich_help_panel=RESEARCH,
+        hidden=True,
     ),
 ]
 
 
-DEFAULT_TOP_K = 4
-DEFAULT_MAX_TOKENS = 256
+@dataclass(frozen=True)
+class Opening:
+    """Which index, and what it is opened with."""
+
+    index: IndexOption = DEFAULT_INDEX
+    model: ModelOption = None
+    device: DeviceOption = None
+    compute: ComputeOption = None
+    store: StoreOption = None
+    embedding: EmbeddingOption = None
+
+    def open(self) -> Index:
+        """Open the index without loading its model."""
+        from kvrag.cli.opening import open_index
+
+        return open_index(
+            self.index,
+            self.model,
+            self.device,
+            self.store,
+            embedding=self.embedding,
+            compute=self.compute,
+        )
+
+
+@dataclass(frozen=True)
+class Searching:
+    """What is found for a question, and how it is asked."""
+
+    k: TopKOption = DEFAULT_TOP_K
+    filter: FilterOption = None
+    rerank: RerankOption = None
+    no_chat: NoChatOption = False
+
+    def asking(self) -> Asking:
+        """Return how questions are asked; loads the reranker."""
+        from kvrag.cli.opening import load_reranker
+        from kvrag.engine.asking import Asking
+
+        return Asking(
+            self.k,
+            self.filter,
+            load_reranker(self.rerank),
+            use_chat_template=not self.no_chat,
+        )

@@ -86,21 +86,17 @@ def _described(schema: Schema, layout: SchemaLayout | None) -> dict[str, object]
 
 def encode(
     file: FileArgument,
-    index: o.IndexOption = o.DEFAULT_INDEX,
-    model: o.ModelOption = None,
-    device: o.DeviceOption = None,
-    store: o.StoreSetting = None,
+    opening: o.Opening,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compute and store the KV of the schema's modules that are not stored yet."""
-    from kvrag.cli.opening import open_index
     from kvrag.engine.engine import KVEngine
     from kvrag.pml.engine import PMLEngine
     from kvrag.pml.parser import parse_schema
 
     schema = parse_schema(file)
     with (
-        open_index(index, model, device, store) as opened,
+        opening.open() as opened,
         console.progress("loading the model") as say,
     ):
         report = PMLEngine(KVEngine(opened)).encode(
@@ -121,41 +117,25 @@ def encode(
 def run(
     file: PromptArgument,
     schema: SchemaOption,
-    index: o.IndexOption = o.DEFAULT_INDEX,
-    model: o.ModelOption = None,
-    device: o.DeviceOption = None,
-    policy: o.PolicyOption = "none",
-    ratio: o.RatioOption = None,
-    boundary_tokens: o.BoundaryTokensOption = None,
-    max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
-    temperature: o.TemperatureOption = 0.0,
-    seed: o.SeedOption = None,
-    store: o.StoreSetting = None,
+    opening: o.Opening,
+    answering: o.Answering,
+    sampled: o.Sampled,
+    policy: o.PolicyOption = "none",  # noqa: ARG001 - the group's, with another default
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer a prompt; modules that are not encoded yet are computed and reported."""
     from kvrag.cli.answering import report_line
-    from kvrag.cli.opening import open_index
-    from kvrag.engine.engine import KVEngine
     from kvrag.pml.engine import PMLEngine
 
-    with open_index(index, model, device, store) as opened:
-        pml = PMLEngine(KVEngine(opened))
+    with opening.open() as opened:
+        pml = PMLEngine(answering.engine(opened))
         pml.add(schema)
         with console.working("loading the model"):
             placed = pml.place(file)
             _ = opened.model
         on_text = console.AnswerText(quiet=as_json)
         final: Answer | None = None
-        for delta in pml.engine.stream(
-            placed,
-            policy=policy,
-            ratio=ratio,
-            boundary_tokens=boundary_tokens,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-        ):
+        for delta in pml.engine.stream(placed, **sampled.values):
             if delta.text:
                 on_text(delta.text)
             final = delta.answer or final

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def profile(
-    index: o.IndexOption = o.DEFAULT_INDEX,
+    opening: o.Opening,
     codec: Annotated[
         str, typer.Option(help="Codec to fit: transform, transform:BITS, cachegen or lossless.")
     ] = "transform",
@@ -25,16 +25,13 @@ def profile(
         typer.Option(
             min=256,
             help="Tokens in the sample, taken evenly from the index.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = 16_384,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write the profile to this file, for other indexes of the model."),
     ] = None,
-    model: o.ModelOption = None,
-    device: o.DeviceOption = None,
-    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Fit a codec's bases and probability tables, and save them in the index.
@@ -42,10 +39,8 @@ def profile(
     The index keeps its codec and its KV. To use the profile, run 'kvrag recode --profile', or
     'kvrag ingest --profile' for a new index of the same model.
     """
-    from kvrag.cli.opening import open_index
-
     with (
-        open_index(index, model, device, store) as opened,
+        opening.open() as opened,
         console.progress("reading the index") as say,
     ):
         fitted = opened.upkeep.fit_profile(codec, num_tokens=tokens, on_progress=say)

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 def recode(
     codec: o.CodecOption,
-    index: o.IndexOption = o.DEFAULT_INDEX,
+    opening: o.Opening,
     profile: o.ProfileOption = None,
-    model: o.ModelOption = None,
-    device: o.DeviceOption = None,
-    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Rewrite all stored KV with another codec; the index keeps answering questions meanwhile.
@@ -25,12 +22,11 @@ def recode(
     KV that is stored exactly (raw, raw-heads, lossless) is read from the store; the model
     computes KV that is stored with loss again. If a run is killed, the next one completes it.
     """
-    from kvrag.cli.opening import open_index
     from kvrag.ingest.profiles import read_profile
 
     given = None if profile is None else read_profile(profile)
     with (
-        open_index(index, model, device, store) as opened,
+        opening.open() as opened,
         console.progress("reading the index") as say,
     ):
         report = opened.upkeep.recode(

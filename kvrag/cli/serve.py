@@ -17,44 +17,24 @@ from kvrag.arguments import cut, shown
 from kvrag.cli import options as o
 from kvrag.cli.command import given
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from kvrag.cli.answering import Settings
-    from kvrag.server.app import ServerOptions
 
 _TRANSFORMERS, _VLLM = "transformers", "vllm"
-# The parameters that one engine alone takes.
-_ONLY = {
-    _TRANSFORMERS: (
-        *(
-            "device",
-            "compute",
-            "top_k",
-            "rerank",
-            "eviction",
-            "links",
-            "ttft",
-            "store_patience",
-            "never_slower",
-            "session_bytes",
-            "session_store_bytes",
-            "max_tokens",
-            "keys",
-            "anyone",
-        ),
-        *("allow_origin", "no_history", "allow_upload", "streams", "waiting", "grace", "trace"),
-        "refresh",
-    ),
-    _VLLM: ("artefacts", "only_asked", "any_version", "show"),
-}
+# The parameters that vLLM alone takes, and those that both engines take.
+_OF_VLLM = ("artefacts", "only_asked", "any_version", "show")
+_OF_BOTH = (
+    *("context", "opening", "answering", "engine", "index", "store", "host", "port"),
+    *("policy", "ratio", "boundary_tokens"),
+)
 
 
 def serve(
     context: typer.Context,
-    index: o.IndexOption = o.DEFAULT_INDEX,
+    opening: o.Opening,
+    answering: o.Answering,
     engine: Annotated[
         str,
         typer.Option(
@@ -62,37 +42,16 @@ def serve(
             help="What generates: Transformers in this process, or vLLM, which is installed apart.",
         ),
     ] = _TRANSFORMERS,
-    store: o.StoreOption = None,
-    device: o.DeviceOption = None,
-    compute: o.ComputeOption = None,
     top_k: Annotated[
         int,
         typer.Option(
             "-k",
             min=1,
             help="Chunks that the server retrieves, for the model rag:NAME.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = o.DEFAULT_TOP_K,
     rerank: o.RerankOption = None,
-    policy: o.PolicyOption = DEFAULT_POLICY,
-    ratio: o.RatioOption = None,
-    boundary_tokens: o.BoundaryTokensOption = None,
-    eviction: o.EvictionOption = None,
-    links: o.LinksOption = None,
-    ttft: o.TTFTOption = None,
-    store_patience: o.StorePatienceOption = None,
-    never_slower: o.NeverSlowerOption = True,
-    session_bytes: o.SessionBytesOption = None,
-    session_store_bytes: o.SessionStoreBytesOption = None,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Maximum length of an answer, in tokens, if its request sets none.",
-            rich_help_panel=o.TUNING,
-        ),
-    ] = o.DEFAULT_MAX_TOKENS,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
@@ -108,16 +67,14 @@ def serve(
     ] = None,
     anyone: Annotated[
         bool,
-        typer.Option(
-            "--anyone", help="Serve other machines without keys.", rich_help_panel=o.TUNING
-        ),
+        typer.Option("--anyone", help="Serve other machines without keys.", hidden=True),
     ] = False,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
             help="Let pages of this origin ask from a browser (CORS); repeatable.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -126,7 +83,7 @@ def serve(
         typer.Option(
             "--allow-upload",
             help="Let everybody who may ask add and delete documents, too.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = False,
     no_history: Annotated[
@@ -134,7 +91,7 @@ def serve(
         typer.Option(
             "--no-history",
             help="Keep no conversations of the page. Default: they are in a file beside the index.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = False,
     streams: Annotated[
@@ -142,7 +99,7 @@ def serve(
         typer.Option(
             min=1,
             help="Answers generated at the same time; each holds its prompt's KV in memory.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = 8,
     waiting: Annotated[
@@ -150,7 +107,7 @@ def serve(
         typer.Option(
             min=0,
             help="Answers that may wait for their turn; more are refused.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = 128,
     grace: Annotated[
@@ -158,7 +115,7 @@ def serve(
         typer.Option(
             min=0,
             help="Seconds that answers get to finish when the server stops.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = 30,
     trace: Annotated[
@@ -167,7 +124,7 @@ def serve(
             metavar="URL",
             help="OpenTelemetry collector that gets a span of each request, search and answer, "
             "without texts (OTLP over HTTP).",
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -177,7 +134,7 @@ def serve(
             parser=o.above_zero,
             metavar="SECONDS",
             help="How often to look for changes of a shared index (--index URL).",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = 5.0,
     artefacts: Annotated[
@@ -186,7 +143,7 @@ def serve(
             metavar="URL",
             help="vLLM: store of prompts fused in advance. Default: a folder in the index's "
             "folder.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
             show_default=False,
         ),
     ] = None,
@@ -195,7 +152,7 @@ def serve(
         typer.Option(
             "--only-asked",
             help="vLLM: look for chunks only in prompts whose client asks for it.",
-            rich_help_panel=o.TUNING,
+            hidden=True,
         ),
     ] = False,
     any_version: Annotated[
@@ -203,14 +160,12 @@ def serve(
         typer.Option(
             "--any-version",
             help="vLLM: accept untested versions.",
-            rich_help_panel=o.RESEARCH,
+            hidden=True,
         ),
     ] = False,
     show: Annotated[
         bool,
-        typer.Option(
-            "--show", help="vLLM: print the command; start nothing.", rich_help_panel=o.TUNING
-        ),
+        typer.Option("--show", help="vLLM: print the command; start nothing.", hidden=True),
     ] = False,
 ) -> None:
     """Serve an index to clients of the OpenAI API, which need no change.
@@ -218,10 +173,11 @@ def serve(
     With --engine vllm, options that are not listed here are passed to 'vllm serve'
     (--max-model-len, --api-key, ...).
     """
-    if engine not in _ONLY:
+    if engine not in (_TRANSFORMERS, _VLLM):
         raise ParameterError(f"--engine {shown(engine)}: expected {_TRANSFORMERS!r} or {_VLLM!r}")
-    (other,) = _ONLY.keys() - {engine}
-    unfit = given(context, *_ONLY[other])
+    apart = (*_OF_BOTH, *_OF_VLLM)
+    of_other = [name for name in context.params if name not in apart]
+    unfit = given(context, *(of_other if engine == _VLLM else _OF_VLLM))
     if engine == _TRANSFORMERS and context.args:
         known = [name for one in context.command.params for name in one.opts]
         named = cut(context.args[0].partition("=")[0])
@@ -230,16 +186,17 @@ def serve(
             "for --engine vllm"
         )
     if unfit:
+        other = _TRANSFORMERS if engine == _VLLM else _VLLM
         raise ParameterError(f"{unfit[0]} is for --engine {other}; leave it out")
     if engine == _VLLM:
         _serve_vllm(
             {
-                "index": str(index),
-                "store": store,
+                "index": str(opening.index),
+                "store": opening.store,
                 "artefacts": artefacts,
-                "policy": policy,
-                "ratio": ratio,
-                "boundary_tokens": boundary_tokens,
+                "policy": answering.policy,
+                "ratio": answering.ratio,
+                "boundary_tokens": answering.boundary_tokens,
                 "find_chunks": not only_asked,
                 "any_version": any_version,
             },
@@ -247,7 +204,6 @@ def serve(
             show=show,
         )
         return
-    from kvrag.cli.answering import Settings
     from kvrag.cli.opening import load_reranker
     from kvrag.store.extras import require
 
@@ -260,20 +216,6 @@ def serve(
 
     api_keys = read_keys(keys)
     check_address(host, has_keys=bool(api_keys), anyone=anyone)
-    settings = Settings(
-        top_k=top_k,
-        policy=policy,
-        ratio=ratio,
-        boundary_tokens=boundary_tokens,
-        eviction=eviction,
-        links=links,
-        ttft=ttft,
-        store_patience=store_patience,
-        never_slower=never_slower,
-        session_bytes=session_bytes,
-        session_store_bytes=session_store_bytes,
-        max_tokens=max_tokens,
-    )
     options = ServerOptions(
         keys=api_keys,
         origins=tuple(map(check_origin, allow_origin or ())),
@@ -287,37 +229,19 @@ def serve(
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
-    _serve_here(
-        {"path": index, "device": device, "store": store, "compute": compute},
-        settings,
-        options,
-        {"host": host, "port": port, "grace_seconds": grace},
-        trace,
-        refresh,
-    )
-
-
-def _serve_here(
-    opening: dict[str, Any],
-    settings: Settings,
-    options: ServerOptions,
-    address: dict[str, Any],
-    collector: str | None,
-    refresh: float,
-) -> None:
-    from kvrag.cli.answering import make_engine
     from kvrag.cli.listening import until_told
-    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.cli.opening import warm_up
     from kvrag.server.app import make_app
     from kvrag.server.logs import log_to_stderr
     from kvrag.server.running import Server
 
-    with _traced(collector) as traced, open_index(**opening) as opened:
-        engine = make_engine(opened, settings, max_batch=options.max_streams)
+    with _traced(trace) as traced, opening.open() as opened:
+        made = answering.engine(opened, max_batch=options.max_streams)
         warm_up(opened)
         opened.follow(refresh)
         log_to_stderr()
-        server = Server(traced(make_app(engine, options)), **address)
+        app = traced(make_app(made, options))
+        server = Server(app, host, port, grace_seconds=grace)
         until_told(
             server.serve_forever, server.stop, f"{server.url}/v1\n{server.url}/  (a page to ask in)"
         )

@@ -1,8 +1,7 @@
-"""Options given in a file ``kvrag.toml`` or with ``--set``, for every command.
+"""Options given in a file ``kvrag.toml``, for every command.
 
-The command line overrides ``--set``, ``--set`` overrides the file, and the file overrides the
-default. A setting that has no effect is an error: an unknown command or key, or a value of the
-wrong type.
+The command line overrides the file, and the file overrides the default. A setting that has no
+effect is an error: an unknown command or key, or a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -20,31 +19,21 @@ from typing import Any
 import typer
 
 from kvrag import arguments, similar
-from kvrag.cli.options import EVERYDAY
+from kvrag.engine.options import AnswerOptions, everywhere
 from kvrag.errors import ParameterError
 from kvrag.regularfile import read_regular
 
 FILE_NAME = "kvrag.toml"
 VARIABLE = "KVRAG_CONFIG"
-SET = "--set"
 
 COMMON = ("index", "model", "device", "store")
 """Keys that a file may set outside its tables, for every command that has the option."""
 
 HARMLESS = frozenset(
     {
-        *(
-            "boundary-tokens",
-            "chunk-tokens",
-            "codec",
-            "compress",
-            "compute",
-            "device",
-            "dry-run",
-            "dtype",
-        ),
-        *("eviction", "history", "index", "json", "k", "max-tokens", "policy", "ratio", "seed"),
-        *("dense", "sparse", "temperature", "ttft"),
+        *(name.replace("_", "-") for name in everywhere(AnswerOptions)),
+        *("chunk-tokens", "codec", "compress", "compute", "device", "dry-run", "dtype"),
+        *("history", "index", "json", "k", "dense", "sparse"),
     }
 )
 """Keys that a file may set even if the user did not name it.
@@ -59,7 +48,6 @@ _MAX_LINE = 2_000
 _MAX_DOTS = 20
 # Strings in one line; the dots in them cost nothing.
 _QUOTED = re.compile(r""""[^"]*"|'[^']*'""")
-_FLAGS = {"true": True, "false": False}
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -75,8 +63,8 @@ class Key:
         `bool`, `int`, `float`, `str` or `Path`.
     is_list
         Whether it may be given more than once.
-    panel
-        Its panel in ``--help``, even if the panel is hidden.
+    is_hidden
+        Whether ``--help`` leaves it out.
     least, most
         Its range; None means no limit.
     parse
@@ -89,7 +77,7 @@ class Key:
     parameter: str
     kind: type
     is_list: bool
-    panel: str
+    is_hidden: bool
     least: float | None
     most: float | None
     parse: Callable[[str], object] | None
@@ -130,7 +118,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and where it was given: ``kvrag.toml:3`` or ``--set``."""
+    """A value, and where it was given: ``kvrag.toml:3``."""
 
     value: Any
     origin: str
@@ -181,7 +169,7 @@ def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
             parameter=parameter.name,
             kind=str if is_list else kinds[0],
             is_list=is_list,
-            panel=info.rich_help_panel or EVERYDAY,
+            is_hidden=info.hidden,
             least=info.min,
             most=info.max,
             parse=info.parser,
@@ -209,32 +197,6 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
         except typer.BadParameter as error:
             raise ParameterError(f"{origin}: {name}: {error.message}") from error
     return Setting(value, origin)
-
-
-def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key], command: str) -> dict[str, Setting]:
-    """Return the settings that ``--set KEY=VALUE`` gives for a command, by key."""
-    found: dict[str, Setting] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        name = name.strip()
-        origin = f"{SET} {arguments.cut(pair)}"
-        if not equals:
-            raise ParameterError(f"{origin}: expected KEY=VALUE, such as seed=1")
-        key = keys.get(name)
-        value: Any = text
-        if key is not None and key.is_list:
-            value = [*(found[name].value if name in found else []), text]
-        elif name in found:
-            raise ParameterError(f"{origin}: {name} was set before: {found[name].origin}")
-        elif key is not None and key.kind is bool:
-            value = _FLAGS.get(text, text)
-        elif key is not None and key.kind in _NUMBERS:
-            try:
-                value = key.kind(text)
-            except ValueError:
-                value = text
-        found[name] = check(keys, command, name, value, origin)
-    return found
 
 
 def find_file(named: Path | None) -> tuple[Path, bool] | None:

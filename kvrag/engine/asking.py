@@ -93,7 +93,7 @@ class Asking:
             # A form says itself where an answer ends.
             "stop": (*stop, *(() if options.get("constraint") else ends)),
         }
-        return Request.of(prompt, {"stop_loops": True, **options, **own})  # type: ignore[typeddict-item]
+        return Request.of(prompt, {"stop_loops": True, **options, **own})
 
     def _prompt(
         self, index: Index, turns: Sequence[Message], at: int, texts: Sequence[str]

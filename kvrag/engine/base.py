@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Literal, Protocol, Unpack, overload
+from typing import Any, Literal, Protocol, overload
 
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.request import Prompt, Request, RequestOptions
+from kvrag.engine.request import Prompt, Request
 from kvrag.ingest.index import Index
 
 
@@ -32,13 +32,11 @@ class Engine(Protocol):
         """Digest of the link tokens that follow chunks, or "" without link tokens."""
         ...
 
-    def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
+    def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
         """Answer a prompt; see `kvrag.KVEngine.generate`."""
         ...
 
-    def stream(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
-    ) -> Iterator[AnswerDelta]:
+    def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; see `kvrag.KVEngine.stream`."""
         ...
 
@@ -48,7 +46,7 @@ class Engine(Protocol):
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[False] = False,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer]: ...
 
     @overload
@@ -57,7 +55,7 @@ class Engine(Protocol):
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[True],
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer | Exception]: ...
 
     def generate_batch(
@@ -65,13 +63,13 @@ class Engine(Protocol):
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer] | list[Answer | Exception]:
         """Answer several prompts together; see `kvrag.KVEngine.generate_batch`."""
         ...
 
     def astream(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+        self, prompt: Prompt | Request, **options: Any
     ) -> AsyncGenerator[AnswerDelta, None]:
         """Answer a prompt while the event loop runs on; see `kvrag.KVEngine.astream`."""
         ...

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from contextvars import Context, copy_context
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -19,6 +18,7 @@ from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.asking import Asking
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.open_answer import OpenAnswer
+from kvrag.engine.options import DEFAULT_MAX_TOKENS, ENGINE_DEFAULTS, EngineOptions
 from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_fuser import PromptFuser
 from kvrag.engine.prompt_reader import PromptReader
@@ -27,12 +27,10 @@ from kvrag.engine.request import (
     Prompt,
     Recompute,
     Request,
-    RequestOptions,
     checked_batch,
     checked_messages,
 )
-from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
-from kvrag.engine.sessions import SESSION_BYTES
+from kvrag.engine.scheduler import Scheduler, Start
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
@@ -40,7 +38,6 @@ from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.fuser import FusedPrompt
-from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
@@ -48,8 +45,9 @@ from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import Reranker
 from kvrag.kvcache import FusedKV
-from kvrag.loading import MAX_LOAD_THREADS, threads
+from kvrag.loading import threads
 from kvrag.models.adapter import without_adapters
+from kvrag.optiontable import attributes, options_of, with_options
 from kvrag.process import OfProcess, working
 
 
@@ -64,55 +62,10 @@ class KVEngine(OfProcess):
     ----------
     index
         The index to answer from, with the index's model.
-    policy
-        Which reused tokens are computed again: a name of
-        `kvrag.fusion.policies.registry.POLICIES`, with parameters as in
-        ``"gradual:spread=0.8"``. ``"auto"`` chooses from what `kvrag calibrate` measured. An index
-        of compressed chunks has no tokens that could be computed again: there the default means
-        ``"none"``, and every other policy is refused.
-    ratio
-        Share of reused tokens to compute again; ``"auto"`` treats it as an upper bound. None uses
-        the policy's default.
-    boundary_tokens
-        Alternative to `ratio` for ``"boundary"`` and ``"seam"``: tokens to compute again per chunk.
-    eviction
-        What to evict from the cache while an answer is generated: a name of
-        `kvrag.eviction.registry.EVICTIONS` with parameters, as in ``"corm:window=256:recent=256"``,
-        or a policy; None and ``"none"`` keep the full cache.
-    links
-        Link tokens to insert after reused chunks (KVLink): a file that ``kvrag train links``
-        wrote, or ``"off"``. None uses ``links.safetensors`` from the model's folder if it exists
-        and fits; if it does not fit, prompts get no link tokens and their reports count that.
-    max_tokens
-        Maximum number of tokens in an answer; a call may override it.
-    load_threads
-        Number of chunks whose KV is read at the same time, while the rest of the prompt is computed
-        layer by layer; 0 reads each layer before it is computed. None decides by the store and the
-        idle cores (`kvrag.loading.threads.suitable`).
-    ttft
-        Target for the time to first token, in seconds, when streaming stored KV. The engine loads
-        as much of each chunk as the time allows, or computes the chunk where that is at least as
-        quick. None loads all stored KV.
-    max_batch
-        Most answers that are written together. Further ones wait in order, and join when another
-        answer ends. Each one holds its prompt's KV in memory.
-    session_bytes
-        Memory for the KV of ended answers. A prompt that begins as an earlier prompt and its answer
-        did, as the next turn of a conversation does, takes their KV instead of computing it. The
-        least recently used KV is dropped first; 0 keeps nothing.
-    session_store_bytes
-        Room in the index's store for what falls out of that memory, until the engine or the index
-        ends; 0 writes nothing. KV tells what was said: see ``docs/conversations.md``.
-    store_patience
-        Seconds that a prompt gives each stored chunk. If opening and reading one takes longer, the
-        prompt computes what it has not loaded, and counts misses. None takes the price of computing
-        all its stored tokens, at least two seconds, for stores on other machines, and waits for
-        local ones.
-    never_slower
-        Whether a prompt is computed as a whole where that is expected to be as fast as taking its
-        stored KV, as for short prompts. What computing costs is measured once for each model and
-        device, beside the first answer; until then, stored KV is taken. With `ttft`, for prompt
-        markup, link tokens and compressed chunks, and in several processes it is taken always.
+    options
+        The options of the engine, and the defaults of its answers, which calls may override. An
+        index of compressed chunks has no tokens that could be computed again: there the default
+        policy means ``"none"``, and every other policy is refused.
 
     Raises
     ------
@@ -130,46 +83,23 @@ class KVEngine(OfProcess):
     forked process, raises ProcessError: start processes by ``spawn``, and open the index in each.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        *,
-        policy: str = DEFAULT_POLICY,
-        ratio: float | None = None,
-        boundary_tokens: int | None = None,
-        eviction: str | EvictionPolicy | None = None,
-        links: LinkTokens | str | Path | None = None,
-        max_tokens: int = 256,
-        load_threads: int | None = None,
-        ttft: float | None = None,
-        max_batch: int = MAX_BATCH,
-        session_bytes: int = SESSION_BYTES,
-        session_store_bytes: int = 0,
-        store_patience: float | None = None,
-        never_slower: bool = True,
-    ) -> None:
+    def __init__(self, index: Index, **options: Any) -> None:
         self._reader = PromptReader(index)
         self.index = index
-        self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
-        if load_threads is not None:
-            load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
-        sizes = session_bytes, session_store_bytes
-        if store_patience is not None:
-            store_patience = arguments.number(store_patience, "store_patience", above=0)
-        never_slower = arguments.flag(never_slower, "never_slower")
-        self._fuser = PromptFuser(
-            index, self._links, load_threads, *sizes, store_patience, never_slower
-        )
-        self.defaults = Request(
-            "",
-            policy=policy,
-            ratio=ratio,
-            boundary_tokens=boundary_tokens,
-            eviction=eviction,
-            max_tokens=arguments.whole(max_tokens, "max_tokens", 1),
-            ttft=ttft,
-        )
-        self._scheduler = Scheduler(arguments.whole(max_batch, "max_batch", 1, 1024))
+        own = {one.name for one, _ in options_of(EngineOptions)}
+        known = sorted({*own, *ENGINE_DEFAULTS})
+        if unknown := sorted(options.keys() - known):
+            raise ParameterError(
+                f"unknown option {arguments.cut(', '.join(unknown))}; an engine takes "
+                f"{', '.join(known)}"
+            )
+        made = EngineOptions(**{name: options[name] for name in own & options.keys()})
+        self._links = ChosenLinks(made.links, lambda: index.model_folder, lambda: index.model)
+        self._fuser = PromptFuser(index, self._links, made)
+        defaults = {name: options.get(name) for name in ENGINE_DEFAULTS}
+        usual = Request("", policy=DEFAULT_POLICY, max_tokens=DEFAULT_MAX_TOKENS)
+        self.defaults = Request.of("", defaults).over(usual)
+        self._scheduler = Scheduler(made.max_batch)
         self._choice(self.defaults)
 
     @property
@@ -190,7 +120,7 @@ class KVEngine(OfProcess):
         history: Sequence[Message] = (),
         filter: Mapping[str, Any] | None = None,
         reranker: Reranker | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> Answer:
         """Answer a question from the index: search, build the prompt, generate, name the sources.
 
@@ -221,7 +151,7 @@ class KVEngine(OfProcess):
         history: Sequence[Message] = (),
         filter: Mapping[str, Any] | None = None,
         reranker: Reranker | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> Request:
         """Search the index, and return the request that `ask` answers.
 
@@ -278,7 +208,7 @@ class KVEngine(OfProcess):
         prompt: Prompt | Request,
         *,
         is_wanted: Callable[[], bool] = lambda: True,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
 
@@ -363,7 +293,7 @@ class KVEngine(OfProcess):
         """Digest of the link tokens that follow chunks, or "" without any; loads no weights."""
         return self._links.digest
 
-    def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
+    def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
         """Answer a prompt.
 
         Parameters
@@ -394,7 +324,7 @@ class KVEngine(OfProcess):
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[False] = False,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer]: ...
 
     @overload
@@ -403,7 +333,7 @@ class KVEngine(OfProcess):
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[True],
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer | Exception]: ...
 
     def generate_batch(
@@ -411,7 +341,7 @@ class KVEngine(OfProcess):
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer] | list[Answer | Exception]:
         """Answer several prompts together; the answers are those of `generate`, in order.
 
@@ -436,9 +366,7 @@ class KVEngine(OfProcess):
             raise errors[0]
         return answers
 
-    async def agenerate(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
-    ) -> Answer:
+    async def agenerate(self, prompt: Prompt | Request, **options: Any) -> Answer:
         """Answer a prompt while the event loop runs on; parameters and errors as in `generate`.
 
         Calls that wait at the same time are answered together. If the task is cancelled, the answer
@@ -450,7 +378,7 @@ class KVEngine(OfProcess):
         raise AssertionError("the last piece carries the answer")
 
     async def astream(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+        self, prompt: Prompt | Request, **options: Any
     ) -> AsyncGenerator[AnswerDelta, None]:
         """Answer a prompt piece by piece, as `stream`, while the event loop runs on.
 
@@ -463,9 +391,7 @@ class KVEngine(OfProcess):
             async for delta in pieces:
                 yield delta
 
-    def stream(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
-    ) -> Iterator[AnswerDelta]:
+    def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; parameters and errors as in `generate`.
 
         The call itself checks the arguments, before you ask for the first piece.
@@ -478,9 +404,7 @@ class KVEngine(OfProcess):
         pieces = waiting.pieces(self._scheduler, self._start_now(prompt, options), once=False)
         return (delta for delta in pieces if delta is not None)
 
-    def steps(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
-    ) -> Iterator[AnswerDelta | None]:
+    def steps(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta | None]:
         """Answer a prompt as `stream` does, and return after each step of the batch.
 
         One thread can so serve several streams, none of which waits for another one's prompt.
@@ -493,7 +417,7 @@ class KVEngine(OfProcess):
         self.require_here()
         return waiting.pieces(self._scheduler, self._reading(prompt, options), once=True)
 
-    def _start_now(self, prompt: Prompt | Request, options: RequestOptions) -> Start:
+    def _start_now(self, prompt: Prompt | Request, options: Mapping[str, Any]) -> Start:
         """Check and read a prompt; return what fuses it later."""
         self.require_here()
         started = time.perf_counter()
@@ -533,7 +457,7 @@ class KVEngine(OfProcess):
         ends = end_ids(model.hf.generation_config, model.tokenizer)
         return Allowed(request.constraint, model.tokenizer, num_tokens, ends)
 
-    def _reading(self, prompt: Prompt | Request, options: RequestOptions) -> Future[Start]:
+    def _reading(self, prompt: Prompt | Request, options: Mapping[str, Any]) -> Future[Start]:
         """Check and read a prompt in another thread, so that no answer waits for it."""
         context = copy_context()  # to which a trace belongs
 
@@ -546,7 +470,7 @@ class KVEngine(OfProcess):
         return threads.start(read, threads.READING)
 
     def _start_later(
-        self, context: Context, prompt: Prompt | Request, options: RequestOptions, begun: float
+        self, context: Context, prompt: Prompt | Request, options: Mapping[str, Any], begun: float
     ) -> Slices[OpenAnswer]:
         """Do all of it in the batch's thread, in the caller's context, to which a trace belongs."""
         started = time.perf_counter()
@@ -563,3 +487,8 @@ class KVEngine(OfProcess):
             started = time.perf_counter()
             int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
             return time.perf_counter() - started
+
+
+KVEngine.__doc__ = with_options(
+    KVEngine, attributes(EngineOptions), f"    {', '.join(ENGINE_DEFAULTS)}\n        See `Request`."
+)

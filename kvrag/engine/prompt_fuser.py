@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from kvrag import arguments
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import Release
+from kvrag.engine.options import EngineOptions
 from kvrag.engine.prices import Prices
 from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
@@ -62,44 +62,28 @@ class PromptFuser:
         The index, with its model.
     links
         The link tokens of prompts.
-    load_threads
-        See `KVEngine`.
-    store_patience, never_slower
-        See `KVEngine`.
-    session_bytes, session_store_bytes
-        Memory for the KV of ended answers, and room in the index's store for what falls out of it.
+    options
+        What the engine was made with.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        links: ChosenLinks,
-        load_threads: int | None,
-        session_bytes: int,
-        session_store_bytes: int,
-        store_patience: float | None = None,
-        never_slower: bool = True,
-    ) -> None:
+    def __init__(self, index: Index, links: ChosenLinks, options: EngineOptions) -> None:
         self._index = index
         self._links = links
-        self._load_threads = load_threads
-        self._store_patience = store_patience
+        self._options = options
         self._estimates = StreamEstimates()
         self._waited = Pace()
-        self._never_slower = never_slower
-        session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
-        session_store_bytes = arguments.whole(session_store_bytes, "session_store_bytes", 0)
         self.buffers = BufferPool()
-        self.stored = StoredSessions(index, session_store_bytes, self.buffers.give_back)
-        self.sessions = Sessions(session_bytes, self.stored.write)
-        if session_store_bytes:
+        room = options.session_store_bytes
+        self.stored = StoredSessions(index, room, self.buffers.give_back)
+        self.sessions = Sessions(options.session_bytes, self.stored.write)
+        if room:
             # Whichever ends first, this object or the index, removes what was stored.
             index.closing.callback(weakref.finalize(self, self.stored.close))
             index.upkeep.guests.add(self.stored)
 
     @cached_property
     def _prices(self) -> Prices | None:
-        return Prices(self._index.config.model_fingerprint) if self._never_slower else None
+        return Prices(self._index.config.model_fingerprint) if self._options.never_slower else None
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:
@@ -315,7 +299,7 @@ class PromptFuser:
 
     def _opener(self, request: Request, layout: Layout) -> OpenKV:
         """Return what opens the records of a prompt, for as long as it has patience."""
-        index, seconds = self._index, self._store_patience
+        index, seconds = self._index, self._options.store_patience
         patience = None
         # A target for the first token is a limit already.
         if request.ttft is None and (seconds is not None or not threads.is_local(index.store)):
@@ -328,7 +312,7 @@ class PromptFuser:
         return index.on_demand.opener(partial(index.open_kv, patience=patience), layout)
 
     def _loading(self, request: Request, layout_seconds: float, *, is_placed: bool) -> Loading:
-        index, num_threads = self._index, self._load_threads
+        index, num_threads = self._index, self._options.load_threads
         if num_threads is None:
             num_threads = threads.suitable(index.store, index.model.device)
         streaming = None

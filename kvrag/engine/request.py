@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from kvrag import arguments
 from kvrag.engine.constraint import Constraint
-from kvrag.engine.sampling import MAX_LOGPROBS, Sampling
+from kvrag.engine.options import AnswerOptions, Sampling
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.registry import make_eviction
@@ -19,6 +19,7 @@ from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.models.messages import normalised
+from kvrag.optiontable import attributes, options_of, with_options
 
 Message = Mapping[str, Any]
 
@@ -99,83 +100,14 @@ class Recompute:
         )
 
 
-class RequestOptions(TypedDict, total=False):
-    """The fields of a `Request` other than its prompt."""
-
-    policy: str | Choice | RecomputePolicy | None
-    ratio: float | None
-    boundary_tokens: int | None
-    eviction: str | EvictionPolicy | None
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    min_p: float
-    seed: int | None
-    stop: Sequence[str]
-    stop_loops: bool
-    timeout_seconds: float | None
-    hints: Sequence[str]
-    reuse: bool
-    ttft: float | None
-    constraint: Constraint | None
-    tools: Sequence[Mapping[str, Any]]
-    session: str | None
-    explain: bool
-    logprobs: int | None
-
-
 @dataclass(frozen=True)
-class Request:
+class Request(AnswerOptions):
     """A prompt and the options for answering it; the constructor checks them.
 
     Parameters
     ----------
     prompt
         One string, or messages (``{"role": ..., "content": ...}``) for the chat template.
-    policy, ratio, boundary_tokens
-        Which reused tokens to recompute (`Recompute`); None uses the engine's default.
-    eviction
-        What to evict from the cache while the answer is generated; None uses the engine's default.
-    max_tokens
-        Maximum number of tokens in the answer; the context window may end it earlier. None uses
-        the engine's default.
-    temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
-        How to sample tokens (`Sampling`); the default always takes the most likely one.
-    stop
-        Strings that end the answer. The answer does not include them, even if one spans several
-        tokens.
-    stop_loops
-        Whether the answer ends, with ``finish_reason="loop"``, where it says the same again and
-        again. Not in blocks of code, and not with a `constraint`.
-    timeout_seconds
-        Ends the answer after this time, with ``finish_reason="timeout"``. In a stream, the time
-        that the reader takes counts too.
-    hints
-        Ids of chunks that the prompt probably contains, best first: so does the answer name them.
-        They are compared first, and they decide between chunks with the same text where the prompt
-        itself does not.
-    reuse
-        False computes every token, as a plain pipeline would, for comparison.
-    ttft
-        Target for the time to first token, in seconds, when streaming stored KV; None uses the
-        engine's default.
-    constraint
-        The form that the answer must have; None allows any text.
-    tools
-        Functions that the answer may call, as in OpenAI's API; the chat template writes them into
-        the prompt. The answer is still one text (`kvrag.llms.tool_calls` finds the calls in it).
-    session
-        A name, if this prompt may take KV only from answers with the same name, such as those of
-        one user; None takes it from answers without a name.
-    explain
-        Whether the answer says what happened to each part of the prompt (`Answer.parts`).
-    logprobs
-        If the answer says how likely each token was (`Answer.logprobs`): how many of the most
-        likely tokens it names for each place, 0 to 20. None says nothing.
 
     Raises
     ------
@@ -184,43 +116,17 @@ class Request:
     """
 
     prompt: Prompt
-    policy: str | Choice | RecomputePolicy | None = None
-    ratio: float | None = None
-    boundary_tokens: int | None = None
-    eviction: str | EvictionPolicy | None = None
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_loops: bool = False
-    timeout_seconds: float | None = None
-    hints: Sequence[str] = ()
-    reuse: bool = True
-    ttft: float | None = None
-    constraint: Constraint | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    session: str | None = None
-    explain: bool = False
-    logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.policy is not None:
             self.recompute.choice()
-        checked: dict[str, Any] = {
+        given: dict[str, Any] = {
             "hints": tuple(arguments.texts(self.hints, "hints", is_utf8=True)),
-            "reuse": arguments.flag(self.reuse, "reuse"),
             "tools": checked_tools(self.tools),
-            "explain": arguments.flag(self.explain, "explain"),
-            "stop_loops": arguments.flag(self.stop_loops, "stop_loops"),
         }
         if not isinstance(self.prompt, str | PlacedPrompt):
-            checked["prompt"] = checked_messages(self.prompt)
+            given["prompt"] = checked_messages(self.prompt)
         elif self.tools:
             raise ParameterError(
                 "tools given with a prompt that is one text: the chat template writes them; pass "
@@ -237,25 +143,15 @@ class Request:
             raise ParameterError(
                 f"stop {arguments.shown(self.stop)}: expected a list of non-empty strings"
             )
-        checked["stop"] = tuple(self.stop)  # the caller may change a list later
-        for name in ("max_tokens", "boundary_tokens"):
-            if getattr(self, name) is not None:
-                checked[name] = arguments.whole(getattr(self, name), name, 1)
-        if self.ratio is not None:
-            checked["ratio"] = arguments.number(self.ratio, "ratio", 0.0, 1.0)
-        for name in ("timeout_seconds", "ttft"):
-            if getattr(self, name) is not None:
-                checked[name] = arguments.number(getattr(self, name), name, above=0.0)
-        if self.logprobs is not None:
-            checked["logprobs"] = arguments.whole(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
+        given["stop"] = tuple(self.stop)  # the caller may change a list later
         if self.session is not None:
-            checked["session"] = arguments.text(self.session, "session")
-        for name, value in checked.items():
+            arguments.text(self.session, "session")
+        for name, value in given.items():
             object.__setattr__(self, name, value)
-        _ = self.sampling, self.eviction_policy
+        _ = self.eviction_policy
 
     @classmethod
-    def of(cls, prompt: Prompt | Request, options: RequestOptions) -> Request:
+    def of(cls, prompt: Prompt | Request, options: Mapping[str, Any]) -> Request:
         """Return a request unchanged, or make one from a prompt and its options.
 
         Raises
@@ -271,11 +167,12 @@ class Request:
                     "dataclasses.replace(request, ...)"
                 )
             return prompt
-        unknown = sorted(set(options) - RequestOptions.__optional_keys__)
+        known = sorted(one.name for one, _ in options_of(cls))
+        unknown = sorted(set(options) - set(known))
         if unknown:
-            known = ", ".join(sorted(RequestOptions.__optional_keys__))
             raise ParameterError(
-                f"unknown option {arguments.cut(', '.join(unknown))}; a request takes {known}"
+                f"unknown option {arguments.cut(', '.join(unknown))}; a request takes "
+                f"{', '.join(known)}"
             )
         return cls(prompt, **options)
 
@@ -283,23 +180,19 @@ class Request:
         """Return the request with an engine's defaults for the fields that it leaves out."""
         meant = self.recompute.over(defaults.recompute)
         given = {
-            name: getattr(self if getattr(self, name) is not None else defaults, name)
-            for name in ("eviction", "max_tokens", "ttft")
+            one.name: getattr(defaults, one.name)
+            for one, _ in options_of(self)
+            if getattr(self, one.name) is None
         }
-        return replace(
-            self,
-            policy=meant.policy,
-            ratio=meant.ratio,
-            boundary_tokens=meant.boundary_tokens,
-            **given,
-        )
+        own = {one.name: getattr(meant, one.name) for one in fields(Recompute)}
+        return replace(self, **{**given, **own})
 
     @property
     def recompute(self) -> Recompute:
         """The reused tokens to recompute."""
         return Recompute(self.policy, self.ratio, self.boundary_tokens)
 
-    @cached_property
+    @property
     def sampling(self) -> Sampling:
         """How to sample tokens."""
         return Sampling(**{one.name: getattr(self, one.name) for one in fields(Sampling)})
@@ -308,6 +201,9 @@ class Request:
     def eviction_policy(self) -> EvictionPolicy | None:
         """What to evict while the answer is generated; None keeps everything."""
         return make_eviction(self.eviction)
+
+
+Request.__doc__ = with_options(Request, attributes(Request))
 
 
 def checked_batch(prompts: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from transformers.generation.logits_process import (
@@ -17,81 +16,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvrag import arguments
 from kvrag.engine.constraint import Allowed
-from kvrag.errors import ParameterError
-
-MAX_LOGPROBS = 20
-"""Most alternatives that an answer names for each of its tokens."""
-
-# Below this temperature, the divided logits overflow float32.
-_COLDEST = 1e-4
-# Logits are divided by the penalty, or multiplied by it; far from 1 they overflow float32 as well.
-_LEAST_PENALTY = 0.01
-_MOST_PENALTY = 100.0
-# As in OpenAI's API, of either sign.
-_MOST_COUNTED_PENALTY = 2.0
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample tokens.
-
-    Attributes
-    ----------
-    temperature
-        0 takes the most likely token; a higher value divides the logits before sampling.
-    top_p
-        Sample from the most likely tokens that hold this share of the probability, 0 < p <= 1.
-    top_k
-        Sample from the k most likely tokens; 0 samples from all.
-    repetition_penalty
-        A value above 1 makes tokens already in the prompt or answer less likely; 1 changes nothing.
-        From 0.01 to 100.
-    frequency_penalty
-        Subtracted from a token's logit for each time that the answer has it, as in OpenAI's API.
-        From -2 to 2.
-    presence_penalty
-        Subtracted once from the logit of each token that the answer has. From -2 to 2.
-    min_p
-        Sample from tokens that have at least this share of the most likely token's probability;
-        0 samples from all.
-    seed
-        Makes sampling repeatable; None uses a new seed each time.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_p: float = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        temperature = arguments.number(self.temperature, "temperature", 0.0)
-        if 0.0 < temperature < _COLDEST:
-            raise ParameterError(
-                f"temperature {temperature}: expected 0 (the most likely token) or at least "
-                f"{_COLDEST}"
-            )
-        checked = {
-            "temperature": temperature,
-            "top_p": arguments.number(self.top_p, "top_p", most=1.0, above=0.0),
-            "top_k": arguments.whole(self.top_k, "top_k", 0, 2**31 - 1),
-            "repetition_penalty": arguments.number(
-                self.repetition_penalty, "repetition_penalty", _LEAST_PENALTY, _MOST_PENALTY
-            ),
-            "min_p": arguments.number(self.min_p, "min_p", 0.0, 1.0),
-        }
-        for name in ("frequency_penalty", "presence_penalty"):
-            most = _MOST_COUNTED_PENALTY
-            checked[name] = arguments.number(getattr(self, name), name, -most, most)
-        if self.seed is not None:
-            checked["seed"] = arguments.whole(self.seed, "seed", 0, 2**63 - 1)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)  # plain numbers, also if NumPy's were given
+from kvrag.engine.options import Sampling
 
 
 class _CountedPenalty(LogitsProcessor):

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.open_answer import OpenAnswer
+from kvrag.engine.options import MAX_BATCH
 from kvrag.fusion.decoding import step_all
 from kvrag.fusion.slices import Slices
 from kvrag.process import working
 
-MAX_BATCH = 8
 _REST_SECONDS = 0.05
 
 Start = Callable[[float], Slices[OpenAnswer]]

@@ -11,8 +11,6 @@ from kvrag.fusion.layout import Layout
 
 FEWEST_ROWS = 4
 """Fewer rows are not taken: computing them costs as little as copying them."""
-SESSION_BYTES = 1 << 30
-"""Memory for the KV of ended answers, by default."""
 
 
 class Sessions:

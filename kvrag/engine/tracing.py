@@ -17,17 +17,16 @@ from kvrag import arguments
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.open_answer import OpenAnswer
-from kvrag.engine.request import PlacedPrompt, Request, RequestOptions
+from kvrag.engine.options import Sampling
+from kvrag.engine.request import PlacedPrompt, Request
 from kvrag.engine.scheduler import Start
 from kvrag.errors import ParameterError
 from kvrag.fusion.slices import Slices
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
+from kvrag.optiontable import options_of
 
-_REQUEST = (
-    *("max_tokens", "temperature", "top_p", "top_k", "seed"),
-    *("frequency_penalty", "presence_penalty"),
-)
+_REQUEST = ("max_tokens", *(one.name for one, _ in options_of(Sampling)))
 
 
 def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[], None]:
@@ -64,7 +63,7 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
     tracer = api.get_tracer("kvrag", tracer_provider=tracer_provider)
 
     @functools.wraps(start_now)
-    def traced_start(self: KVEngine, prompt: Any, options: RequestOptions) -> Start:
+    def traced_start(self: KVEngine, prompt: Any, options: Any) -> Start:
         began, parent = time.time_ns(), context.get_current()
         request = Request.of(prompt, options)
         model = PurePath(self.index.config.model).name

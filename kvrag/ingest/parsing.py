@@ -342,7 +342,7 @@ class _Process:
         if self._is_late:
             return _GoneError(
                 f"parsing it took longer than {self._limits.seconds:g} s; split it, or raise the "
-                "limit (--set parse-seconds=..., or ParseLimits.seconds)",
+                "limit (--parse-seconds ..., or ParseLimits.seconds)",
                 is_late=True,
             )
         if not has_exited:
@@ -350,7 +350,7 @@ class _Process:
         if code in (OUT_OF_MEMORY, -getattr(signal, "SIGKILL", 0)):
             return _GoneError(
                 f"parsing it takes more than {self._limits.memory_bytes / 2**20:,.0f} MiB of "
-                "memory; split it, or raise the limit (--set parse-memory=..., or "
+                "memory; split it, or raise the limit (--parse-memory ..., or "
                 "ParseLimits.memory_bytes)"
             )
         how = signal.strsignal(-code) if code < 0 else f"exit code {code}"

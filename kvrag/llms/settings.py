@@ -11,8 +11,10 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import Field as Field_
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,6 +22,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationInfo,
+    create_model,
     field_serializer,
     field_validator,
     model_validator,
@@ -30,6 +33,7 @@ from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.base import Engine
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.options import DEFAULT_MAX_TOKENS, AnswerOptions, EngineOptions, everywhere
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
 from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
@@ -41,31 +45,28 @@ from kvrag.llms.shape import shape
 from kvrag.llms.tool_calls import ToolCallParser
 from kvrag.models.chat import PromptText
 from kvrag.models.tools import tool_format
+from kvrag.optiontable import attributes, checked, kind_of
 from kvrag.pml.engine import PMLEngine
 
 INDEX_VARIABLE = "KVRAG_INDEX"
 """Environment variable that names the index folder if the constructor does not."""
 
+_TABLES = AnswerOptions, EngineOptions
+_OPTIONS = everywhere(*_TABLES)
+_ENGINE = tuple(everywhere(EngineOptions))
+_OF_REQUESTS = tuple(everywhere(AnswerOptions))
+_OF_ENGINES = (*_ENGINE, "eviction", "ttft")
+_RECOMPUTE = tuple(one.name for one in fields(Recompute))
+
 PER_CALL = (
-    *("model", "policy", "ratio", "boundary_tokens", "temperature", "max_tokens", "top_p", "top_k"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"),
-    *("seed", "stop", "timeout", "response_format"),
+    *("model", *(name for name in _OF_REQUESTS if name not in _OF_ENGINES)),
+    *("stop", "timeout", "response_format"),
 )
 """Constructor parameters that a single call may replace."""
 
 TOOLS = ("tools", "tool_choice")
 """Parameters that only a call has (`kvrag.llms.shape.shape`); they need messages."""
 
-_RECOMPUTE = ("policy", "ratio", "boundary_tokens")
-_OF_REQUESTS = (
-    *(*_RECOMPUTE, "eviction", "ttft", "max_tokens", "temperature", "top_p", "top_k"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p", "seed"),
-)
-_WHOLE = ("boundary_tokens", "max_tokens", "top_k", "seed", "max_retries")
-_REAL = (
-    *("ratio", "ttft", "temperature", "top_p", "min_p", "timeout"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 T = TypeVar("T")
@@ -80,7 +81,31 @@ def _index_from_environment() -> str:
     return folder
 
 
-class EngineSettings(BaseModel):
+def _field(one: Field_[Any]) -> tuple[Any, Any]:
+    """Return an option as a field of pydantic; an engine's default is the field's."""
+    usual = {"policy": DEFAULT_POLICY, "max_tokens": DEFAULT_MAX_TOKENS}
+    # Its values are checked by `checked`, with their bounds.
+    kind: Any = str | Path if one.name == "links" else kind_of(one)
+    if one.name in usual:
+        return kind, usual[one.name]
+    return (kind | None if one.default is None else kind), one.default
+
+
+if TYPE_CHECKING:
+
+    class _FromTable(BaseModel):
+        policy: str
+        ratio: float | None
+        boundary_tokens: int | None
+        eviction: str | None
+        ttft: float | None
+        max_tokens: int
+        links: str | Path | None
+else:
+    _FromTable = create_model("_FromTable", **{name: _field(x) for name, x in _OPTIONS.items()})
+
+
+class EngineSettings(_FromTable):
     """Parameters of a kvrag language model; each may change the answer or its timing.
 
     Attributes
@@ -94,35 +119,9 @@ class EngineSettings(BaseModel):
         It must be the index's model; any other raises IndexMismatchError.
     device
         Where the model runs, such as ``"cuda"``; None means the CPU.
-    policy, ratio, boundary_tokens
-        How much of the reused KV is recomputed; see `kvrag.KVEngine`.
-    eviction
-        Which KV is dropped while answers are generated, such as ``"corm:window=256:recent=256"``;
-        None keeps the full cache; see `kvrag.KVEngine`.
-    links
-        Link tokens to insert after reused chunks: a file, or ``"off"``; None means those in the
-        model's folder; see `kvrag.KVEngine`.
-    ttft
-        Target time to the first token, in seconds; kvrag loads as much stored KV as it can in
-        that time. None loads all of it; see `kvrag.KVEngine`.
-    session_bytes
-        Memory for the KV of ended answers; None means 1 GiB; see `kvrag.KVEngine`.
-    session_store_bytes
-        Room in the index's store for what falls out of that memory; None writes nothing; see
-        `kvrag.KVEngine`.
-    store_patience
-        Seconds that a prompt gives each stored chunk; None means the price of computing; see
-        `kvrag.KVEngine`.
-    never_slower
-        Whether a prompt is computed as a whole where that is as fast as taking stored KV; see
-        `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` renders it, is answered from the schema's modules.
-    temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
-        Sampling (`Request`); temperature 0 is greedy.
-    max_tokens
-        Maximum number of tokens to generate.
     stop
         Strings that end the answer; the answer does not contain them.
     timeout
@@ -146,26 +145,7 @@ class EngineSettings(BaseModel):
     index: Index | str | Path = Field(default_factory=_index_from_environment)
     model: str | None = None
     device: str | None = None
-    policy: str = DEFAULT_POLICY
-    ratio: float | None = Field(default=None, ge=0.0, le=1.0)
-    boundary_tokens: int | None = Field(default=None, ge=1)
-    eviction: str | None = None
-    links: str | Path | None = None
-    ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    session_bytes: int | None = Field(default=None, ge=0)
-    session_store_bytes: int | None = Field(default=None, ge=0)
-    store_patience: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    never_slower: bool = True
     schemas: list[str] = Field(default_factory=list)
-    temperature: float = Field(default=0.0, ge=0.0)
-    max_tokens: int = Field(default=256, ge=1)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = None
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0.0)
     response_format: dict[str, Any] | Constraint | None = None
@@ -175,11 +155,16 @@ class EngineSettings(BaseModel):
     _markup: dict[str | None, PMLEngine] = PrivateAttr(default_factory=dict)
 
     # Otherwise pydantic would take True for 1, and "0.5" for 0.5.
-    @field_validator(*_WHOLE, *_REAL, mode="before")
+    @field_validator(*_OPTIONS, mode="before")
     @classmethod
-    def _as_a_request_takes_them(cls, value: Any, info: ValidationInfo) -> float | None:
-        checked = arguments.whole if info.field_name in _WHOLE else arguments.number
-        return None if value is None else checked(value, str(info.field_name))
+    def _as_an_engine_takes_them(cls, value: Any, info: ValidationInfo) -> Any:
+        return checked(_OPTIONS[str(info.field_name)], value)
+
+    @field_validator("timeout", "max_retries", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> float | None:
+        check = arguments.whole if info.field_name == "max_retries" else arguments.number
+        return None if value is None else check(value, str(info.field_name))
 
     @field_validator("schemas", mode="before")
     @classmethod
@@ -387,12 +372,7 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            names = (
-                *("eviction", "links", "ttft"),
-                *("session_bytes", "session_store_bytes", "store_patience"),
-                "never_slower",
-            )
-            values = {name: getattr(self, name) for name in names}
+            values = {name: getattr(self, name) for name in _OF_ENGINES}
             given = {name: value for name, value in values.items() if value is not None}
             engine = self._engines[model] = KVEngine(index, **given)
         return engine
@@ -468,6 +448,11 @@ class EngineSettings(BaseModel):
         except (KVRagError, OSError):
             identity["index"] = str(self.index)
         return identity
+
+
+EngineSettings.__doc__ = str(EngineSettings.__doc__).replace(
+    "    schemas\n", f"{attributes(*_TABLES)}\n    schemas\n", 1
+)
 
 
 def _pause_seconds(number: int) -> float:

@@ -9,7 +9,8 @@ from pathlib import Path as FilePath
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.engine.sampling import Sampler, Sampling
+from kvrag.engine.options import Sampling
+from kvrag.engine.sampling import Sampler
 from kvrag.engine.text_stream import TextStream, end_ids
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.shared import SharedPrompts, SharedReport
@@ -92,7 +93,7 @@ def generate_batch(
 
     shared = SharedPrompts(model, layouts, open_kv, room)
     ends = end_ids(model.hf.generation_config, model.tokenizer)
-    sampling = Sampling(temperature, seed=seed)
+    sampling = Sampling(temperature=temperature, seed=seed)
     samplers = [Sampler(sampling, shared.logits.device) for _ in layouts]
     said = [torch.tensor(layout.token_ids, device=shared.logits.device) for layout in layouts]
     streams = [TextStream(model.tokenizer) for _ in layouts]

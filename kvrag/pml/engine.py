@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Unpack
+from typing import Any
 
 from kvrag.arguments import shown
 from kvrag.codec.base import EncodedChunk
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.base import Engine
-from kvrag.engine.request import PlacedPrompt, RequestOptions
+from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.passages import KeepReport, Passage, Passages
@@ -233,15 +233,11 @@ class PMLEngine(OfProcess):
             )
         return replace(layout, spans=tuple(spans))
 
-    def generate(
-        self, prompt: str | FilePath | Prompt, **options: Unpack[RequestOptions]
-    ) -> Answer:
+    def generate(self, prompt: str | FilePath | Prompt, **options: Any) -> Answer:
         """Answer a prompt. Options are as in `KVEngine.generate`."""
         return self.engine.generate(self.place(prompt), **options)
 
-    def stream(
-        self, prompt: str | FilePath | Prompt, **options: Unpack[RequestOptions]
-    ) -> Iterator[AnswerDelta]:
+    def stream(self, prompt: str | FilePath | Prompt, **options: Any) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece. Options are as in `KVEngine.generate`."""
         return self.engine.stream(self.place(prompt), **options)
 

@@ -15,11 +15,15 @@ from starlette.requests import Request as HttpRequest
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.options import Sampling
 from kvrag.engine.request import Request
 from kvrag.llms.shape import Shape
+from kvrag.optiontable import options_of
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.requests import Generating
 from kvrag.server.worker import Job, Worker
+
+_OF_KVRAG = ("policy", "ratio", "boundary_tokens", "reuse", "explain")
 
 
 def request_options(asked: Generating, form: Shape, tenant: str) -> dict[str, Any]:
@@ -34,26 +38,14 @@ def request_options(asked: Generating, form: Shape, tenant: str) -> dict[str, An
     tenant
         Who asks: nobody else's KV is taken.
     """
-    options = asked.kvrag
     given = {
-        "policy": options.policy,
-        "ratio": options.ratio,
-        "boundary_tokens": options.boundary_tokens,
+        **{one.name: getattr(asked, one.name) for one, _ in options_of(Sampling)},
+        **{name: getattr(asked.kvrag, name) for name in _OF_KVRAG},
         "max_tokens": asked.max_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "repetition_penalty": asked.repetition_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "min_p": asked.min_p,
-        "seed": asked.seed,
         "stop": asked.stops,
-        "reuse": options.reuse,
         "tools": form.tools,
         "constraint": form.constraint,
         "session": tenant,
-        "explain": options.explain,
         "logprobs": asked.num_logprobs,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -92,7 +92,9 @@ class Passages(BaseModel):
     passages: list[Passage]
 
 
-def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
+def make_server(
+    engine: KVEngine, top_k: int = 4, options: Mapping[str, Any] | None = None
+) -> MCPServer[Any]:
     """Return an MCP server with the tools ``search``, ``answer`` and ``read_chunk``.
 
     Parameters
@@ -101,6 +103,8 @@ def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
         What answers. The caller closes its index after the server's end.
     top_k
         Number of chunks that a question is answered from, if a call says nothing else.
+    options
+        Fields of each answer's `Request`.
     """
     index = engine.index
     server: MCPServer[Any] = MCPServer(
@@ -122,7 +126,7 @@ def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
         """Answer a question from the documents, with a local model, and name the passages used."""
         with _told():
             asked = await anyio.to_thread.run_sync(
-                lambda: engine.question(question, k, filter=filter)
+                lambda: engine.question(question, k, filter=filter, **(options or {}))
             )
             # A call that its client cancels ends here, and the engine stops writing.
             found = await engine.agenerate(asked)

@@ -11,14 +11,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from kvrag import arguments
-from kvrag.engine.sampling import MAX_LOGPROBS
+from kvrag.engine.options import MAX_LOGPROBS, Sampling
 from kvrag.llms.shape import Shape, shape
 from kvrag.models.messages import role_of
+from kvrag.optiontable import Option, kind_of, options_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +37,6 @@ MAX_DEPTH = 100
 # More than any object of OpenAI's API has.
 MAX_FIELDS = 64
 
-# As far as a JSON number is exact in every client.
-_MAX_SEED = 2**53 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_NAME = 200
 
@@ -212,20 +212,29 @@ class Labelled(Strict):
     prompt_cache_retention: str | None = Field(default=None, max_length=MAX_NAME)
 
 
-class Generating(Labelled, ABC):
+def _field(one: Any, rule: Option) -> tuple[Any, Any]:
+    """Return an option as a field of a request, within a server's bounds."""
+    most = rule.most if rule.served_most is None else rule.served_most
+    bounds: dict[str, Any] = {"gt": rule.above, "ge": rule.least, "le": most}
+    return kind_of(one) | None, Field(default=None, **bounds)
+
+
+if TYPE_CHECKING:
+    _Sampling = Labelled
+else:
+    _Sampling = create_model(
+        "_Sampling",
+        __base__=Labelled,
+        **{one.name: _field(one, rule) for one, rule in options_of(Sampling)},
+    )
+
+
+class Generating(_Sampling, ABC):
     """The fields that chat completions and completions share."""
 
     model: str = Field(max_length=500)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -394,16 +403,23 @@ TokenIds = Annotated[
 ]
 
 
+def _texts_or_ids(most: int) -> Any:
+    """Return the type of one or several texts, or of their token ids."""
+    several = Field(min_length=1, max_length=most, fail_fast=True)
+    return Annotated[
+        str | Annotated[list[str], several] | TokenIds | Annotated[list[TokenIds], several],
+        BeforeValidator(_few_tokens),
+    ]
+
+
+Prompts: Any = _texts_or_ids(MAX_CHOICES)
+Inputs: Any = _texts_or_ids(MAX_INPUTS)
+
+
 class CompletionRequest(Generating):
     """The body of ``POST /v1/completions``."""
 
-    prompt: Annotated[
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-        BeforeValidator(_few_tokens),
-    ]
+    prompt: Prompts
     best_of: _One = None
     echo: False_ = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -448,13 +464,7 @@ class EmbeddingRequest(Strict):
     """The body of ``POST /v1/embeddings``."""
 
     model: str = Field(max_length=500)
-    input: Annotated[
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)],
-        BeforeValidator(_few_tokens),
-    ]
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     user: str | None = Field(default=None, max_length=200)

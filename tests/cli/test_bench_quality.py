@@ -46,7 +46,7 @@ def test_json_is_a_list_of_rows(run: Run, model_folder: Path, data: Path, tmp_pa
 def test_table_for_a_person(run: Run, model_folder: Path, data: Path) -> None:
     done = run(
         *("bench", "quality", "--model", model_folder, "--data", data, "--questions", 1),
-        *("--policies", "boundary", "--ratios", "1", "--max-tokens", 3, "--set", "no-chat=true"),
+        *("--policies", "boundary", "--ratios", "1", "--max-tokens", 3, "--no-chat"),
     )
     assert done.code == 0, done.err
     assert "overall, 1 questions" in done.out

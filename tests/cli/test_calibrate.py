@@ -13,12 +13,12 @@ QUESTION = "Who keeps the harbour ledger?"
 SMALL = (
     "--questions",
     3,
-    "--set",
-    "ratios=0.1",
-    "--set",
-    "policies=none,query",
-    "--set",
-    "max-tokens=3",
+    "--ratios",
+    "0.1",
+    "--policies",
+    "none,query",
+    "--max-tokens",
+    "3",
 )
 
 
@@ -61,7 +61,7 @@ def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
 @pytest.mark.slow
 def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: Path) -> None:
     """With the options that nobody has to name."""
-    done = run("calibrate", "-i", index_folder, "--questions", 2, "--set", "max-tokens=2", "--json")
+    done = run("calibrate", "-i", index_folder, "--questions", 2, "--max-tokens", "2", "--json")
     assert done.code == 0, done.err
     measured = {(one["policy"], one["ratio"]) for one in done.json["policies"]}
     assert {("none", None), ("boundary", 0.1), ("query:shift=1", 0.3)} <= measured
@@ -76,12 +76,12 @@ def test_what_says_itself_what_it_spends_is_measured_once(run: Run, index_folder
     small = (
         "--questions",
         2,
-        "--set",
-        "max-tokens=2",
-        "--set",
-        "ratios=0.1,0.2",
-        "--set",
-        f"policies={policies}",
+        "--max-tokens",
+        "2",
+        "--ratios",
+        "0.1,0.2",
+        "--policies",
+        f"{policies}",
     )
     done = run("calibrate", "-i", index_folder, *small, "--json")
     assert done.code == 0, done.err
@@ -103,13 +103,13 @@ def test_json_is_what_is_kept(run: Run, index_folder: Path) -> None:
 
 
 def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path) -> None:
-    auto = run("calibrate", "-i", index_folder, "--set", "policies=auto")
+    auto = run("calibrate", "-i", index_folder, "--policies", "auto")
     assert auto.code == 1
     assert "chooses among the others" in auto.err
-    unknown = run("calibrate", "-i", index_folder, "--set", "policies=none,oracle")
+    unknown = run("calibrate", "-i", index_folder, "--policies", "none,oracle")
     assert unknown.code == 1
     assert "oracle" in unknown.err
-    assert run("calibrate", "-i", index_folder, "--set", "ratios=2", *SMALL[:2]).code == 1
+    assert run("calibrate", "-i", index_folder, "--ratios", "2", *SMALL[:2]).code == 1
 
 
 def test_a_calibration_of_another_model_is_refused(run: Run, index_folder: Path) -> None:

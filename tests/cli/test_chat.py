@@ -244,9 +244,9 @@ def test_turns_come_back_from_the_store(
     ("arguments", "expected"),
     [
         (("--temperature", "1e-9"), "temperature"),
-        (("--set", "seed=-1"), "seed"),
-        (("--set", "policy=nonsense"), "none, boundary, seam, deviation"),
-        (("--history", "2", "--set", "no-chat=true"), "--history 2"),
+        (("--seed", "-1"), "seed"),
+        (("--policy", "nonsense"), "none, boundary, seam, deviation"),
+        (("--history", "2", "--no-chat"), "--history 2"),
         (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )
@@ -254,7 +254,7 @@ def test_bad_values_are_named_before_any_question(
     run: Run, index_folder: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
     done = run("chat", "--index", index_folder, *arguments, stdin="")
-    assert done.code == 1
+    assert (done.code, done.out) in ((1, ""), (2, ""))
     assert expected in done.err
 
 

@@ -52,10 +52,10 @@ def test_what_cannot_be_placed_says_why(run: Run, index_folder: Path, tmp_path: 
     assert unknown.code == 1
     assert "has no price of file:" in unknown.err
     for reads in ("nan", "inf"):
-        many = run(*asked, "--stores", f"file:{tmp_path / 'kv'}", "--set", f"reads={reads}")
+        many = run(*asked, "--stores", f"file:{tmp_path / 'kv'}", "--reads", f"{reads}")
         assert many.code in (1, 2)
         assert "reads" in many.err
     wrong = run(*asked, "--stores", "s4://bucket")
     assert wrong.code == 1
     assert "expected persistent stores" in run(*asked, "--stores", "").err
-    assert run(*asked, "--stores", "s3://bucket", "--set", "reads=-1").code == 1
+    assert run(*asked, "--stores", "s3://bucket", "--reads", "-1").code == 1

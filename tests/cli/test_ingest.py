@@ -56,7 +56,6 @@ def test_settings_of_an_index_cannot_change(run: Run, common: tuple[object, ...]
     [
         (("--codec", "zip"), "raw"),
         (("--embedding", "nope"), "minilm"),
-        (("--set", "chunk-tokens=0"), "chunk-tokens: expected a whole number from 16, found 0"),
         (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )
@@ -221,8 +220,7 @@ def test_one_bad_file_leaves_the_rest_and_exit_code_1(
     ("arguments", "message"),
     [
         (("--max-file-size", "much"), "--max-file-size: expected bytes"),
-        (("--set", "parse-memory=0"), "parse-memory: expected bytes"),
-        (("--set", "parse-seconds=nan"), "parse-seconds: expected a number above 0"),
+        (("--parse-memory", "0"), "parse-memory: expected bytes"),
         (("--loader", "x"), "--loader x: expected SUFFIX=MODULE:FUNCTION"),
         (("--loader", "x=y:z"), "loader x=y:z: expected a suffix"),
         (("--loader", ".x=tests.ingest.bad_loaders:none"), "a loader cannot be imported"),
@@ -244,7 +242,7 @@ def test_limits_and_loaders_reach_the_parser(
     (documents / "a.hang").write_text("x")
     (documents / "a.shout").write_text("the loud one")
     loaders = [f"--loader=.{name}=tests.ingest.bad_loaders:{name}" for name in ("hang", "shout")]
-    done = run(*common, *loaders, "--set", "parse-seconds=0.5", "--json")
+    done = run(*common, *loaders, "--parse-seconds", "0.5", "--json")
     assert done.code == 1
     (failed,) = done.json["failed"]
     assert "took longer than 0.5 s" in failed["reason"]
@@ -306,14 +304,14 @@ def test_code_without_its_grammar_is_noted_once(
     ("arguments", "expected"),
     [
         (("--ray-actors", "2"), "--ray-actors says what to use of a cluster: add --ray"),
-        (("--set", "ray-rate=5"), "--set ray-rate says what to use of a cluster: add --ray"),
+        (("--ray-rate", "5"), "--ray-rate says what to use of a cluster: add --ray"),
         (("s3://bucket/docs",), "s3://bucket/docs: only tasks of Ray read it; add --ray"),
         (("rows.parquet",), "rows.parquet: only tasks of Ray read it; add --ray"),
         (("s3://bucket/docs", "--ray", "local"), "give s3://bucket/docs alone"),
         (("https://host/docs",), "https://host/docs: https:// cannot be read; expected"),
         (("s3://b/x.hang", "--loader=.hang=tests.ingest.bad_loaders:hang"), "add --ray"),
         (("--ray", "local", "--ray-actors", "0"), "--ray-actors 0: expected a whole number"),
-        (("--ray", "local", "--set", "ray-memory=1"), "ray-memory 1: expected a whole number"),
+        (("--ray", "local", "--ray-memory", "1"), "ray-memory 1: expected a whole number"),
     ],
 )
 def test_what_needs_ray_says_so(
@@ -349,7 +347,7 @@ def test_the_json_of_a_dry_run_says_what_it_takes(
     monkeypatch.setattr("kvrag.ingest.ray.RayRunner", Here)
     monkeypatch.setattr("kvrag.cli.on_ray.Asked.connected", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("kvrag.cli.on_ray.require", lambda *_: None)
-    rate = ("--set", "ray-rate=2", "--set", "ray-price=3")
+    rate = ("--ray-rate", "2", "--ray-price", "3")
     done = run(*common, "--ray", "local", "--dry-run", "--json", *rate)
     assert done.code == 0, done.err
     found = done.json["estimate"]

@@ -38,7 +38,7 @@ def test_pictures_and_numbers(run: Run, model_folder: Path, data: Path, tmp_path
 def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("inspect", "--model", model_folder, "--data", data)
     picture = tmp_path / "kept.png"
-    policy = ("--set", "eviction-policy=corm:window=4:recent=3")
+    policy = ("--eviction-policy", "corm:window=4:recent=3")
     done = run(*arguments, "--eviction", picture, *policy)
     assert done.code == 0, done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -61,8 +61,8 @@ def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path:
     [
         ((), "give --out DIR, or --eviction FILE.png"),
         (("--eviction", "kept.jpg"), "expected a name that ends in .png"),
-        (("--eviction", "k.png", "--set", "eviction-policy=none"), "forgets nothing"),
-        (("--eviction", "k.png", "--set", "eviction-policy=lru"), "unknown eviction 'lru'"),
+        (("--eviction", "k.png", "--eviction-policy", "none"), "forgets nothing"),
+        (("--eviction", "k.png", "--eviction-policy", "lru"), "unknown eviction 'lru'"),
         (("--eviction", "nowhere/k.png"), "there is no folder"),
     ],
 )

@@ -39,8 +39,8 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
             index_path,
             "--policy",
             "boundary",
-            "--set",
-            "boundary-tokens=4",
+            "--boundary-tokens",
+            "4",
             "--show",
         ),
         *("--only-asked", "--port", 81, "--max-model-len", 512, "--enforce-eager"),
@@ -64,7 +64,6 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--set", "policy=magic"), "unknown policy"),
         (("--policy", "none:scale=0.5"), "temperature or scale"),
         (("--policy", "auto"), "run 'kvrag calibrate'"),
         (("--store", "redis:/host"), "a store is file:PATH"),

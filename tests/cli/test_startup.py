@@ -117,7 +117,7 @@ def test_no_codec_loads_what_decodes_it(index_folder: Path, codec: str) -> None:
         (["query", "who?", "--max-tokens", "-1"], 2),
         (["query", "who?", "--ttft", "0"], 2),
         (["query", "who?", "--policy", "nonsense"], 2),
-        (["query", "who?", "--set", "temperature=-1"], 1),
+        (["query", "who?", "--temperature", "-1"], 2),
         (["ingest", "README.md", "--chunk-tokens", "1"], 2),
         (["ingest", "README.md", "--codec", "nonsense"], 1),
         (["ingest", "README.md", "--store", "s4://x"], 1),

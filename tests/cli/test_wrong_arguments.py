@@ -38,11 +38,9 @@ def message(run: Run, *arguments: object) -> str:
                 ("--links", "off"),
                 ("--ttft", "1"),
                 ("--temperature", "0"),
+                ("--boundary-tokens", "4"),
+                ("--seed", "1"),
             )
-        ),
-        *(
-            (["--plain", "--set", pair], f"no use for --set {pair}")
-            for pair in ("boundary-tokens=4", "seed=1", "policy=none")
         ),
         (["--plain", "--policy", "none", "--ratio", "0.1"], "no use for --policy, --ratio;"),
         (
@@ -57,15 +55,15 @@ def message(run: Run, *arguments: object) -> str:
         (["--temperature", "nan"], "Invalid value for '--temperature'"),
         (["--temperature", "inf"], "temperature inf: expected a number, at least 0"),
         (["--temperature", "-1"], "Invalid value for '--temperature'"),
-        (["--set", "seed=-1"], "--set seed=-1: seed: expected a whole number from 0, found -1"),
-        (["--set", "seed=1.5"], "--set seed=1.5: seed: expected a whole number"),
-        (["--set", f"seed={2**64}"], "seed"),
+        (["--seed", "-1"], "seed"),
+        (["--seed", "1.5"], "seed"),
+        (["--seed", f"{2**64}"], "seed"),
         (["--ttft", "nan"], "'--ttft': expected a number above 0, found 'nan'"),
         (["--ttft", "0"], "'--ttft': expected a number above 0, found '0'"),
         (["--max-tokens", "0"], "Invalid value for '--max-tokens'"),
         (["-k", "0"], "-k"),
         (["-k", str(2**40)], "k 1099511627776: expected a whole number"),
-        (["--set", "boundary-tokens=0", "--policy", "boundary"], "tokens"),
+        (["--boundary-tokens", "0", "--policy", "boundary"], "tokens"),
         (["--policy", "boundry"], "unknown policy 'boundry'"),
         (["--eviction", "korm"], "unknown eviction 'korm'"),
         (["--links", "/nonexistent"], "/nonexistent"),

@@ -72,7 +72,7 @@ class TestAsk:
         assert (asked.stop_loops, asked.max_tokens, asked.policy) == (True, 3, "none")
         assert engine.question("Who?", stop_loops=False).stop_loops is False
         with pytest.raises(ParameterError, match="unknown option mood"):
-            engine.ask("Who?", mood=1)  # type: ignore[call-arg]
+            engine.ask("Who?", mood=1)
 
     def test_a_filter_and_pieces(self, engine: KVEngine) -> None:
         asked = engine.question("Varn", filter={"source": "fox"}, max_tokens=4)

@@ -17,8 +17,9 @@ import torch
 import kvrag
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.options import Sampling
 from kvrag.engine.request import Message
-from kvrag.engine.sampling import Sampler, Sampling
+from kvrag.engine.sampling import Sampler
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController

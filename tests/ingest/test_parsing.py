@@ -38,10 +38,10 @@ def parser() -> Iterator[Parser]:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("hang", r"took longer than 3 s.*--set parse-seconds"),
+        ("hang", r"took longer than 3 s.*--parse-seconds"),
         ("crash", r"its parser crashed \(Segmentation fault\)"),
         ("leave", r"its parser crashed \(exit code 7\)"),
-        ("eat", r"more than 200 MiB of memory.*--set parse-memory"),
+        ("eat", r"more than 200 MiB of memory.*--parse-memory"),
         ("flood", r"more text than the limit.*--max-file-size"),
         ("recurse", r"its loader failed \(RecursionError"),
         ("steal", r"its loader gave the source .*expected the path"),

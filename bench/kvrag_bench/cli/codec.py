@@ -55,55 +55,43 @@ def bench_codec(
     codecs: Annotated[str, typer.Option(help="Codecs of part 'rate', with commas.")] = _CODECS,
     chunk_tokens: Annotated[
         str,
-        typer.Option(
-            help="Tokens of the chunks; each length makes rows.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(help="Tokens of the chunks; each length makes rows."),
     ] = "100,250,500",
     fit_tokens: Annotated[
         int,
-        typer.Option(min=256, help="Tokens to fit profiles on.", rich_help_panel=o.TUNING),
+        typer.Option(min=256, help="Tokens to fit profiles on."),
     ] = 16_000,
-    test_tokens: Annotated[
-        int, typer.Option(min=1, help="Other tokens, to measure.", rich_help_panel=o.TUNING)
-    ] = 5_000,
+    test_tokens: Annotated[int, typer.Option(min=1, help="Other tokens, to measure.")] = 5_000,
     random_shape: Annotated[
         str,
-        typer.Option(
-            help="Part 'decode': random weights in the shape of this model.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(help="Part 'decode': random weights in the shape of this model."),
     ] = "qwen2.5-0.5b",
     decode_codecs: Annotated[
-        str, typer.Option(help="Codecs of part 'decode', with commas.", rich_help_panel=o.TUNING)
+        str, typer.Option(help="Codecs of part 'decode', with commas.")
     ] = "transform:2,transform:1,transform:0.5,lossless,raw",
     group_layers: Annotated[
         str,
         typer.Option(
             help="Part 'decode': layers that share a basis, with commas; 0 means as many "
-            "as the codec takes.",
-            rich_help_panel=o.TUNING,
+            "as the codec takes."
         ),
     ] = "4,8",
     context_chunks: Annotated[
         int,
-        typer.Option(min=1, help="Part 'decode': chunks of the context.", rich_help_panel=o.TUNING),
+        typer.Option(min=1, help="Part 'decode': chunks of the context."),
     ] = 10,
     context_tokens: Annotated[
-        int, typer.Option(min=1, help="Part 'decode': tokens of each.", rich_help_panel=o.TUNING)
+        int, typer.Option(min=1, help="Part 'decode': tokens of each.")
     ] = 500,
     symbol_rows: Annotated[
         int,
-        typer.Option(
-            min=1, help="Part 'speed': rows of the coded matrix.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(min=1, help="Part 'speed': rows of the coded matrix."),
     ] = 1000,
     symbol_tokens: Annotated[
         int,
-        typer.Option(min=1, help="Part 'speed': symbols of each row.", rich_help_panel=o.TUNING),
+        typer.Option(min=1, help="Part 'speed': symbols of each row."),
     ] = 500,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Rounds of timing; medians count.", rich_help_panel=o.TUNING)
-    ] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of timing; medians count.")] = 7,
     out: Annotated[
         Path | None,
         typer.Option(

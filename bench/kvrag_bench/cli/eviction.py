@@ -23,14 +23,13 @@ def bench_eviction(
     ] = "corm,streaming,h2o,snapkv",
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Tokens decoded; the median counts.", rich_help_panel=o.TUNING),
+        typer.Option(min=1, help="Tokens decoded; the median counts."),
     ] = 32,
     sharpness: Annotated[
         float,
         typer.Option(
             help="Without --model: factor of the queries, so that random weights attend "
-            "to some keys more than to others.",
-            rich_help_panel=o.TUNING,
+            "to some keys more than to others."
         ),
     ] = 1.0,
     as_json: o.JsonOption = False,

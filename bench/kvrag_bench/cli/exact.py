@@ -32,9 +32,7 @@ def bench_exact(
     dtypes: Annotated[
         str, typer.Option(help="Element types, with commas; the first is the others' reference.")
     ] = "float32,bfloat16",
-    answer_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens in the answer.", rich_help_panel=o.TUNING)
-    ] = 32,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the answer.")] = 32,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare logits and answers with plain Transformers where both must be the same.

@@ -33,23 +33,19 @@ def inspect(
     ] = None,
     eviction_policy: Annotated[
         str,
-        typer.Option(
-            help="What forgets, as --eviction of 'kvrag query'.", rich_help_panel=o.RESEARCH
-        ),
+        typer.Option(help="What forgets, as --eviction of 'kvrag query'.", hidden=True),
     ] = "corm:window=16:recent=16",
     model: b.NamedModelOption = "kvrag-tiny",
     data: Annotated[
         str,
-        typer.Option(help="Data set, as for 'kvrag bench quality'.", rich_help_panel=o.TUNING),
+        typer.Option(help="Data set, as for 'kvrag bench quality'."),
     ] = "generated",
     question: Annotated[int, typer.Option(min=0, help="Which of its questions, from 0.")] = 0,
     policies: Annotated[
         str,
-        typer.Option(help="Policies whose picks to show, with commas.", rich_help_panel=o.TUNING),
+        typer.Option(help="Policies whose picks to show, with commas."),
     ] = "boundary,deviation,two_stage",
-    ratio: Annotated[
-        float, typer.Option(help="Share each may recompute.", rich_help_panel=o.TUNING)
-    ] = 0.15,
+    ratio: Annotated[float, typer.Option(help="Share each may recompute.")] = 0.15,
     no_chat: o.NoChatOption = False,
     device: o.DeviceOption = None,
     as_json: o.JsonOption = False,

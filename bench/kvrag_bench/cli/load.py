@@ -42,7 +42,6 @@ def bench_load(
         typer.Option(
             help="What is computed again. Default: deviation, of the controller boundary.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     ratios: Annotated[
@@ -51,26 +50,15 @@ def bench_load(
             help="Shares that a policy which takes one recomputes, with commas. Default: "
             "0,0.05,0.15, of the controller 0,0.02,0.05,0.1,0.15,0.3.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     floor: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Least share that the controller may take.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(min=0.0, max=1.0, help="Least share that the controller may take."),
     ] = 0.02,
     threads: Annotated[
         int,
-        typer.Option(
-            min=1,
-            max=MAX_LOAD_THREADS,
-            help="Chunks read at the same time.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(min=1, max=MAX_LOAD_THREADS, help="Chunks read at the same time."),
     ] = LOAD_THREADS,
     repeats: b.RepeatsOption = 5,
     as_json: o.JsonOption = False,

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import options as o
-
 NamedModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
 ]
@@ -18,14 +16,12 @@ BenchModelOption = Annotated[
 ShapeOption = Annotated[
     str, typer.Option(help="Without --model: random weights in the shape of this model.")
 ]
-QuestionTokensOption = Annotated[
-    int, typer.Option(min=1, help="Tokens in the question.", rich_help_panel=o.TUNING)
-]
+QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
 ProcessorTimeOption = Annotated[
     bool,
     typer.Option(help="Count processor time: for a machine that others use too (one thread)."),
 ]
 RepeatsOption = Annotated[
     int,
-    typer.Option(min=1, help="Number of runs; the median is reported.", rich_help_panel=o.TUNING),
+    typer.Option(min=1, help="Number of runs; the median is reported."),
 ]

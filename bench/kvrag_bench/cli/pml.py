@@ -16,20 +16,14 @@ def bench_pml(
     random_shape: b.ShapeOption = "qwen2.5-0.5b",
     modules: Annotated[int, typer.Option(min=1, help="Modules that the prompt imports.")] = 6,
     module_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each module.")] = 500,
-    text_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the prompt's own text.", rich_help_panel=o.TUNING)
-    ] = 30,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt's own text.")] = 30,
     policy: o.PolicyOption = "none",
     ratio: Annotated[
         float, typer.Option(help="Share that a policy which takes one recomputes.")
     ] = 0.15,
     batch: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Prompts answered together, for their peak memory.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(min=1, help="Prompts answered together, for their peak memory."),
     ] = 8,
     repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,

@@ -50,16 +50,14 @@ def bench_quality(
             help="Contexts to encode chunks with, with commas: none, filler[:TOKENS], "
             "corpus[:TOKENS] (passages of questions that are not asked), document[:TOKENS], "
             "neighbours (see 'kvrag ingest'). With document or neighbours, carried-over questions "
-            "are also asked without their predecessor.",
-            rich_help_panel=o.TUNING,
+            "are also asked without their predecessor."
         ),
     ] = "none",
     compress: Annotated[
         str,
         typer.Option(
             help="How to store chunks, with commas: none, kvzip:RATE, drop:RATE, anchors:RATE "
-            "(as in 'kvrag ingest'). Compressed ones are judged with policy none.",
-            rich_help_panel=o.TUNING,
+            "(as in 'kvrag ingest'). Compressed ones are judged with policy none."
         ),
     ] = "none",
     eviction: Annotated[
@@ -67,8 +65,7 @@ def bench_quality(
         typer.Option(
             help="What to forget while answers are written, with commas: none, corm, streaming, "
             "h2o, snapkv, parameters follow colons (see 'kvrag query'). With none among them "
-            "the others are also compared with it.",
-            rich_help_panel=o.TUNING,
+            "the others are also compared with it."
         ),
     ] = "none",
     links: Annotated[
@@ -79,7 +76,6 @@ def bench_quality(
             help="Link tokens ('kvrag train links'): judge every policy without and with them. "
             "Default: links.safetensors of the model's folder, where it has one.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     questions: Annotated[
@@ -92,14 +88,10 @@ def bench_quality(
         ),
     ] = None,
     max_tokens: o.MaxTokensOption = 16,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the generated questions.", rich_help_panel=o.TUNING)
-    ] = 2024,
+    seed: Annotated[int, typer.Option(help="Seed of the generated questions.")] = 2024,
     documents: Annotated[
         int,
-        typer.Option(
-            min=1, max=6, help="Chunks of a generated question.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(min=1, max=6, help="Chunks of a generated question."),
     ] = 5,
     out: Annotated[
         Path | None,
@@ -112,18 +104,12 @@ def bench_quality(
     ] = None,
     jobs: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Number of processes; each loads the model. Times suffer.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(min=1, help="Number of processes; each loads the model. Times suffer."),
     ] = 1,
     noise_floor: Annotated[
         bool,
         typer.Option(
-            "--noise-floor",
-            help="Also judge full prefill in bfloat16: what rounding alone does.",
-            rich_help_panel=o.TUNING,
+            "--noise-floor", help="Also judge full prefill in bfloat16: what rounding alone does."
         ),
     ] = False,
     picture: Annotated[

@@ -39,12 +39,8 @@ def bench_recognition(
     chunk_tokens: Annotated[
         int, typer.Option(min=16, help="Largest number of tokens in a chunk.")
     ] = 256,
-    chunks: Annotated[
-        int, typer.Option(min=1000, help="Chunks of lookup.", rich_help_panel=o.TUNING)
-    ] = 1_000_000,
-    tokens: Annotated[
-        int, typer.Option(min=300, help="Tokens of lookup's prompt.", rich_help_panel=o.TUNING)
-    ] = 8000,
+    chunks: Annotated[int, typer.Option(min=1000, help="Chunks of lookup.")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of lookup's prompt.")] = 8000,
     as_json: o.JsonOption = False,
 ) -> None:
     """Lay prompts out over an index: no weights are loaded, and nothing is computed."""

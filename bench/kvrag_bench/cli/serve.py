@@ -20,12 +20,8 @@ def bench_serve(
     streams: Annotated[
         int, typer.Option(min=1, help="Answers that the server generates at the same time.")
     ] = 8,
-    prompts: Annotated[
-        int, typer.Option(min=1, help="Different prompts.", rich_help_panel=o.TUNING)
-    ] = 100,
-    chunks: Annotated[
-        int, typer.Option(min=1, help="Chunks in a prompt.", rich_help_panel=o.TUNING)
-    ] = 5,
+    prompts: Annotated[int, typer.Option(min=1, help="Different prompts.")] = 100,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 5,
     max_tokens: o.MaxTokensOption = 32,
     as_json: o.JsonOption = False,
 ) -> None:

@@ -35,34 +35,22 @@ def bench_store(
             show_default=False,
         ),
     ] = None,
-    records: Annotated[
-        int, typer.Option(min=1, help="Records that are read.", rich_help_panel=o.TUNING)
-    ] = 40,
+    records: Annotated[int, typer.Option(min=1, help="Records that are read.")] = 40,
     layer_bytes: Annotated[
         int,
-        typer.Option(
-            min=64, help="Bytes of each of a record's 24 layers.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(min=64, help="Bytes of each of a record's 24 layers."),
     ] = 262_144,
     rounds: Annotated[
         int,
-        typer.Option(min=1, help="Rounds of reads; the median counts.", rich_help_panel=o.TUNING),
+        typer.Option(min=1, help="Rounds of reads; the median counts."),
     ] = 15,
-    threads: Annotated[
-        int, typer.Option(min=1, help="Threads of readers.", rich_help_panel=o.TUNING)
-    ] = 64,
-    chunks: Annotated[
-        int, typer.Option(min=2, help="Chunks of million and shared.", rich_help_panel=o.TUNING)
-    ] = 1_000_000,
-    kills: Annotated[
-        int, typer.Option(min=3, help="Processes that crash kills.", rich_help_panel=o.TUNING)
-    ] = 200,
-    queries: Annotated[
-        int, typer.Option(min=5, help="Queries of soak.", rich_help_panel=o.TUNING)
-    ] = 10_000,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of readers.")] = 64,
+    chunks: Annotated[int, typer.Option(min=2, help="Chunks of million and shared.")] = 1_000_000,
+    kills: Annotated[int, typer.Option(min=3, help="Processes that crash kills.")] = 200,
+    queries: Annotated[int, typer.Option(min=5, help="Queries of soak.")] = 10_000,
     seed: Annotated[
         int,
-        typer.Option(help="Seed of the moments at which crash kills.", rich_help_panel=o.TUNING),
+        typer.Option(help="Seed of the moments at which crash kills."),
     ] = 0,
     folder: Annotated[
         Path | None,

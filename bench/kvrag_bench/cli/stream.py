@@ -19,20 +19,14 @@ def bench_stream(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the context.")] = 10,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each, at least.")] = 170,
     ttft: Annotated[float, typer.Option(help="Target time to first token, in seconds.")] = 1.0,
-    traces: Annotated[
-        int, typer.Option(min=1, help="Random traces of 0.1 to 10 Gb/s.", rich_help_panel=o.TUNING)
-    ] = 40,
+    traces: Annotated[int, typer.Option(min=1, help="Random traces of 0.1 to 10 Gb/s.")] = 40,
     step: Annotated[
         float,
-        typer.Option(help="Seconds for which a link keeps its speed.", rich_help_panel=o.TUNING),
+        typer.Option(help="Seconds for which a link keeps its speed."),
     ] = 0.1,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the first trace and of the text.", rich_help_panel=o.TUNING)
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first trace and of the text.")] = 0,
     repeats: b.RepeatsOption = 5,
-    time_scale: Annotated[
-        float, typer.Option(help="Factor of all times over the paper's.", rich_help_panel=o.TUNING)
-    ] = 2.0,
+    time_scale: Annotated[float, typer.Option(help="Factor of all times over the paper's.")] = 2.0,
     as_json: o.JsonOption = False,
 ) -> None:
     """Count deadlines met over a shaped link: adaptive, at fixed levels, knowing the trace.

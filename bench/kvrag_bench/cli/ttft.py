@@ -33,8 +33,7 @@ def bench_ttft(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Contexts to encode chunks after, with commas. Default: as 'kvrag ingest'.",
-            rich_help_panel=o.TUNING,
+            help="Contexts to encode chunks after, with commas. Default: as 'kvrag ingest'."
         ),
     ] = None,
     question_tokens: b.QuestionTokensOption = 30,
@@ -84,9 +83,7 @@ def bench_ingest(
     ] = "100,250,500",
     batch_sizes: Annotated[
         str,
-        typer.Option(
-            help="Batch sizes of plain prefill; the best counts.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(help="Batch sizes of plain prefill; the best counts."),
     ] = "1,2,4,8",
     context: Annotated[
         str,

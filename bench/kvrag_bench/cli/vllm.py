@@ -32,25 +32,15 @@ def bench_vllm(
         str, typer.Option(help="Tokens of the chunks in a prompt of speed, with commas.")
     ] = "2000,4000",
     repeats: b.RepeatsOption = 3,
-    shuffled_queries: Annotated[
-        int, typer.Option(min=2, help="Queries of shuffled.", rich_help_panel=o.TUNING)
-    ] = 100,
-    steady_queries: Annotated[
-        int, typer.Option(min=400, help="Queries of steady.", rich_help_panel=o.TUNING)
-    ] = 1000,
+    shuffled_queries: Annotated[int, typer.Option(min=2, help="Queries of shuffled.")] = 100,
+    steady_queries: Annotated[int, typer.Option(min=400, help="Queries of steady.")] = 1000,
     document_tokens: Annotated[
         int,
-        typer.Option(
-            min=1, help="Tokens of each document of shuffled and steady.", rich_help_panel=o.TUNING
-        ),
+        typer.Option(min=1, help="Tokens of each document of shuffled and steady."),
     ] = 250,
     workers: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Processes that share the model's heads (tensor parallelism).",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(min=1, help="Processes that share the model's heads (tensor parallelism)."),
     ] = 1,
     as_json: o.JsonOption = False,
 ) -> None:

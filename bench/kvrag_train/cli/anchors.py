@@ -35,25 +35,19 @@ def train_anchors(
             help="Peak rate of the model's weights. Default: 1e-3, for small models; the KVLink "
             "paper has 5e-6 for 1 to 8 billion parameters.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     anchor_learning_rate: Annotated[
         float,
-        typer.Option(help="Peak rate of the anchors' own embeddings.", rich_help_panel=o.TUNING),
+        typer.Option(help="Peak rate of the anchors' own embeddings."),
     ] = 5e-3,
     plain_share: Annotated[
         float,
-        typer.Option(
-            help="Share of plain prompts, so that the model stays good at them.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(help="Share of plain prompts, so that the model stays good at them."),
     ] = 0.3,
     keep_order: Annotated[
         bool,
-        typer.Option(
-            "--keep-order", help="Do not shuffle the documents of a file.", rich_help_panel=o.TUNING
-        ),
+        typer.Option("--keep-order", help="Do not shuffle the documents of a file."),
     ] = False,
     evaluate_every: t.EvaluateEveryOption = 100,
     evaluate_questions: t.EvaluateQuestionsOption = 300,

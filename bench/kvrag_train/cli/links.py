@@ -33,7 +33,6 @@ def train_links(
             "values) or adapter (low-rank additions to link, question and answer rows). "
             "Default: adapter.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     anchors: Annotated[
@@ -51,7 +50,6 @@ def train_links(
             metavar="none|filler[:TOKENS]",
             help="What documents are encoded after: the --context of the index that the links are "
             "for.",
-            rich_help_panel=o.TUNING,
         ),
     ] = "none",
     loss: t.LossOption = "labels",
@@ -60,7 +58,6 @@ def train_links(
         typer.Option(
             "--teacher-answers",
             help="Distil along the untouched model's own answers, without labels.",
-            rich_help_panel=o.TUNING,
         ),
     ] = False,
     steps: t.StepsOption = 400,
@@ -73,24 +70,15 @@ def train_links(
             help="Peak rate of the model's weights or the adapter's. Default: 1e-3 tuned, 2e-3 "
             "frozen, for small models; the KVLink paper has 5e-6 for 1 to 8 billion parameters.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     link_learning_rate: Annotated[
         float,
-        typer.Option(
-            help="Peak rate of the links' own embeddings, or keys and values.",
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(help="Peak rate of the links' own embeddings, or keys and values."),
     ] = 5e-3,
     rank: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Rank of the adapter. Default: 16.",
-            show_default=False,
-            rich_help_panel=o.TUNING,
-        ),
+        typer.Option(min=1, help="Rank of the adapter. Default: 16.", show_default=False),
     ] = None,
     plain_share: Annotated[
         float | None,
@@ -98,7 +86,6 @@ def train_links(
             help="Share of plain prompts in tuned training, so that the model stays good at them. "
             "Default: 0.3.",
             show_default=False,
-            rich_help_panel=o.TUNING,
         ),
     ] = None,
     keep_order: Annotated[
@@ -107,7 +94,6 @@ def train_links(
             "--keep-order",
             help="Do not shuffle the documents of a file. Generated ones have a random order "
             "in which a continuation follows its predecessor.",
-            rich_help_panel=o.TUNING,
         ),
     ] = False,
     evaluate_every: t.EvaluateEveryOption = 100,

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import options as o
-
 RunOption = Annotated[
     Path, typer.Option("--out", metavar="DIR", help="Folder of the run; an existing run continues.")
 ]
@@ -25,40 +23,26 @@ LossOption = Annotated[
     typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
 ]
 StepsOption = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
-WarmupOption = Annotated[
-    int, typer.Option(min=0, help="Steps over which the rate rises.", rich_help_panel=o.TUNING)
-]
-RowsOption = Annotated[
-    int, typer.Option(min=1, help="Sets of documents in each step.", rich_help_panel=o.TUNING)
-]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")]
+RowsOption = Annotated[int, typer.Option(min=1, help="Sets of documents in each step.")]
 QuestionsOption = Annotated[
     int,
-    typer.Option(min=1, help="Most questions about each set.", rich_help_panel=o.TUNING),
+    typer.Option(min=1, help="Most questions about each set."),
 ]
 EvaluateEveryOption = Annotated[
     int,
-    typer.Option(
-        min=1, help="Steps between scores on questions held out.", rich_help_panel=o.TUNING
-    ),
+    typer.Option(min=1, help="Steps between scores on questions held out."),
 ]
-EvaluateQuestionsOption = Annotated[
-    int, typer.Option(min=1, help="Number of those questions.", rich_help_panel=o.TUNING)
-]
-TrainingSeedOption = Annotated[
-    int, typer.Option(help="Seed of everything random.", rich_help_panel=o.TUNING)
-]
+EvaluateQuestionsOption = Annotated[int, typer.Option(min=1, help="Number of those questions.")]
+TrainingSeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
 PrecisionOption = Annotated[
     str,
-    typer.Option(
-        help="Arithmetic: float32, bfloat16, or auto (bfloat16 on GPUs that have it).",
-        rich_help_panel=o.TUNING,
-    ),
+    typer.Option(help="Arithmetic: float32, bfloat16, or auto (bfloat16 on GPUs that have it)."),
 ]
 CheckpointingOption = Annotated[
     bool,
     typer.Option(
         "--gradient-checkpointing",
         help="Keep less for the backward pass and compute layers twice; not with an adapter.",
-        rich_help_panel=o.TUNING,
     ),
 ]

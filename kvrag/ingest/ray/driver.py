@@ -159,7 +159,7 @@ class RayRunner:
                 raise ParameterError(
                     f"{options.min_actors} workers of {each:g} {what}, and the stages before them, "
                     f"take {needed:g} {what}, and this machine has {found.get(name, 0.0):g}: ask "
-                    f"for fewer (--ray-actors), or give each less (--set {option})"
+                    f"for fewer (--ray-actors), or give each less (--{option})"
                 )
         if config.key_check:
             raise ParameterError(

@@ -53,11 +53,12 @@ class VLLMSettings(EngineSettings):
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
-        others = (
-            *(self.device, self.ttft, make_eviction(self.eviction)),
-            *(self.session_bytes, self.session_store_bytes),
+        refused = ("device", "ttft", "session_bytes", "session_store_bytes", "schemas")
+        usual = type(self).model_fields
+        is_given = make_eviction(self.eviction) is not None or any(
+            getattr(self, name) != usual[name].get_default(call_default_factory=True)
+            for name in refused
         )
-        is_given = self.schemas or any(one is not None for one in others)
         if self.links not in (None, "off") or is_given:
             raise ParameterError(
                 "vLLM takes no links, schemas, device, ttft, eviction, session_bytes or "

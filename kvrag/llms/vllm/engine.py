@@ -8,12 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, overload
 
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.prompt_reader import PromptReader
-from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions, checked_batch
+from kvrag.engine.request import PlacedPrompt, Prompt, Request, checked_batch
 from kvrag.engine.routing import route_key
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -77,7 +77,7 @@ class VLLMEngine:
         """Always "": vLLM supports no link tokens."""
         return ""
 
-    def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
+    def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
         """Answer a prompt; for the parameters see `kvrag.KVEngine.generate`.
 
         Raises
@@ -94,9 +94,7 @@ class VLLMEngine:
         assert last.answer is not None
         return last.answer
 
-    def stream(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
-    ) -> Iterator[AnswerDelta]:
+    def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
 
@@ -106,7 +104,7 @@ class VLLMEngine:
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[False] = False,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer]: ...
 
     @overload
@@ -115,7 +113,7 @@ class VLLMEngine:
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[True],
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer | Exception]: ...
 
     def generate_batch(
@@ -123,7 +121,7 @@ class VLLMEngine:
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Answer] | list[Answer | Exception]:
         """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
         batch = checked_batch(prompts)
@@ -136,7 +134,7 @@ class VLLMEngine:
         return [_outcome(one) for one in asked]
 
     async def astream(
-        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+        self, prompt: Prompt | Request, **options: Any
     ) -> AsyncGenerator[AnswerDelta, None]:
         """Answer a prompt as `stream`, waiting for vLLM in other threads."""
         done = object()

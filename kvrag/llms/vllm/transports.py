@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from kvrag.engine.sampling import Sampling
+from kvrag.engine.options import Sampling
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,9 @@ class EngineRequest:
 
     def sampling_values(self) -> dict[str, Any]:
         """Return the sampling parameters, with the names that vLLM and its server share."""
-        sampling = self.sampling
         return {
+            **asdict(self.sampling),
             "max_tokens": self.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "repetition_penalty": sampling.repetition_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed,
             "stop": list(self.stop),
             "ignore_eos": self.ignore_end,
         }

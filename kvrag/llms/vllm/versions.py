@@ -48,6 +48,6 @@ def require_tested(*, any_version: bool = False) -> str:
         raise EngineVersionError(
             f"vLLM {found} was not tested with this version of kvrag; known to work: {tested}. "
             "Install one of those, or take the risk with any_version=True (kvrag serve "
-            "--engine vllm --set any-version=true)"
+            "--engine vllm --any-version)"
         )
     return found

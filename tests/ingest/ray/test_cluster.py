@@ -132,13 +132,13 @@ def test_the_command_reads_parquet_and_says_what_a_run_takes(cluster: Any, tmp_p
         command = [
             *(sys.executable, "-m", "kvrag", "ingest", str(tmp_path / "rows.parquet")),
             *("--index", str(tmp_path / "index"), "--embedding", "hashing"),
-            *("--ray", cluster.address, "--ray-actors", "1:1", "--set", "ray-cpus=0.5", *more),
+            *("--ray", cluster.address, "--ray-actors", "1:1", "--ray-cpus", "0.5", *more),
         ]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    said = run("--dry-run", "--set", "ray-rate=10", "--set", "ray-price=2")
+    said = run("--dry-run", "--ray-rate", "10", "--ray-price", "2")
     assert "KV by codec, at most: raw" in said
     assert "hours on 1 worker, which cost" in said
     assert "documents: 6 new" in run()
