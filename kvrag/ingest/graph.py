@@ -35,8 +35,86 @@ def import_faiss() -> Any:
     return faiss
 
 
-class Graph:
-    """Vectors with links to their neighbours. Vectors can be added and blotted out.
+class Flat:
+    """Vectors that are all compared.
+
+    Parameters
+    ----------
+    vectors
+        The first ones ``[n, dim]``.
+    """
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._faiss = import_faiss()
+        self._index: Any = self._faiss.IndexFlatIP(vectors.shape[1])
+        self._storage = self._index
+        self.add(vectors)
+
+    def __len__(self) -> int:
+        return int(self._index.ntotal)
+
+    @property
+    def dim(self) -> int:
+        """The vectors' length."""
+        return int(self._index.d)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the vectors."""
+        return int(len(self) * self._storage.code_size)
+
+    def add(self, vectors: Vectors) -> None:
+        """Add vectors ``[n, dim]``; their places follow those of the present ones."""
+        if len(vectors):
+            self._index.add(np.ascontiguousarray(vectors, np.float32))
+
+    def vectors_at(self, places: NDArray[np.int64]) -> Vectors:
+        """Return the vectors ``[n, dim]`` at some places."""
+        found: Vectors = self._storage.reconstruct_batch(places)
+        return found
+
+    @property
+    def vectors(self) -> Vectors:
+        """All vectors ``[n, dim]``."""
+        found: Vectors = self._storage.reconstruct_n(0, len(self))
+        return found
+
+    def to_bytes(self) -> bytes:
+        """Return all vectors as bytes."""
+        return self.vectors.astype("<f4", copy=False).tobytes()
+
+    def compare(
+        self, vector: Vectors, count: int, allowed: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], Vectors]:
+        """Return places and inner products of the nearest vectors, the best first.
+
+        Parameters
+        ----------
+        vector
+            What to look for ``[1, dim]``.
+        count
+            How many to find.
+        allowed
+            Which places may be found ``[n]``; all of them are compared.
+        """
+        options = None
+        if not allowed.all():
+            options = self._faiss.SearchParameters(sel=self._of(allowed))
+        return _found(self._storage.search(vector, count, params=options))
+
+    def _of(self, allowed: NDArray[np.bool_]) -> Any:
+        return self._faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+
+
+def _found(result: tuple[Any, Any]) -> tuple[NDArray[np.int64], Vectors]:
+    """Return places and inner products without the places that FAISS could not fill."""
+    scores, places = result
+    is_found = places[0] >= 0
+    return places[0][is_found], scores[0][is_found]
+
+
+class Graph(Flat):
+    """Vectors with links to their neighbours, in 16 bits a value. They can be blotted out.
 
     Parameters
     ----------
@@ -76,29 +154,12 @@ class Graph:
         self._faiss.write_index(self._index, writer)
         return stream.getvalue()
 
-    def __len__(self) -> int:
-        return int(self._index.ntotal)
-
-    @property
-    def dim(self) -> int:
-        return int(self._index.d)
-
     @property
     def size_bytes(self) -> int:
         """Memory of vectors and links."""
         hnsw = self._index.hnsw
         links = 4 * (hnsw.neighbors.size() + hnsw.levels.size()) + 8 * hnsw.offsets.size()
-        return int(links + len(self) * self._storage.code_size)
-
-    def add(self, vectors: Vectors) -> None:
-        """Add vectors ``[n, dim]``; their places follow those of the present ones."""
-        if len(vectors):
-            self._index.add(np.ascontiguousarray(vectors, np.float32))
-
-    def vectors_at(self, places: NDArray[np.int64]) -> Vectors:
-        """Return the vectors ``[n, dim]`` at some places."""
-        found: Vectors = self._storage.reconstruct_batch(places)
-        return found
+        return int(links) + super().size_bytes
 
     def search(
         self, vector: Vectors, count: int, allowed: NDArray[np.bool_], num_allowed: int
@@ -118,24 +179,10 @@ class Graph:
         """
         # The search goes by way of other vectors too, so that they take part of its candidates.
         width = max(_SEARCH_WIDTH, count) * len(self) / num_allowed
-        bits = np.packbits(allowed, bitorder="little")
         options = self._faiss.SearchParametersHNSW(
-            efSearch=min(int(width), max(_MOST_WIDTH, count)),
-            sel=self._faiss.IDSelectorBitmap(bits),
+            efSearch=min(int(width), max(_MOST_WIDTH, count)), sel=self._of(allowed)
         )
-        scores, places = self._index.search(vector, count, params=options)
-        is_found = places[0] >= 0
-        return places[0][is_found], scores[0][is_found]
-
-    def compare(
-        self, vector: Vectors, count: int, allowed: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int64], Vectors]:
-        """Return what `search` does, by comparing all vectors that may be found."""
-        bits = np.packbits(allowed, bitorder="little")
-        options = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBitmap(bits))
-        scores, places = self._storage.search(vector, count, params=options)
-        is_found = places[0] >= 0
-        return places[0][is_found], scores[0][is_found]
+        return _found(self._index.search(vector, count, params=options))
 
     def blot_out(self, places: NDArray[np.int64], is_gone: NDArray[np.bool_]) -> None:
         """Overwrite vectors with a neighbour's: searches still pass there, nothing of them stays.

@@ -141,31 +141,23 @@ class Checksums:
             )
             for name in (*_COVERED, "whole", "words")
         }
-        self._kinds = {
-            name: [one.partition(":")[2] for one in covered.split()]
-            for name, covered in _COVERED.items()
-        }
+        self._places = {name: _places_of(covered) for name, covered in _COVERED.items()}
 
     def of(self, name: str, values: Sequence[Any]) -> bytes:
         """Return the checksum of a row: ``state``, ``file``, ``document``, ``chunk``, ``vector``.
 
         The values are those that the checksum covers, in order. Raises an error of their types.
         """
-        numbers: list[int] = []
-        texts: list[bytes] = []
-        contents: list[bytes] = []
-        is_there: list[bool] = []
-        for kind, value in zip(self._kinds[name], values, strict=True):
-            if kind == "t":
-                texts.append(value.encode())
-            elif kind == "i":
-                numbers.append(value)
-            elif kind == "b":
-                contents.append(value)
-            else:
-                is_there.append(value is not None)
-                texts.append((value or "").encode())
-        return self._digest(name, (*numbers, *is_there), (*texts, *contents))
+        numbers, texts, optional, contents = self._places[name]
+        said = [values[place] for place in numbers]
+        if optional:
+            said += [values[place] is not None for place in optional]
+            values = [
+                "" if place in optional and one is None else one for place, one in enumerate(values)
+            ]
+        parts = [values[place].encode() for place in texts]
+        parts += [values[place] for place in contents]
+        return self._digest(name, said, parts)
 
     def is_right(self, name: str, row: Sequence[Any]) -> bool:
         """Return whether a row, whose last value is its checksum, is what was written."""
@@ -180,12 +172,22 @@ class Checksums:
         return self._digest(name, list(map(len, parts)), parts)
 
     def _digest(self, name: str, numbers: Sequence[int], parts: Sequence[bytes]) -> bytes:
-        numbers = (*numbers, *map(len, parts))
+        numbers = [*numbers, *map(len, parts)]
         digest = self._started[name].copy()
         # The lengths come first, so that no two rows flatten to the same bytes.
         digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
         digest.update(b"".join(parts))
         return bytes(digest.digest())
+
+
+def _places_of(covered: str) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the places of integers, of all texts, of those that may be missing, and of bytes."""
+    kinds = [one.partition(":")[2] for one in covered.split()]
+    numbers, texts, optional, contents = (
+        [place for place, kind in enumerate(kinds) if kind in wanted]
+        for wanted in ("i", "to", "o", "b")
+    )
+    return numbers, texts, optional, contents
 
 
 class StoredDocument(NamedTuple):

@@ -22,10 +22,10 @@ from kvrag.errors import StoreError
 from kvrag.ingest import vectorheader
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME, write_atomically
-from kvrag.ingest.graph import Graph
+from kvrag.ingest.graph import Flat, Graph
 from kvrag.ingest.schema import NO_GENERATION
 from kvrag.ingest.vectorheader import HEADER, MAGIC, VERSION
-from kvrag.ingest.vectors import CatalogVersion, Flat, VectorIndex
+from kvrag.ingest.vectors import CatalogVersion, VectorIndex
 from kvrag.regularfile import open_regular
 
 logger = logging.getLogger("kvrag")
@@ -104,7 +104,7 @@ class CurrentVectors:
         # Damaged vectors are left out, and counted, each time.
         if catalog.num_noted == num_noted and found.generation != NO_GENERATION:
             self._write(found)
-        if isinstance(found.body, Flat) and len(found.rows) > vectorheader.GRAPH_FROM:
+        if not isinstance(found.body, Graph) and len(found.rows) > vectorheader.GRAPH_FROM:
             logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", self._path.parent)
         return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from kvrag.errors import IndexMismatchError
 from kvrag.ingest import vectorheader
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.graph import Graph, import_faiss
+from kvrag.ingest.graph import Flat, Graph
 
 _MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it again
 _BATCH = 1_000  # vectors that join a graph while searches wait
@@ -27,54 +26,6 @@ CatalogVersion = tuple[int, bytes]
 Rows = NDArray[np.int64]
 Marks = NDArray[np.uint64]
 Vectors = NDArray[np.float32]
-
-
-class Flat:
-    """Vectors ``[n, dim]`` that are all compared."""
-
-    def __init__(self, vectors: Vectors) -> None:
-        self._faiss = import_faiss()
-        self._index: Any = self._faiss.IndexFlatIP(vectors.shape[1])
-        if len(vectors):
-            self._index.add(np.ascontiguousarray(vectors, np.float32))
-
-    def __len__(self) -> int:
-        return int(self._index.ntotal)
-
-    @property
-    def size_bytes(self) -> int:
-        return 4 * len(self) * int(self._index.d)
-
-    @property
-    def dim(self) -> int:
-        return int(self._index.d)
-
-    def vectors_at(self, places: Rows) -> Vectors:
-        """Return the vectors ``[n, dim]`` at some places."""
-        found: Vectors = self._index.reconstruct_batch(places)
-        return found
-
-    @property
-    def vectors(self) -> Vectors:
-        """All vectors ``[n, dim]``."""
-        found: Vectors = self._index.reconstruct_n(0, len(self))
-        return found
-
-    def to_bytes(self) -> bytes:
-        """Return all vectors as bytes."""
-        return self.vectors.astype("<f4", copy=False).tobytes()
-
-    def search(
-        self, vector: Vectors, count: int, allowed: NDArray[np.bool_]
-    ) -> tuple[Rows, Vectors]:
-        """Return places and inner products of the nearest vectors, as `Graph.search` does."""
-        options = None
-        if not allowed.all():
-            bits = np.packbits(allowed, bitorder="little")
-            options = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBitmap(bits))
-        scores, places = self._index.search(vector, count, params=options)
-        is_found = places[0] >= 0
-        return places[0][is_found], scores[0][is_found]
 
 
 class VectorIndex:
@@ -102,7 +53,7 @@ class VectorIndex:
         version: CatalogVersion,
         rows: Rows,
         marks: Marks,
-        body: Flat | Graph,
+        body: Flat,
         is_gone: NDArray[np.bool_] | None = None,
     ) -> None:
         self.version = version
@@ -176,7 +127,7 @@ class VectorIndex:
         if catalog.num_noted > num_noted:
             return VectorIndex.read(catalog, self.body.dim)
         stays = np.isin(self.marks, read.present)
-        if isinstance(self.body, Flat):
+        if not isinstance(self.body, Graph):
             body = Flat(np.concatenate([self.body.vectors[stays], read.vectors]))
             rows = np.concatenate([self.rows[stays], read.rows])
             marks = np.concatenate([self.marks[stays], read.marks])
@@ -190,7 +141,7 @@ class VectorIndex:
         """Return the vectors as a graph if they are many, and without removed ones if those are."""
         body = self.body
         if len(self.rows) - self.num_gone <= vectorheader.GRAPH_FROM:
-            return self if isinstance(body, Flat) else VectorIndex.read(catalog, body.dim)
+            return self if not isinstance(body, Graph) else VectorIndex.read(catalog, body.dim)
         if isinstance(body, Graph) and self.num_gone <= _MOST_GONE * len(self.rows):
             return self
         places = np.flatnonzero(~self.is_gone)
@@ -204,11 +155,9 @@ class VectorIndex:
     def _nearest(
         self, vector: Vectors, count: int, allowed: NDArray[np.bool_], num_allowed: int
     ) -> tuple[Rows, Vectors]:
-        if isinstance(self.body, Flat):
-            return self.body.search(vector, count, allowed)
-        if num_allowed <= vectorheader.GRAPH_FROM:
-            return self.body.compare(vector, count, allowed)
-        return self.body.search(vector, count, allowed, num_allowed)
+        if isinstance(self.body, Graph) and num_allowed > vectorheader.GRAPH_FROM:
+            return self.body.search(vector, count, allowed, num_allowed)
+        return self.body.compare(vector, count, allowed)
 
     def _of(self, wanted: Rows) -> NDArray[np.bool_]:
         """Return which vectors are of some chunks ``[n]``; the latest answer is kept."""

@@ -13,11 +13,11 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.ingest import vectorfile, vectorheader, vectors
-from kvrag.ingest.graph import Graph
+from kvrag.ingest.graph import Flat, Graph
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import Change
 from kvrag.ingest.vectorfile import CurrentVectors
-from kvrag.ingest.vectors import Flat, VectorIndex
+from kvrag.ingest.vectors import VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 
