@@ -186,6 +186,11 @@ def test_chunks_longer_than_the_context_are_refused(make_index: MakeIndex) -> No
     ("settings", "message"),
     [
         ({"chunk_tokens": 4}, "from 16 to"),
+        ({"context": "everything"}, "context 'everything'"),
+        ({"context": "none:5"}, "context 'none:5'"),
+        ({"compression": "drop"}, "expected none, or one of kvzip, drop, anchors"),
+        ({"control_tokens": "ignore"}, "keep, neutralise, refuse"),
+        ({"device": 5}, "device 5: expected a name"),
         ({"tenant_salt": b""}, "1 to 64 bytes"),
         ({"tenant_salt": b"x" * 65}, "1 to 64 bytes"),
         ({"codec": "zip"}, "no codec 'zip'"),

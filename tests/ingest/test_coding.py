@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -254,15 +253,6 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     assert (recoded.num_records, recoded.num_recoded) == (9, 1)
     with pytest.raises(ParameterError, match="256 tokens or more"):
         make_index("empty").upkeep.fit_profile("transform")
-
-
-def test_an_index_of_an_earlier_version_is_refused(make_index: MakeIndex) -> None:
-    index = make_index()
-    path = index.path / "index.json"
-    values = json.loads(path.read_text()) | {"format_version": 1}
-    path.write_text(json.dumps(values))
-    with pytest.raises(IndexFormatError, match="version 5 expected, found 1"):
-        Index.open(index.path)
 
 
 def test_samples_are_spread_evenly() -> None:

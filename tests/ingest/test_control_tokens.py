@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.errors import IndexFormatError
 from kvrag.ingest.index import Index
 from tests.ingest.conftest import MakeIndex
 from tests.support.older import make_older
@@ -79,12 +79,6 @@ def test_both_read_documents_alike(make_index: MakeIndex) -> None:
         (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("good"))
         keys.add(index.key_of(chunk))
     assert len(keys) == 1
-
-
-def test_unknown_mode(make_index: MakeIndex, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="keep, neutralise, refuse"):
-        make_index(control_tokens="drop")
-    assert not (tmp_path / "index").exists()
 
 
 def test_an_older_index_keeps_them(make_index: MakeIndex) -> None:
