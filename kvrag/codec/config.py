@@ -1,14 +1,15 @@
-"""A pipeline of stages, written as JSON and read back."""
+"""Pipelines of stages: by a codec's name (``raw``, ``lossless``, ``transform:1``), or as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvrag.arguments import shown
 from kvrag.codec.allocation import Allocation, LayerGroups, RateDistortion
+from kvrag.codec.names import parse_codec
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Quantiser, Uniform
 from kvrag.codec.transform.anchor_delta import AnchorDelta
 from kvrag.codec.transform.base import Transform
@@ -121,3 +122,52 @@ def _typed(where: str, field: dataclasses.Field[Any], value: Any) -> Any:
 
 _FLOAT: dataclasses.Field[Any] = dataclasses.field()
 _FLOAT.type = "float"
+
+
+# The stages were chosen by measuring with `kvrag bench codec`; see docs/results/codec.md.
+_CONFIGS = {
+    "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
+    "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
+    "transform": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=2)),
+    # More and coarser planes, for links that may become a hundred times slower.
+    "stream": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=4)),
+}
+
+
+@dataclass(frozen=True)
+class CodecChoice:
+    """A codec that a user has named.
+
+    Attributes
+    ----------
+    label
+        ``PRESET``, or ``PRESET:LEVEL`` if the preset has several levels.
+    config
+        Its stages; None for a codec without a profile, as ``raw``.
+    level
+        Name of the level.
+    """
+
+    label: str
+    config: PipelineConfig | None
+    level: str
+
+
+def choose_codec(name: str) -> CodecChoice:
+    """Return the codec that ``PRESET`` or ``PRESET:LEVEL`` names.
+
+    ``transform`` and ``stream`` accept any number of bits as their level. A profile for one that is
+    not predefined has only that level.
+
+    Raises
+    ------
+    ParameterError
+        If the preset or level does not exist; the message lists those that do.
+    """
+    named = parse_codec(name)
+    if not named.takes_profile:
+        return CodecChoice(named.label, None, "")
+    config = _CONFIGS[named.preset]
+    if named.level not in config.allocation.level_names():
+        config = replace(config, allocation=RateDistortion((float(named.level),)))
+    return CodecChoice(named.label, config, named.level)

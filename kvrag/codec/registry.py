@@ -7,11 +7,11 @@ from collections.abc import Callable
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.codec.config import CodecChoice, choose_codec
 from kvrag.codec.container import ByteSource, RecordReader
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.names import PLAIN
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact
 from kvrag.errors import ParameterError, ProfileError

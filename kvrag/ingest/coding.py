@@ -14,12 +14,12 @@ import torch
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk, check_kv
+from kvrag.codec.config import CodecChoice, choose_codec
 from kvrag.codec.container import RecordReader
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.header import RecordHeader
 from kvrag.codec.lossless import NAME as LOSSLESS
 from kvrag.codec.names import RAW, RAW_HEADS, expected_bytes_per_token
-from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec

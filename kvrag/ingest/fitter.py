@@ -15,7 +15,7 @@ from kvrag.ingest.storage import Storage
 
 if TYPE_CHECKING:
     from kvrag.codec.base import Codec
-    from kvrag.codec.presets import CodecChoice
+    from kvrag.codec.config import CodecChoice
     from kvrag.codec.profile import Profile
     from kvrag.kvcache import ChunkKV
 

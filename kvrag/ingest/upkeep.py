@@ -162,7 +162,7 @@ class Upkeep:
         IndexLockedError
             When another process is writing to the index.
         """
-        from kvrag.codec.presets import choose_codec
+        from kvrag.codec.config import choose_codec
         from kvrag.ingest.coding import check_profile, check_room, recode_records
 
         choice = choose_codec(codec)

@@ -31,7 +31,7 @@ from pydantic import ConfigDict, Field
 from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
-from kvrag.codec.presets import choose_codec
+from kvrag.codec.config import choose_codec
 from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import (
     DocumentError,

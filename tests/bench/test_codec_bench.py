@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec

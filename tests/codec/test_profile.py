@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load, save
 
 from kvrag.codec.allocation import LayerGroups, RateDistortion
-from kvrag.codec.config import PipelineConfig, Rans
+from kvrag.codec.config import PipelineConfig, Rans, choose_codec
 from kvrag.codec.entropy.tables import TOTAL, fit_digit_frequencies, fit_frequencies
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.planes import coarser, digit_symbols
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile, profile_hash
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
 from kvrag.codec.registry import codec_of, get_codec

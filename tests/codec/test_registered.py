@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvrag.codec.base import Codec
+from kvrag.codec.config import choose_codec
 from kvrag.codec.names import LEVELS, PLAIN, expected_bytes_per_token, parse_codec
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec

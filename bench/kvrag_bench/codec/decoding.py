@@ -16,10 +16,10 @@ import torch
 
 from kvrag.codec.allocation import RateDistortion
 from kvrag.codec.base import Codec, Destination
+from kvrag.codec.config import choose_codec
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.registry import get_codec
 from kvrag.codec.transform.pca import PCA
 from kvrag.errors import ParameterError

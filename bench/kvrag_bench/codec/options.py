@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrag import arguments
-from kvrag.codec.presets import choose_codec
+from kvrag.codec.config import choose_codec
 from kvrag.errors import ParameterError
 from kvrag_bench.shapes import SHAPES
 

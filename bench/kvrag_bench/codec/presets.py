@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from kvrag.codec.allocation import RateDistortion
 from kvrag.codec.base import Codec
-from kvrag.codec.config import PipelineConfig
+from kvrag.codec.config import CodecChoice, PipelineConfig, choose_codec
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.registry import get_codec
 from kvrag_bench.codec.baselines import (
     BIN_FACTORS,

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
+from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
-from kvrag.codec.presets import choose_codec
 from kvrag.native import instruction_sets
 from kvrag_bench.codec.contenders import (
     NATIVE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvrag.codec.base import Codec
+from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
 from kvrag.fusion.compression.encoding import Compressor

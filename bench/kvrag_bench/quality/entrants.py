@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from kvrag.chunk import content_hash
-from kvrag.codec.presets import choose_codec
+from kvrag.codec.config import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
+from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.registry import get_codec
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.models.kv_model import KVModel

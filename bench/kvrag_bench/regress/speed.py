@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
-from kvrag.codec.presets import choose_codec
 from kvrag.codec.registry import get_codec
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.policies import DEFAULT_POLICY
