@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from kvrag.positions.rotary import RotaryTable
 MOST_ROWS = 4096
 """Rows that a layer computes at once: with more, what is between operations takes gigabytes."""
 
+# Kernels read rows by this many numbers.
+_ALIGNED = 16
 # What is tried before kernels are used, and how far off they may be: rounding alone is less.
 _CHECKED_TOKENS, _CHECKED_ROWS = 300, 40
 _MOST_ERROR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 0.001}
@@ -50,13 +53,15 @@ def card_layers(
     """
     if description is None or device.type == "cpu" or num_rotated != description.head_dim:
         return None
+    if any(width % _ALIGNED for width in description.widths.values()):
+        return None
     layer = description.layers[0]
     norm = next(one.norm for one in layer if isinstance(one, RowNorm))
     attention = next(one for one in layer if isinstance(one, Attention))
-    weights = [
-        one.layer.weight for layer in description.layers for one in layer if isinstance(one, Linear)
-    ]
-    if any(one.device != device or one.dtype != description.dtype for one in weights):
+    if not all(
+        one.device == device and one.dtype == description.dtype and one.is_contiguous()
+        for one in _weights(description)
+    ):
         return None
     is_ready = are_ready(
         description.dtype,
@@ -68,6 +73,18 @@ def card_layers(
         is_gelu=next(one.is_gelu for one in layer if isinstance(one, Gate)),
     )
     return CardLayers(description) if is_ready and is_right(description, device) else None
+
+
+def _weights(description: Description) -> Iterator[torch.Tensor]:
+    """Yield the weights of all layers."""
+    for layer in description.layers:
+        for one in layer:
+            if isinstance(one, Linear):
+                yield one.layer.weight
+            elif isinstance(one, RowNorm):
+                yield one.norm.weight
+            elif isinstance(one, Attention) and one.norms is not None:
+                yield from (norm.weight for norm in one.norms)
 
 
 def is_right(description: Description, device: torch.device) -> bool:
@@ -188,6 +205,18 @@ class CardLayers:
     def __init__(self, description: Description) -> None:
         self._description = description
         self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
+        # The last prompt's buffer, and whether it lies as kernels take it.
+        self._fits: tuple[FusedKV | None, bool] = None, False
+
+    def can_run(self, fused: FusedKV) -> bool:
+        """Return whether a buffer's rows lie as kernels take them."""
+        known, fits = self._fits
+        if known is not fused:
+            shape = fused.keys[0].shape
+            layers = fused.keys + fused.values
+            fits = all(kv.shape == shape and kv.is_contiguous() for kv in layers)
+            self._fits = fused, fits
+        return fits
 
     def run_rows(
         self,
@@ -250,7 +279,7 @@ class CardLayers:
             places = RowPlaces(
                 rows,
                 len(rows),
-                [(table.cos, table.sin)],
+                [(table.cos.contiguous(), table.sin.contiguous())],
                 [keys[0] for keys in fused.keys],
                 [values[0] for values in fused.values],
                 last,

@@ -203,7 +203,8 @@ class RowRunner:
                 "scale of reused keys; leave both out of the policy"
             )
         if isinstance(compiled, CardLayers):
-            if observer is None or (isinstance(observer, MassObserver) and observer.taken):
+            sums = isinstance(observer, MassObserver) and observer.taken is not None
+            if (observer is None or sums) and compiled.can_run(fused):
                 self._on_card(compiled, layer_index, hidden, rows, fused, table, attending)
                 return
             compiled = None
@@ -297,7 +298,8 @@ class RowRunner:
         compiled: CompiledLayers | CardLayers | None,
     ) -> None:
         """Write one layer's fresh K/V of rows (`KVModel.write_rows`)."""
-        if isinstance(compiled, CardLayers) and changed is None and not self.is_adapted:
+        is_plain = changed is None and not self.is_adapted
+        if isinstance(compiled, CardLayers) and is_plain and compiled.can_run(fused):
             given = compiled, layer_index, hidden, rows, fused, table
             self._on_card(*given, ALL_BEFORE, only_writes=True)
             return

@@ -1,9 +1,10 @@
 """Starts the kernels of ``cuda/triton``, which are written in Triton.
 
-They are compiled ahead of time where the package ``kvrag_gpu`` has them for the card's architecture
-(``pip install 'kvrag[gpu]'``; `tools.aot` makes it), and are started as those of ``cuda/kernels``
-are. Otherwise Triton compiles them at first use, if it and a C compiler are there. Otherwise, and
-with ``KVRAG_GPU_KERNELS=off``, PyTorch has to compute: `is_ready` says so.
+They are compiled ahead of time where the package ``kvrag_gpu`` has them for the card's
+architecture (``python -m tools.aot --wheel`` makes it; starting them takes the extra ``gpu``), and
+are started as those of ``cuda/kernels`` are. Otherwise Triton, which PyTorch for CUDA brings,
+compiles them at first use, if a C compiler is there. Otherwise, and with ``KVRAG_GPU_KERNELS=off``,
+PyTorch has to compute: `is_ready` says so.
 
 A kernel more: its file in ``cuda/triton``, and an entry in `PROGRAMS`.
 """
@@ -205,8 +206,8 @@ def start(
         return
     if not is_ready(name, dtype, device, **constants):
         raise ParameterError(
-            f"kernel {name}: there is none for {device} and {dtype}: pip install 'kvrag[gpu]', or "
-            f"install Triton and a C compiler; {VARIABLE}=off computes without"
+            f"kernel {name}: there is none for {device} and {dtype}: install Triton and a C "
+            f"compiler, or the package {PACKAGE}; {VARIABLE}=off computes without"
         )
     tiling = PROGRAMS[name].tiling(constants, architecture(device))
     if device.type == "cuda":
@@ -313,8 +314,8 @@ def _compiled() -> Mapping[str, Mapping[str, Any]]:
     known = json.loads((folder / "kernels.json").read_text())
     if known["sources"] != source_digest():
         _log.warning(
-            "%s has the kernels of another version of kvrag, which are not used: "
-            "pip install --upgrade 'kvrag[gpu]'",
+            "%s has the kernels of another version of kvrag, which are not used: install that of "
+            "this one",
             PACKAGE,
         )
         return {}
