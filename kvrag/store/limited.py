@@ -23,8 +23,8 @@ _SHARE_BEFORE_CLEANING = 0.25
 class LimitedStore(StoreWrapper):
     """A store that holds at most `limit_bytes` of records.
 
-    It never removes records that are pinned or that this process has open. A folder may exceed its
-    limit by deleted records that are not reclaimed yet. Each process applies the limit to the
+    It never removes records that are pinned or that this process has open. A folder that 0.2 wrote may exceed its
+    limit by deleted records until `collect_garbage` unpacks it. Each process applies the limit to the
     records that it knows of.
 
     Parameters
