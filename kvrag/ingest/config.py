@@ -47,7 +47,7 @@ _DEFAULTS = {
     "control_tokens": KEEP,
     "corpus_filler": "",
 }
-# Fields that hold so many hexadecimal digits, or "", and fields that hold one of some words.
+# How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
 _HEXADECIMAL = {"profile": 40, "anchors": 40, "key_check": 32, "index_id": 32}
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
