@@ -15,6 +15,7 @@ position) in `FusedKV`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -140,6 +141,12 @@ class FusedKV:
         """Free the memory. The buffer cannot be read or written afterwards."""
         self.storage = self.storage.new_empty(0)
         self.keys, self.values = [], []
+
+    @property
+    def layers(self) -> torch.Tensor:
+        """``[2, L, H, C, D]``: keys and values of all layers."""
+        shape = (2, self.spec.num_layers, *self.keys[0].shape[1:])
+        return self.storage[: math.prod(shape)].view(shape)
 
     @property
     def addresses(self) -> list[list[int]]:

@@ -7,6 +7,7 @@ that of a card; counts are.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -22,10 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from kvrag.fusion.placement import Placement
 from kvrag.loading import threads
+from kvrag.loading.pinned import buffers, copy_stream
 from kvrag.models import cardlayers
 from kvrag.models.compiled import Description
+from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowPlaces, RowTensors
+from kvrag.positions.rotary import RotaryTable
 
 _OPEN = ""  # a phase that has no name yet
 CARD = torch.device("cuda", 0)
@@ -362,6 +367,23 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _is_ready(name: str, *_: object, **__: object) -> bool:
+    """Return whether a kernel is pretended."""
+    return name == "place" and os.environ.get(tiled.VARIABLE, "").lower() not in ("off", "0")
+
+
+def _place(
+    placement: Placement, staged: CardTensor, num_skipped: int, layers: range, table: RotaryTable
+) -> None:
+    """Count one launch, and do with PyTorch what it does."""
+    counts = staged.counts
+    counts.note(counts.launches, "place")
+    with counts.computing(), patch.object(tiled, "is_ready", lambda *_, **__: False):
+        keys, values = _held((placement.keys, placement.values))
+        held = Placement(placement.parts, keys, values, (), lambda numbers: numbers)
+        held.place(staged.held, num_skipped, layers, RotaryTable(*_held((table.cos, table.sin))))
+
+
 @contextmanager
 def pretended_card() -> Iterator[Counts]:
     """Let `CARD` be used in this thread, and in those that read stored KV."""
@@ -393,12 +415,17 @@ def pretended_card() -> Iterator[Counts]:
 
     torch._C._ensureCUDADeviceGuardSet()
     with ExitStack() as stack:
+        for kept in (copy_stream, buffers):
+            kept.cache_clear()
+            stack.callback(kept.cache_clear)
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))
         for name in ("are_ready", "is_right"):
             stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
+        stack.enter_context(patch.object(tiled, "is_ready", _is_ready))
+        stack.enter_context(patch.object(Placement, "_start", _place))
         stack.enter_context(_Making(counts))
         stack.enter_context(_Operations(counts))
         yield counts

@@ -30,6 +30,8 @@ class PipelineChunk(OpenedRecord):
     layer is placed.
     """
 
+    decodes_on_gpu = True
+
     def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
         super().__init__(reader)
         self._coder = coder

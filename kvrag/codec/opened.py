@@ -12,6 +12,9 @@ from kvrag.codec.container import RecordReader
 class OpenedRecord(ABC):
     """Tokens and bytes of one record, from its header and its reader."""
 
+    decodes_on_gpu = False
+    """Whether `place_layer` sends less than the KV to a GPU, and decodes it there."""
+
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
         self._num_fetched = 0

@@ -26,16 +26,9 @@ _View = tuple[memoryview, torch.Tensor, torch.Tensor]
 
 
 class _Scratch(threading.local):
-    """One buffer for each thread, as large as the largest block read, with typed views of it.
+    """One buffer for each thread, as large as the largest block read, with typed views of it."""
 
-    Parameters
-    ----------
-    is_pinned
-        Whether its memory is page-locked, so that a GPU can copy from it directly.
-    """
-
-    def __init__(self, is_pinned: bool = False) -> None:
-        self._is_pinned = is_pinned
+    def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, int, torch.dtype], _View] = {}
 
@@ -54,9 +47,7 @@ class _Scratch(threading.local):
         # Not inference tensors, even if the caller is in inference mode: they outlive this call.
         with torch.inference_mode(False), torch.no_grad():
             if self._bytes.numel() < padded_size(size):
-                self._bytes = torch.empty(
-                    padded_size(size), dtype=torch.uint8, pin_memory=self._is_pinned
-                )
+                self._bytes = torch.empty(padded_size(size), dtype=torch.uint8)
                 self._views.clear()
             elif len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
@@ -66,7 +57,6 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_pinned_scratch = _Scratch(is_pinned=True)
 
 
 class RawChunk(OpenedRecord):
@@ -92,28 +82,41 @@ class RawChunk(OpenedRecord):
         ParameterError
             If the layer does not exist.
         """
-        return self._read(layer_index, _scratch)
-
-    def _read(self, layer_index: int, scratch: _Scratch) -> tuple[torch.Tensor, torch.Tensor]:
         check_layer_index(layer_index, len(self._reader.header.blocks))
-        buffer, keys, values = scratch.view(*self._shape)
+        buffer, keys, values = _scratch.view(*self._shape)
         self._reader.read_block(layer_index, buffer)
         return keys, values
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the elements."""
+        return self._reader.header.spec.dtype
+
+    @property
+    def padded_layer_bytes(self) -> int:
+        """Bytes of a layer: keys ``[H, T, D]``, values ``[H, T, D]``, and padding."""
+        return self._reader.header.blocks[0].padded_bytes
+
+    def read_layers(self, layers: range, buffer: memoryview) -> None:
+        """Read layers that follow each other, in one read. Raises as `read_layer` does.
+
+        Parameters
+        ----------
+        layers
+            The layers, at least one.
+        buffer
+            `padded_layer_bytes` for each of them.
+        """
+        check_layer_index(layers[-1], len(self._reader.header.blocks))
+        self._reader.read_blocks(layers, buffer)
+
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Read one layer, rotate its keys, and copy both to `into`. Raises as `read_layer` does."""
-        device = into[0].keys.device
-        is_pinned = device.type == "cuda"
-        scratch = _pinned_scratch if is_pinned else _scratch
-        keys, values = (
-            one.to(device, non_blocking=is_pinned) for one in self._read(layer_index, scratch)
-        )
+        # To a GPU, pageable memory is copied before the call returns.
+        keys, values = (one.to(into[0].keys.device) for one in self.read_layer(layer_index))
         for one in into:
             one.table.place(keys[:, one.tokens], one.rows, one.keys)
             one.values.copy_(values[:, one.tokens])
-        if is_pinned:
-            # Only then may the scratch buffer be used again.
-            torch.cuda.current_stream(device).synchronize()
 
 
 class RawCodec:

@@ -9,6 +9,7 @@ from typing import NoReturn, Protocol
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import EngineError
+from kvrag.fusion.card import Bring, CardReading
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.loss import (
     DAMAGE,
@@ -25,7 +26,6 @@ from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.loading.stream_report import StreamReport
 from kvrag.models.ranks import ALONE, Ranks
-from kvrag.positions.deferred import DeferredTable
 from kvrag.positions.rotary import RotaryTable
 
 OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
@@ -238,17 +238,24 @@ class SpanLoader:
             return
         first_layers = unneeded or {}
         spans = self._spans_by_record()
-        deferred: tuple[DeferredTable, ...] = ()
-        if self._num_threads and fused.storage.device.type != "cpu":
-            tables = deferred = tuple(map(DeferredTable.of, tables))
 
         def bring(record_id: RecordId, layer_index: int) -> None:
             needed = [s for s in spans[record_id] if layer_index >= first_layers.get(s, 0)]
             self._place(needed, layer_index, fused, tables[layer_index])
 
-        if self._num_threads:
-            lanes = tuple(self._records)
-            self._reading = _Ahead(lanes, fused, bring, deferred, len(tables), self._num_threads)
+        if self._num_threads and _is_on_card(fused):
+            self._reading = CardReading(
+                self._records,
+                spans,
+                first_layers,
+                fused,
+                tables,
+                self._num_threads,
+                bring,
+                self.record_seconds,
+            )
+        elif self._num_threads:
+            self._reading = _Ahead(tuple(self._records), bring, len(tables), self._num_threads)
         else:
             firsts = {
                 one: min(first_layers.get(span, 0) for span in some) for one, some in spans.items()
@@ -360,8 +367,8 @@ class SpanLoader:
             raise LostError(lost)
 
 
-Bring = Callable[[RecordId, int], None]
-"""Reads a layer of a record, and places it."""
+def _is_on_card(fused: FusedKV) -> bool:
+    return fused.storage.device.type == "cuda"
 
 
 class _OnRequest:
@@ -415,16 +422,11 @@ class _Ahead:
     def __init__(
         self,
         lanes: Sequence[RecordId],
-        fused: FusedKV,
         bring: Bring,
-        deferred: Sequence[DeferredTable],
         num_layers: int,
         num_threads: int,
     ) -> None:
         self._lanes = lanes
-        self._fused = fused
-        # On a GPU: threads write a layer's keys, and its caller places them.
-        self._deferred = deferred
         self._waited_seconds = 0.0
         self.hidden_seconds = 0.0
         self._prefetch = LayerPrefetch(
@@ -432,7 +434,6 @@ class _Ahead:
             num_layers,
             lambda lane, layer_index: bring(lanes[lane], layer_index),
             num_threads=num_threads,
-            device=fused.storage.device,
         )
 
     def has_layer(self, layer_index: int) -> bool:
@@ -445,8 +446,6 @@ class _Ahead:
         if failures:
             # Find the damage of all other records as well, so that one restart is enough.
             failures = self._prefetch.drain()
-        elif self._deferred:
-            self._deferred[layer_index].finish(self._fused.keys[layer_index][0])
         return {self._lanes[lane]: error for lane, error in failures.items()}
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -40,9 +39,8 @@ class LayerPrefetch:
     num_threads
         Threads, at least 1, but not more than there are lanes. A thread that must wait for the
         caller is released meanwhile, since another prompt may need it.
-    device
-        The device that `work` writes to. On a GPU, each thread has its own stream, and a layer
-        counts as loaded once the stream has finished it.
+    num_ahead
+        How many layers may be loaded ahead of the one that is asked for, instead of a quarter.
 
     Notes
     -----
@@ -56,15 +54,14 @@ class LayerPrefetch:
         work: Work,
         *,
         num_threads: int,
-        device: torch.device,
+        num_ahead: int | None = None,
     ) -> None:
         self._work = work
         self._num_layers = num_layers
-        self._device = device
         self._next = [0] * num_lanes
         self._idle = set(range(num_lanes)) if num_layers else set()
         self._num_left = [num_lanes] * num_layers
-        self._num_ahead = max(_LEAST_AHEAD, num_layers // 4)
+        self._num_ahead = max(_LEAST_AHEAD, num_layers // 4) if num_ahead is None else num_ahead
         self._asked_layer = 0
         self._num_threads = min(num_threads, num_lanes)
         self._num_running = 0
@@ -76,10 +73,6 @@ class LayerPrefetch:
         self._busy_seconds = 0.0
         # Each thread has its own mode; the work runs in the caller's.
         self._inference_mode = torch.is_inference_mode_enabled()
-        # Kernels that the caller has started may still read the buffer.
-        self._may_write = (
-            torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        )
         self._threads: list[Future[None]] = []
         with self._changed:
             self._start()
@@ -140,23 +133,14 @@ class LayerPrefetch:
             self._num_running += 1
 
     def _run(self) -> None:
-        with torch.inference_mode(self._inference_mode), torch.no_grad(), self._streaming():
+        with torch.inference_mode(self._inference_mode), torch.no_grad():
             while (lane := self._take()) is not None:
                 failure = None
                 try:
                     self._work(lane, self._next[lane])
-                    if self._may_write is not None:
-                        torch.cuda.current_stream(self._device).synchronize()
                 except Exception as error:
                     failure = error
                 self._put_back(lane, failure)
-
-    def _streaming(self) -> AbstractContextManager[object]:
-        if self._may_write is None:
-            return nullcontext()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_event(self._may_write)
-        return torch.cuda.stream(stream)
 
     def _take(self) -> int | None:
         """Return the idle lane with the fewest layers, for this thread; None to end the thread."""

@@ -8,6 +8,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle, islice
 
+import torch
+
 from kvrag.chunk import Chunk
 from kvrag.errors import RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
@@ -163,6 +165,8 @@ def load_spans(
         loader.begin(buffer, tables, unneeded)
         for layer_index in range(len(tables)):
             loader.load_layer(layer_index)
+        if model.device.type == "cuda":
+            torch.cuda.current_stream(model.device).synchronize()
     except LostError:
         spans = []
     finally:

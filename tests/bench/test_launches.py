@@ -84,6 +84,6 @@ def test_the_command() -> None:
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)
     assert row["policy"] == "none"
-    assert row["launches"]["loader"] > 0
+    assert row["copies"]["loader"] > 0
     assert row["launches_per_layer"] == sum(row["launches"].values()) / row["num_layers"]
     assert CliRunner().invoke(app, ["bench", "launches", "--shape", "nothing"]).exit_code == 1

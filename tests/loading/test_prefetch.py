@@ -13,8 +13,6 @@ from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
 from tests.support.waiting import wait_until
 
-CPU = torch.device("cpu")
-
 
 class Recorder:
     """Notes what is brought; lanes wait for their gates."""
@@ -40,7 +38,7 @@ class Recorder:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_lanes_run_together_and_each_in_order(num_threads: int) -> None:
     work = Recorder()
-    prefetch = LayerPrefetch(3, 4, work, num_threads=num_threads, device=CPU)
+    prefetch = LayerPrefetch(3, 4, work, num_threads=num_threads)
     wait_until(lambda: work.running == min(num_threads, 3))
     work.gate.release(100)
     assert not prefetch.drain()
@@ -54,7 +52,7 @@ def test_lanes_run_together_and_each_in_order(num_threads: int) -> None:
 def test_one_thread_brings_the_lowest_layer_first() -> None:
     work = Recorder()
     work.gate.release(100)
-    prefetch = LayerPrefetch(3, 2, work, num_threads=1, device=CPU)
+    prefetch = LayerPrefetch(3, 2, work, num_threads=1)
     prefetch.drain()
     prefetch.close()
     assert work.brought == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
@@ -63,7 +61,7 @@ def test_one_thread_brings_the_lowest_layer_first() -> None:
 def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
     work = Recorder()
     work.gate.release(100)
-    prefetch = LayerPrefetch(2, 16, work, num_threads=2, device=CPU)
+    prefetch = LayerPrefetch(2, 16, work, num_threads=2)
     farthest = []
     for layer_index in (0, 1, 7):
         prefetch.wait(layer_index)
@@ -79,7 +77,7 @@ def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
 def test_closing_does_not_wait_for_what_may_not_begin_yet() -> None:
     work = Recorder()
     work.gate.release(100)
-    prefetch = LayerPrefetch(1, 16, work, num_threads=3, device=CPU)
+    prefetch = LayerPrefetch(1, 16, work, num_threads=3)
     wait_until(lambda: len(work.brought) == 5)
     prefetch.close()
     assert len(work.brought) == 5
@@ -89,9 +87,9 @@ def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.Monk
     monkeypatch.setitem(threads._pools, threads.LOADING, ThreadPoolExecutor(2))
     work = Recorder()
     work.gate.release(1000)
-    waiting = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
+    waiting = LayerPrefetch(3, 16, work, num_threads=2)
     wait_until(lambda: len(work.brought) == 3 * 5)
-    other = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
+    other = LayerPrefetch(3, 16, work, num_threads=2)
     computing = threading.Thread(target=other.wait, args=(15,))
     computing.start()
     computing.join(60)
@@ -111,7 +109,7 @@ def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
             assert gate.wait(30)
         brought.append((lane, layer))
 
-    prefetch = LayerPrefetch(2, 3, work, num_threads=2, device=CPU)
+    prefetch = LayerPrefetch(2, 3, work, num_threads=2)
     seen: list[set[tuple[int, int]]] = []
 
     def wait() -> None:
@@ -137,7 +135,7 @@ def test_a_failure_ends_its_lane_alone_and_wakes_who_waits() -> None:
         brought.append((lane, layer))
 
     brought: list[tuple[int, int]] = []
-    prefetch = LayerPrefetch(3, 3, work, num_threads=2, device=CPU)
+    prefetch = LayerPrefetch(3, 3, work, num_threads=2)
     failures = prefetch.wait(2)
     assert list(failures) == [1]
     assert list(prefetch.drain()) == [1]
@@ -148,7 +146,7 @@ def test_a_failure_ends_its_lane_alone_and_wakes_who_waits() -> None:
 
 def test_closing_lets_nothing_begin_and_waits_for_what_has_begun() -> None:
     work = Recorder()
-    prefetch = LayerPrefetch(2, 50, work, num_threads=2, device=CPU)
+    prefetch = LayerPrefetch(2, 50, work, num_threads=2)
     wait_until(lambda: work.running == 2)
     closing = threading.Thread(target=prefetch.close)
     closing.start()
@@ -162,7 +160,7 @@ def test_closing_lets_nothing_begin_and_waits_for_what_has_begun() -> None:
 
 
 def test_busy_seconds_leave_out_when_nothing_is_at_work() -> None:
-    prefetch = LayerPrefetch(2, 3, lambda *_: time.sleep(0.02), num_threads=2, device=CPU)
+    prefetch = LayerPrefetch(2, 3, lambda *_: time.sleep(0.02), num_threads=2)
     prefetch.drain()
     busy = prefetch.busy_seconds
     assert busy >= 0.06
@@ -179,30 +177,14 @@ def test_threads_have_the_modes_of_the_caller() -> None:
 
     for mode in (False, True):
         with torch.inference_mode(mode):
-            prefetch = LayerPrefetch(1, 1, note, num_threads=1, device=CPU)
+            prefetch = LayerPrefetch(1, 1, note, num_threads=1)
             prefetch.drain()
             prefetch.close()
     assert modes == [(False, False), (True, False)]
 
 
 def test_nothing_to_bring() -> None:
-    prefetch = LayerPrefetch(0, 3, Recorder(), num_threads=2, device=CPU)
+    prefetch = LayerPrefetch(0, 3, Recorder(), num_threads=2)
     assert not prefetch.wait(2)
     assert not prefetch.drain()
-    prefetch.close()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_layer_that_is_waited_for_is_on_the_gpu() -> None:
-    device = torch.device("cuda")
-    buffers = torch.zeros(8, 1 << 22, device=device)
-    source = torch.ones(1 << 22).pin_memory()
-
-    def bring(_: int, layer: int) -> None:
-        buffers[layer].copy_(source, non_blocking=True)
-
-    prefetch = LayerPrefetch(1, 8, bring, num_threads=1, device=device)
-    for layer in range(8):
-        prefetch.wait(layer)
-        assert float(buffers[layer].sum()) == 1 << 22
     prefetch.close()

@@ -83,9 +83,7 @@ def test_where_no_thread_is_to_be_had_the_caller_works(monkeypatch: pytest.Monke
     with pytest.raises(ZeroDivisionError):
         threads.each(lambda n: 1 // n, [1, 0, 3], 3)
     brought: list[tuple[int, int]] = []
-    prefetch = LayerPrefetch(
-        2, 12, lambda *at: brought.append(at), num_threads=2, device=torch.device("cpu")
-    )
+    prefetch = LayerPrefetch(2, 12, lambda *at: brought.append(at), num_threads=2)
     assert not prefetch.wait(11)
     prefetch.close()
     assert sorted(brought) == [(lane, layer) for lane in range(2) for layer in range(12)]

@@ -21,38 +21,7 @@ from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.captured import CapturedSteps
 from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.kv_model import KVModel
-from kvrag.positions.deferred import DeferredTable
-from kvrag.positions.rotary import RotaryTable
 from tests.support.models import make_model, make_tokenizer
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_placed_later_are_those_placed_at_once(dtype: torch.dtype) -> None:
-    table = RotaryTable(*torch.randn(2, 40, 8).clamp(-1, 1))
-    keys = torch.randn(3, 30, 12).to(dtype)
-    spans = [slice(20, 33), slice(2, 14), slice(35, 40)]
-    expected = torch.full((3, 44, 12), 7.0, dtype=dtype)
-    found = expected.clone()
-    deferred = DeferredTable.of(table)
-    begin = 0
-    for rows in spans:
-        given = keys[:, begin : begin + rows.stop - rows.start]
-        begin += given.shape[1]
-        table.place(given, rows, expected[:, rows])
-        deferred.place(given, rows, found[:, rows])
-        assert torch.equal(found[:, rows], given)
-    deferred.finish(found)
-    assert torch.equal(found, expected)
-    deferred.finish(found)  # nothing is placed twice
-    assert torch.equal(found, expected)
-    # What has another type is rounded once, after it is rotated.
-    table.place(keys[:, :2].double(), slice(0, 2), expected[:, :2])
-    deferred.place(keys[:, :2].double(), slice(0, 2), found[:, :2])
-    assert torch.equal(found, expected)
-    given, rows = keys[:, :2], torch.tensor([39, 1])
-    table.place(given, rows, out := torch.empty_like(given))
-    deferred.place(given, rows, at_once := torch.empty_like(given))
-    assert torch.equal(at_once, out)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -1,0 +1,134 @@
+"""A device of streams, whose work runs in any order that its events allow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch
+
+
+class QueueDevice:
+    """Streams that do what was queued on them late, in random order, each in its own order.
+
+    Parameters
+    ----------
+    random
+        Chooses.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self._streams: list[Stream] = []
+        self._current = self.stream()
+
+    def stream(self, *_: object) -> Stream:
+        made = Stream(self)
+        self._streams.append(made)
+        return made
+
+    def current(self, *_: object) -> Stream:
+        return self._current
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Queue work on the current stream."""
+        self._current.work.append((None, work))
+        self.wander()
+
+    def wander(self) -> None:
+        """Do some of the work that may be done now, perhaps none."""
+        while self.random.random() < 0.6 and self._step():
+            pass
+
+    def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Do work until something has happened, or all of it."""
+        while not is_enough() and self._step():
+            pass
+
+    def _step(self) -> bool:
+        ready = [one for one in self._streams if one.is_ready()]
+        if ready:
+            self.random.choice(ready).work.popleft()[1]()
+        return bool(ready)
+
+
+class Stream:
+    """Work in order; what waits for an event is (event, nothing to do)."""
+
+    def __init__(self, device: QueueDevice) -> None:
+        self.device = device
+        self.work: deque[tuple[Event | None, Callable[[], object]]] = deque()
+
+    def is_ready(self) -> bool:
+        return bool(self.work) and (self.work[0][0] is None or self.work[0][0].is_done)
+
+    def record_event(self) -> Event:
+        event = Event(self.device)
+        self.work.append((None, event.happen))
+        self.device.wander()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.work.append((event, lambda: None))
+
+    def synchronize(self) -> None:
+        self.device.finish(lambda: not self.work)
+
+
+class Event:
+    """Happens when the stream that recorded it comes to it."""
+
+    def __init__(self, device: QueueDevice) -> None:
+        self.device = device
+        self.is_done = False
+
+    def happen(self) -> None:
+        self.is_done = True
+
+    def query(self) -> bool:
+        self.device.wander()
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.device.finish(lambda: self.is_done)
+        assert self.is_done, "the host waits for ever"
+
+
+def use(device: QueueDevice, patch: Any) -> None:
+    """Let kvrag's code for cards run on a device; `patch` is pytest's MonkeyPatch."""
+    from kvrag.fusion import card, loader, placement
+    from kvrag.loading import pinned, threads
+
+    buffers = pinned.PinnedBuffers(num_readers=1)
+    streams = {"current_stream": device.current, "stream": device.using, "Stream": device.stream}
+    for name, fake in streams.items():
+        patch.setattr(torch.cuda, name, fake)
+    copying = device.stream()
+    patch.setattr(card, "copy_stream", lambda _: copying)
+    patch.setattr(card, "buffers", lambda: buffers)
+    patch.setattr(pinned, "_page_locked", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    patch.setattr(card, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory)))
+    place = placement.Placement.place
+    patch.setattr(placement.Placement, "place", lambda *given: device.queue(lambda: place(*given)))
+    patch.setattr(loader, "_is_on_card", lambda _: True)
+    # Readers work when they are started, so that the order is the random one's alone.
+    patch.setattr(threads, "start", _at_once)
+
+
+def _at_once(work: Callable[[], Any], *_: object) -> Any:
+    from concurrent.futures import Future
+
+    done: Future[Any] = Future()
+    done.set_result(work())
+    return done
