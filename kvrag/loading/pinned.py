@@ -55,7 +55,7 @@ class PinnedBuffers:
         with self._lock:
             taken = self._choose(num_bytes)
         if taken is not None and taken.copied is not None:
-            if not taken.copied.query():
+            if not _is_over(taken.copied):
                 taken.copied.synchronize()
             taken.copied = None
         if taken is not None and taken.memory.numel() >= num_bytes:
@@ -71,7 +71,7 @@ class PinnedBuffers:
 
     def _choose(self, num_bytes: int) -> Pinned | None:
         """Take a free buffer out, the oldest first; None for a new one."""
-        done = [one for one in self._free if one.copied is None or one.copied.query()]
+        done = [one for one in self._free if _is_over(one.copied)]
         fitting = [one for one in done if one.memory.numel() >= num_bytes]
         if not fitting and self._num_made < self._most:
             self._num_made += 1
@@ -81,6 +81,10 @@ class PinnedBuffers:
             self._free.remove(chosen)
             return chosen
         return None
+
+
+def _is_over(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _page_locked(num_bytes: int) -> torch.Tensor:

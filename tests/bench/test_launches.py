@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from kvrag.chunk import Document
 from kvrag.cli.main import app
 from kvrag.engine.engine import KVEngine
+from kvrag.fusion.card import GROUP_LAYERS
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
@@ -76,6 +77,26 @@ def test_a_layer_over_rows_takes_few_launches(policy: str, most: int) -> None:
     # What a prompt takes besides its layers does not count here; nor does loading.
     more = [row.launches["compute"] + row.launches.get("ask", 0) for row in rows]
     assert more[1] - more[0] <= most * (rows[1].num_layers - rows[0].num_layers)
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_loading_takes_launches_by_groups_of_layers_not_by_chunks(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAG_GPU_KERNELS", kernels)
+    few, many, deep = (
+        count_launches(shape, "none", num_chunks=chunks, chunk_tokens=40, repeats=1)
+        for shape, chunks in (("test", 2), ("test", 6), ("100m", 2))
+    )
+    groups = [-(-row.num_layers // GROUP_LAYERS) for row in (few, deep)]
+    assert groups[0] < groups[1]
+    assert few.launches["load"] == many.launches["load"]
+    more = deep.launches["load"] - few.launches["load"]
+    assert 0 < more <= (1 if kernels == "on" else 24) * (groups[1] - groups[0])
+    for row, chunks, num in ((few, 2, groups[0]), (many, 6, groups[0]), (deep, 2, groups[1])):
+        assert row.copies["loader"] == chunks * num
+        assert row.launches.get("loader", 0) == 0
+        assert row.waits.get("loader", 0) == row.waits["load"] == 0
 
 
 def test_the_command() -> None:

@@ -16,12 +16,13 @@ class QueueDevice:
 
     Parameters
     ----------
-    random
-        Chooses.
+    seed
+        Of the order, and of how far the device lags behind the host.
     """
 
-    def __init__(self, random: Random) -> None:
-        self.random = random
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self._haste = self.random.choice([0.0, 0.3, 0.7])
         self._streams: list[Stream] = []
         self._current = self.stream()
 
@@ -48,7 +49,7 @@ class QueueDevice:
 
     def wander(self) -> None:
         """Do some of the work that may be done now, perhaps none."""
-        while self.random.random() < 0.6 and self._step():
+        while self.random.random() < self._haste and self._step():
             pass
 
     def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:

@@ -102,11 +102,30 @@ def _mass_tiling(constants: Constants, _: str) -> Tiling:
     )
 
 
+def _place_tiling(constants: Constants, _: str) -> Tiling:
+    width = 1 << (constants["D"] - 1).bit_length()
+    return Tiling({"HALF": width // 2, "WIDTH": width, "BT": max(1, 4096 // width)}, warps=4)
+
+
 _DIMS, _FLAG = (64, 128, 256), (0, 1)
 _ADDRESSES = {"query": "*T", "positions": "*i64", "state": "*i64"}
 _SCORES = {"window": "i64", "scale": "fp32", "cap": "fp32"}
 
 PROGRAMS: dict[str, Program] = {
+    "place": Program(
+        "place",
+        {
+            "staged": "*T",
+            "parts": "*i64",
+            **dict.fromkeys(("cos", "sin"), "*fp32"),
+            **dict.fromkeys(("keys", "values"), "*T"),
+            **dict.fromkeys(("num_skipped", "first_layer", "num_heads"), "i64"),
+            "num_rotated": "i64/16",
+            "capacity": "i64",
+        },
+        {"D": _DIMS},
+        _place_tiling,
+    ),
     "norm": Program(
         "rows",
         {
