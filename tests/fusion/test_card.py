@@ -173,8 +173,10 @@ def _layers(
 
 def _assert_same(prompt: _Prompt, found: Sequence[torch.Tensor]) -> None:
     expected = _loaded(prompt, SpanLoader(prompt.open_kv), None)[1]
+    # One rounding: a product and a sum may be computed in one step, or in two.
+    most = 1e-5 if prompt.spec.dtype == torch.float32 else 4e-2
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=most)
 
 
 @pytest.fixture(autouse=True)
