@@ -232,8 +232,7 @@ def serve(
     from kvrag.cli.listening import until_told
     from kvrag.cli.opening import warm_up
     from kvrag.server.app import make_app
-    from kvrag.server.logs import log_to_stderr
-    from kvrag.server.running import Server
+    from kvrag.server.running import Server, log_to_stderr
 
     with _traced(trace) as traced, opening.open() as opened:
         made = answering.engine(opened, max_batch=options.max_streams)

@@ -7,6 +7,7 @@ one name, one range and one meaning in both.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -40,13 +41,13 @@ from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreErro
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
-from kvrag.llms.identity import file_digest, recorded_identity
 from kvrag.llms.shape import shape
 from kvrag.llms.tool_calls import ToolCallParser
 from kvrag.models.chat import PromptText
 from kvrag.models.tools import tool_format
 from kvrag.optiontable import attributes, checked, kind_of
 from kvrag.pml.engine import PMLEngine
+from kvrag.regularfile import read_regular
 
 INDEX_VARIABLE = "KVRAG_INDEX"
 """Environment variable that names the index folder if the constructor does not."""
@@ -457,3 +458,24 @@ EngineSettings.__doc__ = str(EngineSettings.__doc__).replace(
 
 def _pause_seconds(number: int) -> float:
     return min(_FIRST_PAUSE_SECONDS * 2.0**number, _LONGEST_PAUSE_SECONDS)
+
+
+def file_digest(name: str) -> str:
+    """Return a digest of a file's contents, or its name if it cannot be read."""
+    try:
+        return hashlib.blake2b(read_regular(name), digest_size=20).hexdigest()
+    except OSError:
+        return name
+
+
+def recorded_identity(index: Index) -> dict[str, str]:
+    """Return the recorded properties of an index that affect its answers."""
+    return {
+        "index": str(index.path),
+        "store": index.store.url,
+        "model_fingerprint": index.config.model_fingerprint,
+        "tokenizer_fingerprint": index.config.tokenizer_fingerprint,
+        "dtype": index.config.dtype,
+        "codec": index.config.codec,
+        "control_tokens": index.config.control_tokens,
+    }

@@ -27,8 +27,7 @@ from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
 from kvrag.server.documents import Documents, add_documents
 from kvrag.server.gate import Gate
-from kvrag.server.history import History
-from kvrag.server.history_routes import add_history
+from kvrag.server.history import History, add_history
 from kvrag.server.items import ItemsRequest
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.page_routes import add_page

@@ -19,8 +19,8 @@ from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts
 from kvrag.server.addresses import is_loopback
 from kvrag.server.answering import Generation
+from kvrag.server.batches import asking
 from kvrag.server.metrics import ServerMetrics
-from kvrag.server.pools import asking
 from kvrag.server.problems import CLIENT_GONE, BusyError, RequestError
 
 BODY_SECONDS = 30.0

@@ -1,4 +1,7 @@
-"""Conversations of the page, in one SQLite file beside the index, each for its tenant alone."""
+"""Conversations of the page, in one SQLite file beside the index, and their routes.
+
+Each is for its tenant alone.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI, Query, Request
+from fastapi import Path as InPath
+from pydantic import Field, field_validator
+from starlette.responses import Response
+
+from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.encryption import conversations_key
 from kvrag.ingest.index import Index
+from kvrag.server import responses as r
+from kvrag.server.problems import RequestError
+from kvrag.server.requests import Object, Strict
+from kvrag.server.service import Service, private, record_of
 from kvrag.sqlitefile import connect, library
 
 MAX_CONVERSATIONS = 1000
@@ -191,3 +204,105 @@ def _packed(turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Return the text in which conversations are searched, and the turns as JSON."""
     words = "\n".join(f"{turn['question']}\n{turn['answer']}" for turn in turns)
     return words, json.dumps(list(turns))
+
+
+_MOST_TURNS = 200
+_MOST_CITATIONS = 100
+
+Id = Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]
+
+
+class Turn(Strict):
+    """A question and its answer, as the page shows them again."""
+
+    question: str = Field(max_length=100_000)
+    answer: str = Field(max_length=1_000_000)
+    finish: Literal["stop", "length", "stopped", "failed"]
+    settings: str = Field(max_length=200)
+    citations: list[Object] = Field(max_length=_MOST_CITATIONS)
+    details: Object | None = None
+
+
+class Title(Strict):
+    """A conversation's new title."""
+
+    title: str = Field(min_length=1, max_length=200)
+
+    @field_validator("title")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        return arguments.text(value, "title")
+
+
+class Conversation(Title):
+    """A whole conversation."""
+
+    turns: Annotated[list[Turn], Field(min_length=1, max_length=_MOST_TURNS, fail_fast=True)]
+
+
+def add_history(app: FastAPI, service: Service, history: History, answers: Any) -> None:
+    """Add the routes of conversations.
+
+    Parameters
+    ----------
+    app, service, history
+        The application, its service, and where conversations are kept.
+    answers
+        Returns the responses of a route for the OpenAPI document, from the model of a good one.
+    """
+    service.keepers.append(history.kept_bytes)
+    root, one = "/v1/kvrag/conversations", "/v1/kvrag/conversations/{conversation}"
+
+    def found(value: Any) -> Any:
+        if not value:
+            raise RequestError(404, "there is no such conversation", code="not_found")
+        return value
+
+    def done() -> Response:
+        return private({"status": "ok"})
+
+    @app.get(root, responses=answers(r.Conversations))
+    async def conversations(
+        http: Request, search: Annotated[str, Query(max_length=200)] = ""
+    ) -> Response:
+        """List conversations, the latest first."""
+        tenant = _tenant(http)
+        text = arguments.text(search, "search")
+        listed = await service.in_thread(lambda: history.find(tenant, text))
+        return private({"conversations": listed})
+
+    @app.get(one, responses=answers(r.Conversation))
+    async def conversation(conversation: Id, http: Request) -> Response:
+        """Return one conversation."""
+        tenant = _tenant(http)
+        told = await service.in_thread(lambda: history.get(tenant, conversation))
+        return private(found(told))
+
+    @app.put(one, responses=answers(r.Health))
+    async def keep(conversation: Id, asked: Conversation, http: Request) -> Response:
+        """Keep a conversation, in place of what has its id."""
+        tenant = _tenant(http)
+        turns = [turn.model_dump() for turn in asked.turns]
+        growth = await service.in_thread(lambda: history.growth(tenant, conversation, turns))
+        if growth > 0:
+            await service.check_room(record_of(http).account, growth)
+        await service.in_thread(lambda: history.put(tenant, conversation, asked.title, turns))
+        return done()
+
+    @app.patch(one, responses=answers(r.Health))
+    async def rename(conversation: Id, asked: Title, http: Request) -> Response:
+        """Rename a conversation."""
+        tenant = _tenant(http)
+        found(await service.in_thread(lambda: history.rename(tenant, conversation, asked.title)))
+        return done()
+
+    @app.delete(one, responses=answers(r.Health))
+    async def delete(conversation: Id, http: Request) -> Response:
+        """Delete a conversation."""
+        tenant = _tenant(http)
+        found(await service.in_thread(lambda: history.delete(tenant, conversation)))
+        return done()
+
+
+def _tenant(http: Request) -> str:
+    return record_of(http).account.tenant

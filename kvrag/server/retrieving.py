@@ -1,4 +1,4 @@
-"""Models named ``rag:NAME``: the server retrieves, builds the prompt and cites."""
+"""Chunks as clients see them: with their neighbours, their titles, and as citations."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""Listening: the socket, uvicorn, and a stop that lets answers finish."""
+"""Listening: the socket, uvicorn, a stop that lets answers finish, and the log."""
 
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import re
 import socket
 import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import uvicorn
@@ -128,3 +132,33 @@ def check_origin(origin: str) -> str:
             "without a path, or '*' for all"
         )
     return origin.lower()
+
+
+class JSONLines(logging.Formatter):
+    """Formats a record as one JSON object; `extra={"fields": {...}}` adds fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        when = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": when.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+        }
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        line.update(fields)
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr() -> None:
+    """Write kvrag's log to stderr as lines of JSON, and the warnings of all other libraries."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JSONLines())
+    logging.captureWarnings(True)
+    for name, level in (("kvrag", logging.INFO), ("", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False

@@ -31,10 +31,9 @@ from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.access import Account
 from kvrag.server.answering import Generation, choices, request_options
-from kvrag.server.batches import Batches
+from kvrag.server.batches import Batches, Pool
 from kvrag.server.gate import Record
 from kvrag.server.items import ItemsRequest, ItemsShape
-from kvrag.server.pools import Pool
 from kvrag.server.problems import RequestError, as_problem
 from kvrag.server.requests import (
     ChatRequest,
@@ -45,7 +44,6 @@ from kvrag.server.requests import (
 )
 from kvrag.server.retrieving import PREFIX
 from kvrag.server.shapes import ChatShape, Shape, TextShape
-from kvrag.server.token_ids import inputs_of, prompts_of
 from kvrag.server.worker import Worker
 
 # Until then an error is a separate response; later it is an event of the stream.
@@ -428,3 +426,35 @@ def _refuse_retrieving(asked: Generating) -> None:
                 "out",
                 param=f"kvrag.{name}",
             )
+
+
+def prompts_of(tokenizer: Any, given: Sequence[str | list[int]]) -> list[str]:
+    """Return prompts as texts, without the token that the tokenizer puts first by itself."""
+    first = tokenizer.bos_token_id
+    is_added = first is not None and list(tokenizer("")["input_ids"])[:1] == [first]
+    ids = [
+        one[1:] if is_added and not isinstance(one, str) and one[0] == first else one
+        for one in given
+    ]
+    return [_text(tokenizer, one, "prompt", skips_special=False) for one in ids]
+
+
+def inputs_of(tokenizer: Any, given: Sequence[str | list[int]]) -> list[str]:
+    """Return texts to embed as texts, without special tokens."""
+    return [_text(tokenizer, one, "input", skips_special=True) for one in given]
+
+
+def _text(tokenizer: Any, one: str | list[int], param: str, *, skips_special: bool) -> str:
+    if isinstance(one, str):
+        return one
+    if max(one, default=0) >= len(tokenizer):
+        raise RequestError(
+            400,
+            f"{param}: there is no token {max(one)}: this model's tokenizer has "
+            f"{len(tokenizer):,}; send token ids of that tokenizer, or texts",
+            param=param,
+        )
+    text = tokenizer.decode(
+        one, skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
+    )
+    return str(text)

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
 from kvrag.llms.results import answer_details
 from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
+from kvrag.models.tokens import token_bytes
 from kvrag.models.tools import ToolFormat
-from kvrag.server import logprobs
 from kvrag.server import responses as r
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import ChatRequest, Generating
@@ -228,7 +228,7 @@ class ChatShape(Shape):
 
     def _likely(self, tokens: Sequence[TokenLogprob]) -> r.ChatLogprobs | None:
         is_asked = self._asked.num_logprobs is not None
-        return logprobs.of_chat(self._tokenizer, tokens) if is_asked else None
+        return chat_logprobs(self._tokenizer, tokens) if is_asked else None
 
     def _citations(self, answer: Answer) -> list[r.Annotation] | None:
         return citations(answer) if self._cites else None
@@ -260,7 +260,7 @@ class TextShape(Shape):
         finish: r.FinishReason | None,
     ) -> r.TextChoice:
         is_asked = self._asked.num_logprobs is not None
-        likely = logprobs.of_text(self._tokenizer, tokens) if is_asked else None
+        likely = text_logprobs(self._tokenizer, tokens) if is_asked else None
         return r.TextChoice(index=number, text=text, logprobs=likely, finish_reason=finish)
 
     def _event(self, choices: list[Any], **fields: Any) -> r.Head:
@@ -293,3 +293,54 @@ def _call(call: ToolCall, number: int | None = None) -> r.ToolCall:
 def finish_of(answer: Answer) -> r.FinishReason:
     """Return why an answer ended, in OpenAI's words: a loop has no other end."""
     return "stop" if answer.finish_reason in ("stop", "loop") else "length"
+
+
+# OpenAI's, for what JSON has no number for.
+_LEAST = -9999.0
+
+
+def chat_logprobs(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprob]
+) -> r.ChatLogprobs:
+    """Return the field ``logprobs`` of a chat choice."""
+
+    def one(token_id: int, logprob: float) -> r.LikelyToken:
+        data = token_bytes(tokenizer, token_id)
+        return r.LikelyToken(token=_text(data), logprob=max(logprob, _LEAST), bytes=list(data))
+
+    content = [
+        r.ChosenToken(
+            **one(token.token_id, token.logprob).model_dump(),
+            top_logprobs=[one(*likely) for likely in token.top],
+        )
+        for token in tokens
+    ]
+    return r.ChatLogprobs(content=content)
+
+
+def text_logprobs(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprob]
+) -> r.TextLogprobs:
+    """Return the field ``logprobs`` of a completion."""
+
+    def text(token_id: int) -> str:
+        return _text(token_bytes(tokenizer, token_id))
+
+    found = r.TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token in tokens:
+        found.tokens.append(text(token.token_id))
+        found.token_logprobs.append(max(token.logprob, _LEAST))
+        # The chosen token, too, as in OpenAI's API; two tokens of one text count as the likelier.
+        both = sorted([*token.top, (token.token_id, token.logprob)], key=lambda one: one[1])
+        likely = {text(token_id): max(logprob, _LEAST) for token_id, logprob in both}
+        found.top_logprobs.append(dict(reversed(likely.items())) if token.top else {})
+        found.text_offset.append(token.start)
+    return found
+
+
+def _text(data: bytes) -> str:
+    r"""Return a token as text; a part of a character as ``bytes:\xe2\x80``."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{one:02x}" for one in data)

@@ -27,7 +27,7 @@ from kvrag.ingest.embedding import (
 from kvrag.ingest.index import Index
 from kvrag.ingest.minilm import MiniLM
 from kvrag.models.kv_model import KVModel
-from kvrag.server.token_ids import inputs_of
+from kvrag.server.service import inputs_of
 
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]
 
