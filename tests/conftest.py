@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 # Before torch is imported anywhere, subprocesses included: the models of the tests are so small
 # that a second thread costs more than it brings, and spinning threads starve other processes.
@@ -19,6 +20,20 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 
 from tests.support import properties  # noqa: F401  # its profiles, before any test is imported
+
+MEMORY = Path("/dev/shm")
+
+
+def pytest_configure() -> None:
+    """Put the tests' folders in memory where there is room.
+
+    Waiting for a disk is half of what tests of stores and indexes take. No test ends the machine,
+    so a disk would keep nothing more.
+    """
+    if MEMORY.is_dir():
+        room = os.statvfs(MEMORY)
+        if room.f_bavail * room.f_frsize > 8 << 30 and not room.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(autouse=True, scope="module")
