@@ -139,7 +139,7 @@ def run_eviction_bench(
         Index.create(Path(folder) / "index", model=model, embedding="hashing") as index,
     ):
         prompt = _text(model, options.num_tokens, is_random=options.model is None)
-        say(f"plain prefill of {options.num_tokens} tokens")
+        say(f"full prefill of {options.num_tokens} tokens")
         fused = KVEngine(index).fuse(prompt, max_tokens=options.num_steps + 1)
         pruned = []
         for policy in policies:

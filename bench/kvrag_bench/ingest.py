@@ -35,7 +35,7 @@ class IngestOptions:
     chunk_tokens
         Tokens a chunk.
     batch_sizes
-        Chunks a batch of plain prefill; the best counts.
+        Chunks a batch of full prefill; the best counts.
     repeats
         Timed runs, of which the median is reported; one more runs first and does not count.
     contexts

@@ -1,7 +1,7 @@
-"""`kvrag bench pml`: a schema's encoding and its prompts' first token, against plain prefill.
+"""`kvrag bench pml`: a schema's encoding and its prompts' first token, against full prefill.
 
 The whole path is timed: from the prompt's markup to the first token, and from the schema's markup
-to records on disk. Plain prefill gets the very same token ids, ready made.
+to records on disk. Full prefill gets the very same token ids, ready made.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def run_pml_bench(
         pml = PMLEngine(engine)
         pml.encode(schema)
         placed = pml.place(prompt)
-        say(f"plain prefill of {len(placed.layout.token_ids)} tokens")
+        say(f"full prefill of {len(placed.layout.token_ids)} tokens")
         engine.plain_ttft_seconds(placed)
         plain = median(engine.plain_ttft_seconds(placed) for _ in range(options.repeats))
         say("the prompt, from its modules")

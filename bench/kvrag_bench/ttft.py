@@ -56,7 +56,7 @@ class TTFTOptions:
         What chunks are encoded after (`kvrag.ingest.contexts`), a row for each; None takes the
         default of new indexes.
     compute
-        What kvrag's linear layers compute in (`KVModel.load`). Plain prefill stays in the type of
+        What kvrag's linear layers compute in (`KVModel.load`). Full prefill stays in the type of
         the weights.
     device
         Where the model runs, such as ``"cuda"``; None means the CPU.

@@ -1,4 +1,4 @@
-"""`kvrag demo`: index some pages, ask about them, and compare with plain prefill."""
+"""`kvrag demo`: index some pages, ask about them, and compare with full prefill."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def demo(
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Index a few pages, answer questions about them, and compare with plain prefill.
+    """Index a few pages, answer questions about them, and compare with full prefill.
 
-    Each question is answered twice from the same tokens: by kvrag and by plain prefill. The index
+    Each question is answered twice from the same tokens: by kvrag and by full prefill. The index
     is kept for 'kvrag chat', and for the next demo.
     """
     from kvrag.cli.demo_view import DemoView
@@ -283,7 +283,7 @@ def _answer(
     watch: _Stopwatch,
     view: DemoView,
 ) -> DemoRow:
-    """Retrieve once, then answer with kvrag and with plain prefill."""
+    """Retrieve once, then answer with kvrag and with full prefill."""
     from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
     from kvrag.cli.plain import answer_plainly
 
@@ -294,7 +294,7 @@ def _answer(
         outcome = Outcome(asked.question, answer(engine, request, show), seconds)
         show.end()
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
-    with watch.part("plain prefill"), view.waiting(len(token_ids)):
+    with watch.part("full prefill"), view.waiting(len(token_ids)):
         plain = answer_plainly(index.model, token_ids, _MAX_ANSWER_TOKENS, request.stop)
     return DemoRow(asked, outcome, plain)
 

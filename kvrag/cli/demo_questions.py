@@ -34,7 +34,7 @@ class DemoQuestion:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One question answered by kvrag and by plain prefill from the same prompt tokens."""
+    """One question answered by kvrag and by full prefill from the same prompt tokens."""
 
     asked: DemoQuestion
     kvrag: Outcome
@@ -92,7 +92,7 @@ def summarise(rows: Sequence[DemoRow]) -> list[WaySummary]:
     """Return right answers, median time to first token and work of both ways of answering."""
     return [
         _summary(
-            "plain prefill",
+            "full prefill",
             [row.asked.is_right(row.plain.text) for row in rows],
             [row.plain.ttft_seconds for row in rows],
             [row.plain.prompt_tokens for row in rows],

@@ -58,10 +58,10 @@ class DemoView:
         return console.AnswerText(quiet=self._quiet)
 
     def waiting(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Show that plain prefill is at work while the block runs."""
+        """Show that full prefill is at work while the block runs."""
         if self._quiet:
             return nullcontext()
-        return console.working(f"plain prefill reads all {num_tokens:,} tokens")
+        return console.working(f"full prefill reads all {num_tokens:,} tokens")
 
     def compare(self, row: DemoRow) -> None:
         """Show both times to the first token on one scale, and what kvrag computed."""
@@ -69,7 +69,7 @@ class DemoView:
         plain_right, right = row.asked.is_right(row.plain.text), row.asked.is_right(answer.text)
         longest = max(row.plain.ttft_seconds, answer.ttft_seconds)
         faster = f"{row.plain.ttft_seconds / answer.ttft_seconds:.1f}x"
-        self._bar("plain prefill", row.plain.ttft_seconds, longest, "red", _mark(plain_right))
+        self._bar("full prefill", row.plain.ttft_seconds, longest, "red", _mark(plain_right))
         self._bar("kvrag", answer.ttft_seconds, longest, "green", f"{_mark(right)} {faster}")
         self._print(
             f"[dim]{report.num_tokens:,} tokens: {report.num_cached:,} reused, "
@@ -77,7 +77,7 @@ class DemoView:
             indent=True,
         )
         if row.plain.text.split() != answer.text.split():
-            self._print(f"[dim]plain prefill says: {_escape(row.plain.text)}[/]", indent=True)
+            self._print(f"[dim]full prefill says: {_escape(row.plain.text)}[/]", indent=True)
         if right is False:
             self._print(f"[dim]right: {_escape(row.asked.answers[0])}[/]", indent=True)
 

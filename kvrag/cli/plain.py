@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainAnswer:
-    """The text and the times of a greedy answer by plain prefill."""
+    """The text and the times of a greedy answer by full prefill."""
 
     text: str
     prompt_tokens: int

@@ -2,7 +2,7 @@
 
 Eviction policies need queries to see which keys matter, and stored chunks have none. So the last
 tokens of the prompt are computed once more, layer by layer, over the fused keys and values, which
-this does not change. If everything was recomputed, these are the queries of a plain prefill.
+this does not change. If everything was recomputed, these are the queries of a full prefill.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MIN_LENGTH = 8
 """Chunks with fewer characters are never matched: computing them costs less than finding them."""
 
 MIN_PREFIX_LENGTH = 64
-"""Shortest beginning of a cut chunk that is matched; plain prefill computes shorter ones."""
+"""Shortest beginning of a cut chunk that is matched; full prefill computes shorter ones."""
 
 # Only comparing texts distinguishes cut chunks. If very many chunks begin alike (each with the same
 # metadata header), comparing all of them would cost more than it saves.

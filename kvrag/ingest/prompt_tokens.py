@@ -1,6 +1,6 @@
 """The tokens of a prompt over an index, the same for every caller.
 
-The engine, plain prefill, the adapters and their token counters all use this module, so that one
+The engine, full prefill, the adapters and their token counters all use this module, so that one
 prompt has the same tokens everywhere.
 """
 

@@ -97,6 +97,6 @@ class ModelContract:
         assert self._off(bench, prompt, policy) < self._off(bench, prompt, _NONE)
 
     def _off(self, bench: Bench, prompt: str, policy: RecomputePolicy) -> float:
-        """Return how far a policy's logits are from plain prefill's."""
+        """Return how far a policy's logits are from full prefill's."""
         fused = bench.fuse(prompt, policy)
         return relative_difference(fused.logits, bench.plain_logits(prompt))

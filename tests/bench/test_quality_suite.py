@@ -125,7 +125,7 @@ def test_what_judging_cost(model: KVModel, tmp_path: Path) -> None:
     assert (spent.num_questions, spent.num_judgements) == (2, 7)
     assert spent.judging_seconds > spent.plain_seconds > 0
     assert spent.encoding_seconds > 0
-    times = f"{spent.judging_seconds / spent.plain_seconds:.1f} times its plain prefill"
+    times = f"{spent.judging_seconds / spent.plain_seconds:.1f} times its full prefill"
     assert str(spent).startswith(f"3.5 contestants a question took {times}")
     assert nothing.num_judgements == 0
     assert str(nothing) == "nothing was left to judge"

@@ -57,12 +57,12 @@ def test_json(run: Run, documents: Path, questions: Path, model_folder: Path) ->
     assert first["kvrag"]["right"] in (True, False)
     assert second["kvrag"]["right"] is None
     plain, fused = done.json["summary"]
-    assert (plain["way"], fused["way"]) == ("plain prefill", "kvrag")
+    assert (plain["way"], fused["way"]) == ("full prefill", "kvrag")
     assert plain["num_judged"] == fused["num_judged"] == 1
     asked = done.json["questions"]
     assert plain["num_tokens_computed"] == sum(one["plain"]["prompt_tokens"] for one in asked)
     assert 0 < fused["num_tokens_computed"] < plain["num_tokens_computed"]
-    assert set(done.json["seconds"]) == {"loading", "indexing", "kvrag", "plain prefill"}
+    assert set(done.json["seconds"]) == {"loading", "indexing", "kvrag", "full prefill"}
 
 
 def test_first_places_are_stored_for_what_prompts_begin_with(

@@ -1,4 +1,4 @@
-"""Contract 2: damaged or missing KV becomes plain prefill, counted, never wrong, never raised."""
+"""Contract 2: damaged or missing KV becomes full prefill, counted, never wrong, never raised."""
 
 from __future__ import annotations
 

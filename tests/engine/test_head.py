@@ -65,7 +65,7 @@ def num_exact(layout: Layout) -> int:
 
 
 def check_repaired(index: Index, prompt: Prompt) -> None:
-    """Check that a prompt that is recomputed whole is plain prefill."""
+    """Check that a prompt that is recomputed whole is full prefill."""
     engine = KVEngine(index)
     fused = engine.fuse(prompt, policy="deviation", ratio=1.0)
     with torch.no_grad():

@@ -28,7 +28,7 @@ from tests.support.web_server import WebServer
 
 NUM_CHUNKS = 4
 NUM_PLANES = 5
-FULL = {"policy": "deviation", "ratio": 1.0}  # equals plain prefill, whatever is loaded
+FULL = {"policy": "deviation", "ratio": 1.0}  # equals full prefill, whatever is loaded
 
 
 @pytest.fixture(scope="module")

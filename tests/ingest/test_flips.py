@@ -56,7 +56,7 @@ class World:
     answers: dict[tuple[str, ...], set[str]]
 
     def right_answers(self, engine: KVEngine, prompt: str, key: tuple[str, ...]) -> set[str]:
-        """Return what the index without damage, and plain prefill, answer to a prompt."""
+        """Return what the index without damage, and full prefill, answer to a prompt."""
         if key not in self.answers:
             self.answers[key] = {
                 engine.generate(prompt, max_tokens=12).text,

@@ -67,7 +67,7 @@ def redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
 
 
 def answers(index: Index) -> tuple[str, dict[str, int]]:
-    """The answer at ratio 1, which equals plain prefill's whatever the store does; and misses."""
+    """The answer at ratio 1, which equals full prefill's whatever the store does; and misses."""
     answer = KVEngine(index, max_tokens=6).generate(PROMPT, ratio=1.0)
     return answer.text, dict(answer.report.misses)
 

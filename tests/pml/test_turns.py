@@ -269,7 +269,7 @@ def test_what_is_not_cached_sees_what_precedes_it(pml: PMLEngine) -> None:
     plain = pml.engine.fuse(
         pml.place("<prompt schema='s'><a/><b/> Who?</prompt>"), policy="deviation", ratio=1.0
     )
-    # One module behind the prefix is what plain prefill has there.
+    # One module behind the prefix is what full prefill has there.
     assert relative_difference(fused.logits, plain.logits) < 1e-4
 
 

@@ -25,7 +25,7 @@ PASSAGES = {
 
 @dataclass(frozen=True)
 class Rag:
-    """An index, the folder of its model, and the model and tokenizer for plain prefill."""
+    """An index, the folder of its model, and the model and tokenizer for full prefill."""
 
     index: Index
     model_folder: Path

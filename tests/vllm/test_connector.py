@@ -60,7 +60,7 @@ def test_answers_are_those_of_transformers(llm: Any, oracle: KVEngine, policy: s
     output = ask(llm, oracle, prompt, RequestParams(policy=policy))
     assert reused(output)["num_loaded"] > sum(len(text) for text in TEXTS[:1]) // 8
     assert_same(given(output), expected(oracle, prompt, policy))
-    # It is not plain prefill that was compared.
+    # It is not full prefill that was compared.
     plain = expected(oracle, prompt)
     assert (given(output).logprobs - plain.logprobs).abs().max() > 1e-3
 

@@ -37,5 +37,5 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measure kvrag against plain prefill.",
+    help="Measure kvrag against full prefill.",
 )

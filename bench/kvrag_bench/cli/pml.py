@@ -1,4 +1,4 @@
-"""`kvrag bench pml`: prompts of modules against plain prefill on this machine."""
+"""`kvrag bench pml`: prompts of modules against full prefill on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bench_pml(
     repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Time prompt markup: encoding a schema over its plain prefill, and the first token."""
+    """Time prompt markup: encoding a schema over its full prefill, and the first token."""
     from kvrag.cli.opening import quiet_libraries
     from kvrag_bench.pml import PMLBenchOptions, run_pml_bench
 
@@ -55,7 +55,7 @@ def bench_pml(
         f"time to first token: plain {console.format_seconds(row.plain_ttft_seconds)}, modules "
         f"{console.format_seconds(row.ttft_seconds)}: {row.speedup:.1f}x; floor "
         f"{console.format_seconds(row.floor_seconds)}, {row.floor_ratio:.2f} times that\n"
-        f"encoding: {row.encode_tokens_per_second:,.0f} tokens/s, plain prefill "
+        f"encoding: {row.encode_tokens_per_second:,.0f} tokens/s, full prefill "
         f"{row.prefill_tokens_per_second:,.0f} tokens/s: {row.encode_share:.0%}\n"
         f"peak memory: one prompt {console.format_bytes(row.single_peak_bytes)}, {row.batch} "
         f"together {console.format_bytes(row.batch_peak_bytes)}; KV of one "

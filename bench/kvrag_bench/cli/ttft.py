@@ -1,4 +1,4 @@
-"""`kvrag bench`: kvrag against plain prefill on this machine."""
+"""`kvrag bench`: kvrag against full prefill on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bench_ttft(
     ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Compare time to first token with plain prefill, and with the floor this machine allows."""
+    """Compare time to first token with full prefill, and with the floor this machine allows."""
     lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
     names = lists.names(policies, "--policies")
     from kvrag.cli.opening import quiet_libraries
@@ -83,7 +83,7 @@ def bench_ingest(
     ] = "100,250,500",
     batch_sizes: Annotated[
         str,
-        typer.Option(help="Batch sizes of plain prefill; the best counts."),
+        typer.Option(help="Batch sizes of full prefill; the best counts."),
     ] = "1,2,4,8",
     context: Annotated[
         str,
@@ -127,7 +127,7 @@ def bench_ingest(
     for row in rows:
         console.out().print(
             f"{row.model}, context {row.context}: {row.ingest_tokens_per_second:,.0f} tokens/s "
-            f"indexed, {row.prefill_tokens_per_second:,.0f} tokens/s plain prefill in batches of "
+            f"indexed, {row.prefill_tokens_per_second:,.0f} tokens/s full prefill in batches of "
             f"{row.prefill_batch_size}: {row.share:.0%}; {row.bytes_per_token:,.0f} bytes a token",
             markup=False,
         )

@@ -77,13 +77,13 @@ def context_rows(
 def prepare_context(
     model: KVModel, options: CodecBenchOptions, on_progress: Callable[[str], None]
 ) -> Context:
-    """Compute a context's chunks, make room for them, and time plain prefill of as many tokens."""
+    """Compute a context's chunks, make room for them, and time full prefill of as many tokens."""
     chunks = []
     for number in range(options.context_chunks):
         on_progress(f"computing chunk {number + 1} of {options.context_chunks} of the context")
         chunks += random_chunk(model, options.context_tokens, number)
     num_tokens = sum(kv.num_tokens for kv in chunks)
-    on_progress(f"plain prefill of {num_tokens} tokens")
+    on_progress(f"full prefill of {num_tokens} tokens")
     # The chunks before it have warmed the model up.
     started = time.perf_counter()
     plain_prefill(model, num_tokens)

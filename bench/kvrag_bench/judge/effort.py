@@ -32,7 +32,7 @@ class Effort:
         encoding = self.encoding_seconds / self.plain_seconds
         return (
             f"{self.num_judgements / self.num_questions:.1f} contestants a question took "
-            f"{judging:.1f} times its plain prefill, and encoding its chunks {encoding:.1f} times"
+            f"{judging:.1f} times its full prefill, and encoding its chunks {encoding:.1f} times"
         )
 
 

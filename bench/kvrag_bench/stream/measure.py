@@ -3,7 +3,7 @@
 The link and this machine are scaled to CacheGen's setting (Mistral-7B, 622 MB of 8-bit KV, A40, 3
 Gb/s), so that every part takes a multiple, `time_scale`, of the time that it takes there. A gigabit
 is the number of bytes at which the context's own 8-bit records take 1.66 s at 3 Gb/s, times that.
-Rows are really computed, then followed by sleep: they take their share of a plain prefill that is
+Rows are really computed, then followed by sleep: they take their share of a full prefill that is
 1.71 times as long as those 8-bit records, the least favourable end of the paper's figures (text
 takes 3.1 to 4.7 times as long as CacheGen, 8-bit 1.67 to 1.81 times). Decoding is not slowed, since
 the shipped model is so small that its prefill takes a hundredth of the time, for each number of its
@@ -136,7 +136,7 @@ class StreamRows:
     ----------
     num_tokens, eight_bit_bytes, link_scale, compute_factor, decoding_share
         Of the context; what a real rate is divided by; how many times computing is slowed; and what
-        decoding all of the context takes, over plain prefill so slowed.
+        decoding all of the context takes, over full prefill so slowed.
     ttft
         Seconds aimed at.
     ways

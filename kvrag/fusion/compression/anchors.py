@@ -8,7 +8,7 @@ Deviations: each anchor is placed at a token, and has that token's position. Its
 token's embedding plus a learned row, not a learned row alone. An untrained anchor therefore equals
 the token's own KV, so training starts from evenly spaced token dropping. For the same reason, an
 anchor sees its block's tokens but not the block's other anchors, which repeat some of them. And a
-chunk's tokens see all earlier tokens of the chunk, as in a plain prefill, not only their block's.
+chunk's tokens see all earlier tokens of the chunk, as in a full prefill, not only their block's.
 """
 
 from __future__ import annotations

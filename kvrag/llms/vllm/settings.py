@@ -99,7 +99,7 @@ class RequestParams:
     policy, ratio, boundary_tokens
         What to compute again; None uses the operator's settings.
     reuse
-        Whether anything may be reused; False means plain prefill.
+        Whether anything may be reused; False means full prefill.
     artefact
         KV that was fused before, to use instead of fusing now.
     """
