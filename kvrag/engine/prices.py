@@ -51,7 +51,7 @@ _begun: set[str] = set()
 
 
 def _forget() -> None:
-    """Begin anew in a forked process: another thread may have held the lock."""
+    """Begin again in a forked process: another thread may have held the lock."""
     global _lock
     _lock = threading.Lock()
 

@@ -147,7 +147,7 @@ def check_kind(url: str) -> None:
         is_known = rest.startswith("//") and scheme in REMOTE
     if not is_known and scheme == "mooncake":
         raise ParameterError(
-            "mooncake:// is opened by a distribution of its own now: install examples/mooncake of "
+            "mooncake:// is opened by a separate distribution now: install examples/mooncake of "
             "kvrag's repository"
         )
     if not is_known:

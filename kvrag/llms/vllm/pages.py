@@ -1,4 +1,4 @@
-"""Writing fused rows into the engine's cache, behind the engine's own work on its device."""
+"""Writing fused rows into the engine's cache, after the engine's own work on its device."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _loaded: dict[tuple[int, str], Any] = {}
 
 Argument = torch.Tensor | int | None
 
-# A kernel may use more shared memory only if it is told so.
+# A kernel may use more shared memory only if the call says so.
 _DEFAULT_SHARED_BYTES = 48 << 10
 
 

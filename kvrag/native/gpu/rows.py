@@ -316,7 +316,7 @@ def are_ready(
 
 
 def num_splits(num_programs: int) -> int:
-    """Return into how many parts keys are split, if so many programs have the rows."""
+    """Return into how many parts keys are split, if this many programs have the rows."""
     # A few programs too few cost less than the launch that joins splits.
     if 2 * num_programs > _PROGRAMS:
         return 1
