@@ -12,7 +12,7 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrag.loading.store_choice import StoreChoice
+    from kvrag.tune.stores import StoreChoice
 
 
 def choose_store(

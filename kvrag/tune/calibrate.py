@@ -25,7 +25,7 @@ from kvrag.fusion.policies.base import PromptRows, check_ratio
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import StoredRows
-from kvrag.loading.prices import fit_prices
+from kvrag.loading.pace import fit_prices
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode

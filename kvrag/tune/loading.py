@@ -19,7 +19,7 @@ from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
 from kvrag.loading.cost import LoadingCost, TierCost
-from kvrag.loading.prices import fit_prices
+from kvrag.loading.pace import fit_prices
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 from kvrag.store.registry import without_password

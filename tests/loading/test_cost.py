@@ -8,7 +8,7 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.loading.cost import LoadingCost, TierCost, pipelined_seconds
-from kvrag.loading.prices import fit_prices
+from kvrag.loading.pace import fit_prices
 
 
 def test_what_loading_costs() -> None:

@@ -30,12 +30,11 @@ from kvrag.errors import (
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm import adapter_settings, versions
 from kvrag.llms.vllm.artefacts import ArtefactName, ArtefactStore
-from kvrag.llms.vllm.checks import check_engine
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.langchain import KVRagVLLM
-from kvrag.llms.vllm.opening import open_index, place_of
+from kvrag.llms.vllm.opening import check_engine, open_index, place_of
 from kvrag.llms.vllm.options import engine_options, serve_command
 from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams

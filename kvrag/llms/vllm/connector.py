@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrag.errors import EngineError
-from kvrag.llms.vllm.checks import check_engine
+from kvrag.llms.vllm.opening import check_engine
 from kvrag.llms.vllm.pages import Pages
 from kvrag.llms.vllm.scheduler_side import SchedulerSide
 from kvrag.llms.vllm.settings import ConnectorSettings

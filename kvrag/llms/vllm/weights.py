@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES, FusedKV
-from kvrag.llms.vllm.checks import check_engine
+from kvrag.llms.vllm.opening import check_engine
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
 from kvrag.llms.vllm.sharing import Part, connected_part
 from kvrag.llms.vllm.versions import require_tested

@@ -8,7 +8,7 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.loading.price_list import EXAMPLES, Price, parse_prices, price_of, read_prices
-from kvrag.loading.store_choice import Offer, choose_store
+from kvrag.tune.stores import Offer, choose_store
 
 FAST = Offer("file:/ssd", 0.002, 1.0, 80.0)
 MIDDLE = Offer("redis://host/0", 0.005, 1.0, 900.0)
