@@ -58,4 +58,4 @@ def test_what_cannot_be_placed_says_why(run: Run, index_folder: Path, tmp_path: 
     wrong = run(*asked, "--stores", "s4://bucket")
     assert wrong.code == 1
     assert "expected persistent stores" in run(*asked, "--stores", "").err
-    assert run(*asked, "--stores", "s3://bucket", "--reads", "-1").code == 1
+    assert run(*asked, "--stores", "s3://bucket", "--reads", "-1").code in (1, 2)
