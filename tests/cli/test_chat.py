@@ -245,7 +245,7 @@ def test_turns_come_back_from_the_store(
     [
         (("--temperature", "1e-9"), "temperature"),
         (("--seed", "-1"), "seed"),
-        (("--policy", "nonsense"), "none, boundary, seam, deviation"),
+        (("--policy", "nonsense"), "unknown policy 'nonsense'"),
         (("--history", "2", "--no-chat"), "--history 2"),
         (("--device", "nonsense"), "device 'nonsense'"),
     ],
