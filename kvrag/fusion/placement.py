@@ -1,4 +1,4 @@
-"""Where stored rows that lie on a graphics card belong in a prompt's buffer."""
+"""Where stored rows on a graphics card belong in a prompt's buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrag.native.gpu import tiled
 from kvrag.positions.rotary import RotaryTable
 
 _ALIGNED = 16
-"""The kernel reads and writes so many channels at once."""
+"""The kernel reads and writes this many channels at once."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """Copies numbers to the card, without waiting for it."""

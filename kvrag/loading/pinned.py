@@ -51,7 +51,7 @@ class PinnedBuffers:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Pinned:
-        """Return a buffer of at least so many bytes, which nobody reads or writes."""
+        """Return a buffer of at least `num_bytes` bytes, which nobody reads or writes."""
         with self._lock:
             taken = self._choose(num_bytes)
         if taken is not None and taken.copied is not None:
