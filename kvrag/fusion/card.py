@@ -40,7 +40,7 @@ Bring = Callable[[RecordId, int], None]
 
 @dataclass(frozen=True)
 class _Lane:
-    """A record, and the places of its layers in a slot: `stride` elements each, from `offset` on."""
+    """A record, and its layers' places in a slot: `stride` elements each, from `offset` on."""
 
     record_id: RecordId
     record: EncodedChunk
@@ -146,7 +146,7 @@ class CardReading:
         self._is_lost = True
         self._prefetch.close()
         self.hidden_seconds = max(0.0, self._prefetch.busy_seconds - self._waited_seconds)
-        # The thread that gets the slots' memory next on this stream writes to it after the last copy.
+        # The next thread that gets the slots' memory on this stream writes after the last copy.
         for event in self._copied.values():
             self._computing.wait_event(event)
 
