@@ -143,5 +143,7 @@ def run() -> None:
         app()
     finally:
         # Python collects garbage once more before it ends, which takes a second with all libraries
-        # imported. What is frozen is left out.
-        gc.freeze()
+        # imported. What is frozen is left out. Triton, which comes with PyTorch for cards, would
+        # then complain of it at the exit.
+        if "triton" not in sys.modules:
+            gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_garbage_is_collected_less_often_and_not_at_the_end(
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == f"True {(after, *before[1:])} True"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_says_nothing_at_the_end() -> None:
+    code = "import sys, torch, triton; sys.argv = ['kvrag', '--version']\n"
+    code += "from kvrag.cli.main import run\nrun()\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("kvrag ")
+    assert done.stderr == ""
 
 
 def test_runs_as_a_module(tmp_path: Path) -> None:
