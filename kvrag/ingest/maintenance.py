@@ -136,7 +136,9 @@ def collect_garbage(
     num_records, size_bytes = (0, 0) if keeps_unknown else remove_others(store, needed)
     num_temporary = store.collect_garbage(_TEMPORARY_AGE_SECONDS if keeps_unknown else 0.0)
     newest = time.time() - _TEMPORARY_AGE_SECONDS
-    for path in (*folder.glob(".*.tmp"), *profiles.folder.glob(".*.tmp")):
+    # A catalog that was being written has its log beside it.
+    left = [one for end in ("", "-wal", "-shm") for one in folder.glob(f".*.tmp{end}")]
+    for path in (*left, *profiles.folder.glob(".*.tmp")):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < newest:
                 path.unlink()

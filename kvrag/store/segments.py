@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ FOLDER_NAME = "segments"
 
 _APPLICATION_ID = 0x6B765253  # "kvRS"
 _SCHEMA_VERSION = 1
+_SEGMENT = re.compile(r"[0-9]{8,12}\.seg")
 _PAGE = 10_000
 # Which rows say where a record is. SQLite keeps any value in any column.
 _IS_PLACE = (
@@ -161,12 +163,16 @@ class Segments:
 
     def _remove(self) -> None:
         """Remove files that name no record any more, or none that can be read."""
-        for path in [*self._index.parent.glob(f"{FILE_NAME}*"), *self._files.glob("*.seg")]:
+        logs = [self._index.with_name(FILE_NAME + end) for end in ("-wal", "-shm", "-journal")]
+        segments = [one for one in self._files.glob("*.seg") if _SEGMENT.fullmatch(one.name)]
+        for path in [self._index, *logs, *segments]:
             try:
                 if path == self._index and self._is_damaged:
                     path.rename(path.with_name(f"{FILE_NAME}.damaged"))
-                elif path.suffix != ".damaged" and path.is_file():
-                    path.unlink(missing_ok=True)
+                elif path.is_file():
+                    path.unlink()
+            except FileNotFoundError:  # it was removed already
+                continue
             except OSError as error:
                 raise store_error("remove", path, error) from error
         with contextlib.suppress(OSError):  # there is none, or other files are in it

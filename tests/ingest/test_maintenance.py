@@ -70,9 +70,11 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
     (folder / "notes.txt").write_text("not ours")
     old = index.path / ".vectors.cache.0123.tmp"
     young = index.path / ".vectors.cache.4567.tmp"
-    for path in (old, young):
+    log = index.path / ".catalog.sqlite.0123.tmp-wal"
+    for path in (old, log, young):
         path.write_bytes(b"x")
-    os.utime(old, (time.time() - 9999,) * 2)
+    for path in (old, log):
+        os.utime(path, (time.time() - 9999,) * 2)
     orphan = index.coding.codec.encode(
         key := index.key_of(index.search("clock", 1)[0].chunk).__class__("ab" * 20),
         index.model.prefill((0,), [[5, 6]])[0],
@@ -81,9 +83,10 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
     assert index.stats().num_unreferenced_records == 1
     report = index.upkeep.gc()
     assert (report.num_records, report.size_bytes) == (1, len(orphan))
-    assert report.num_temporary_files == 2
+    assert report.num_temporary_files == 3
     assert young.exists()
     assert not old.exists()
+    assert not log.exists()
     assert not left.exists()
     assert (folder / "notes.txt").read_text() == "not ours"
     assert stored_bytes(index) == good

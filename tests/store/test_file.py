@@ -88,6 +88,8 @@ def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
         shard / f".{name}.kv.swp",
         shard / f".{name}.tmp",
         folder / "segments" / "notes.txt",
+        folder / "segments" / "speech.seg",
+        folder / "records.sqlite.bak",
     ]
     for path in foreign:
         path.parent.mkdir(exist_ok=True)
