@@ -170,6 +170,14 @@ class CatalogFile:
             self._stamp = None
             self._inode = None
 
+    @checked
+    def write_through(self) -> None:
+        """Write what the log beside the file holds into the file, which is then whole without it.
+
+        Closing does so too, but says nothing when the disk is full.
+        """
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
     def _word_index(self) -> words.WordIndex:
         path = self.path.with_name(words.FILE_NAME)
         return words.WordIndex(path, self._checksums, self.cipher_key)

@@ -200,6 +200,7 @@ def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed | None) -> list[str]:
     try:
         with contextlib.closing(catalog.make_empty(temporary)) as fresh, catalog.reading():
             paths = _Salvage(catalog, fresh, key_of, embed).run()
+            fresh.write_through()
         temporary.replace(next_path(catalog.path))
     finally:
         for end in ("", "-wal", "-shm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_id_of
-from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError
+from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
+from kvrag.ingest import healing
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.healing import salvage
 from kvrag.ingest.index import Index
@@ -530,3 +532,36 @@ def test_a_replacement_that_was_killed_is_finished(
         assert not (index.path / "catalog.sqlite.ready").exists()
         assert again.catalog.damage() == []
         assert len(again.documents()) == 29
+
+
+def test_a_repair_without_room_leaves_the_catalog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "_BATCH", 100)
+    path, key = tmp_path / "catalog.sqlite", ChunkKey("ab" * 20)
+    with contextlib.closing(Catalog.create(path)) as catalog:
+        for number in range(120):
+            source, vector = f"d{number}", np.ones((1, 8), np.float32)
+            texts = [f"{number} {place} ".ljust(3000, "x") for place in range(10)]
+            chunks = [
+                Chunk(chunk_id_of(source, place, text), text, (1,), (0,), source, place, {})
+                for place, text in enumerate(texts)
+            ]
+            rows = [ChunkRow(chunk, [key], vector) for chunk in chunks]
+            catalog.write(Change(put=[(source, None, "x", {}, rows)]))
+        held = catalog.counts()
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        outcomes = []
+        for limit in range(3_800_000, 6_400_000, 200_000):
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+                salvage(catalog, lambda _: key, None)
+                outcomes.append(True)
+            except StoreError:
+                outcomes.append(False)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            assert catalog.counts() == held
+            assert catalog.damage() == []
+            assert [one.name for one in tmp_path.iterdir() if ".tmp" in one.name] == []
+    assert set(outcomes) == {True, False}

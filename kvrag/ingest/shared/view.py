@@ -50,6 +50,7 @@ def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, st
         for file in head.base.files:
             get_file(segments, file, folder / file.name)
         return
-    make_catalog(folder, config, store).close()
+    with contextlib.closing(make_catalog(folder, config, store)) as catalog:
+        catalog.write_through()
     for end in ("-wal", "-shm"):
         (folder / f"{FILE_NAME}{end}").unlink(missing_ok=True)
