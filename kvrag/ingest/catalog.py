@@ -698,8 +698,12 @@ class Catalog(CatalogFile):
                 yield from self._connection.execute(statement)
 
     def _is_right(self, name: str, row: Sequence[Any]) -> bool:
-        """Return whether a row is what was written; rows of an old catalog do not say."""
-        return self.is_old or self._checksums.is_right(name, row)
+        """Return whether a row is what was written; an old catalog's may be, if it can be read."""
+        if not self.is_old:
+            return self._checksums.is_right(name, row)
+        return self._checksums.takes(name, row[:-1]) and (
+            name != "document" or _is_metadata(StoredDocument(*row[:-1]).metadata)
+        )
 
     def _is_vector_sound(self, values: Sequence[Any]) -> bool:
         """Return whether a chunk's vector (`VECTOR_COLUMNS`) is unchanged."""
@@ -756,6 +760,14 @@ class Catalog(CatalogFile):
                 return False
             parts.append(joined(chunk[10], vector_checksum, keys))
         return (len(parts), self._checksums.whole(parts)) == (document.num_chunks, document.chunks)
+
+
+def _is_metadata(text: str) -> bool:
+    """Return whether a text is a document's metadata."""
+    try:
+        return bool(pack_json(unpack_json(text)))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_named(chunk_id: object, source: object, ordinal: object, text: object) -> bool:

@@ -219,6 +219,7 @@ class _Salvage:
         self._fresh = fresh
         self._key_of = key_of
         self._embed = embed
+        self._is_sure = True  # that no chunk's source is damaged
 
     def run(self) -> list[str]:
         """Do it; return the files to read again."""
@@ -234,6 +235,8 @@ class _Salvage:
         is_complete = catalog.is_old or (
             state == counted and not catalog.damage() and len(known) == len(files)
         )
+        # An old document does not say how many chunks it had: those may be its own.
+        self._is_sure = all(source in documents for source in rows_of)
         again: set[str] = set()
         change = Change()
         for source in dict.fromkeys([*rows_of, *documents]):
@@ -266,7 +269,7 @@ class _Salvage:
         if document is None:
             return chunks, False
         if self._catalog.is_old:
-            return chunks, len(chunks) == len(rows)
+            return chunks, self._is_sure and len(chunks) == len(rows)
         checksum = self._catalog.checksum_of(parts)
         return chunks, (len(parts), checksum) == (document.num_chunks, document.chunks)
 
@@ -279,7 +282,10 @@ class _Salvage:
             return
         keys = [self._key_of(each) for each in chunk.encodings()]
         names = " ".join(key.digest for key in keys)
-        vectors = np.frombuffer(one.embedding or b"", "<f4")
+        try:
+            vectors = np.frombuffer(one.embedding or b"", "<f4")
+        except (TypeError, ValueError):  # of an old catalog
+            return
         if self._catalog.is_old:
             is_named = chunk.chunk_id == chunk_id_of(chunk.source, chunk.ordinal, chunk.text)
             if not is_named or (names, len(chunk.token_ids)) != (one.keys, one.num_tokens):

@@ -166,6 +166,13 @@ class Checksums:
         except _NO_VALUES:
             return False
 
+    def takes(self, name: str, values: Sequence[Any]) -> bool:
+        """Return whether the values of a row are of the types that its checksum covers."""
+        try:
+            return bool(self.of(name, values))
+        except _NO_VALUES:
+            return False
+
     def whole(self, parts: Iterable[bytes], name: str = "whole") -> bytes:
         """Return the checksum of a sequence of bytes; ``words`` has others than ``whole``."""
         parts = list(parts)

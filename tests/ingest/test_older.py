@@ -103,6 +103,41 @@ def test_damage_of_an_older_index_gets_no_checksum(
         assert again.upkeep.verify().ok
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE documents SET metadata = '{' WHERE source",
+        "UPDATE documents SET metadata = '[]' WHERE source",
+        "UPDATE documents SET metadata = '{\"a\": 1e999}' WHERE source",
+        "UPDATE documents SET digest = x'00' WHERE source",
+        "UPDATE documents SET file = x'00' WHERE source",
+        "UPDATE documents SET source = x'00' WHERE source",
+        "UPDATE files SET mtime_ns = 'x' WHERE path",
+        "UPDATE files SET digest = x'00' WHERE path",
+        "UPDATE chunks SET embedding = 'text' WHERE source",
+        "UPDATE chunks SET embedding = x'010203' WHERE source",
+        "UPDATE chunks SET source = x'00' WHERE source",
+    ],
+)
+def test_an_older_index_with_a_value_that_is_none_opens_and_is_completed(
+    index: Index, docs: Path, model: KVModel, statement: str
+) -> None:
+    index.add(docs)
+    num_documents = len(index.documents())
+    index.close()
+    make_older(index.path)
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute("PRAGMA foreign_keys = OFF")
+        assert connection.execute(f"{statement} LIKE '%ledger.txt'").rowcount == 1
+        connection.commit()
+    with Index.open(index.path, model=model) as again:
+        assert again.upkeep.verify().ok
+        assert not again.add(docs).failed
+        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
+        assert again.upkeep.verify().ok
+        assert len(again.documents()) == num_documents
+
+
 def test_an_older_index_json_beside_a_sealed_catalog_is_refused(index: Index, docs: Path) -> None:
     index.add(docs)
     index.close()
