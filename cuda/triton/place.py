@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# For what differs between prompts, Triton must not compile again: that takes seconds.
+@triton.jit(do_not_specialize=["num_skipped", "first_layer", "capacity"])
 def place(
     staged,
     parts,

@@ -10,6 +10,8 @@ writes it. Its first numbers are
 10. and 11. addresses of keys and values ``[H, C, D]`` of layer 0, and so on.
 
 Rows from the number of rows on are not read: they fill up a bucket. Accumulation is float32.
+For numbers that differ between layers and prompts, Triton must not compile again, as it does for
+1, for multiples of 16 and for wider numbers: that takes seconds.
 """
 
 import triton
@@ -92,7 +94,7 @@ def gated(gate, up, out, state, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(out + at, (opened.to(element).to(tl.float32) * passed).to(element), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "table"])
 def rotate(
     query, key, value, query_weight, key_weight, positions, state,
     layer, table, num_asked, num_given, epsilon,
@@ -152,10 +154,10 @@ def rotate(
             tl.store(target + half, (b * c + a * s).to(element), mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "most_rows", "window"])
 def attend(
     query, positions, state, out, lse, partial, counters,
-    layer, num_asked, group, most_rows, window, scale, cap,
+    layer, num_asked, group, most_rows, window: tl.int64, scale, cap,
     D: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gather from the keys up to each row's own, at most `window` of them.
@@ -258,9 +260,10 @@ def attend(
                 tl.store(counter, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "most_rows", "window"])
 def mass(
-    query, positions, state, lse, layer, num_asked, num_given, group, most_rows, window, scale, cap,
+    query, positions, state, lse,
+    layer, num_asked, num_given, group, most_rows, window: tl.int64, scale, cap,
     D: tl.constexpr, SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add to each key's mass the weight that rows that count give it, times its value's norm.

@@ -159,6 +159,41 @@ def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tiled.is_ready("gated", torch.float32, CPU, **flags)
 
 
+_SPECIALISED = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import create_function_from_signature
+from kvrag.native.gpu import tiled
+
+DIFFERS = {"num_skipped", "first_layer", "capacity", "layer", "table", "most_rows", "window"}
+for name, program in tiled.PROGRAMS.items():
+    kernel = getattr(tiled.sources(program.file), name)
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 90, 32))
+    )
+    constants = next(program.variants())
+    constants = {**constants, **program.tiling(constants, "sm_90").constants}
+    found = set()
+    for value in (0, 1, 7, 32, 1 << 40):
+        given = []
+        for argument, kind in program.arguments.items():
+            number = 0.5 if kind == "fp32" else value if argument in DIFFERS else 64
+            if value == 1 << 40 and argument != "window" and kind != "fp32":
+                number = 64  # only a window's absence is as large
+            given.append(torch.empty(64) if kind.startswith("*") else number)
+        found.add(str(bind(*given, **constants)[1]))
+    assert len(found) == 1, (name, found)
+"""
+
+
+def test_no_layer_and_no_prompt_compiles_kernels_again() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _SPECIALISED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_kernels_compile_ahead_of_time_without_spills_and_with_matrix_instructions(
     tmp_path: object,
