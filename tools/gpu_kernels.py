@@ -77,7 +77,7 @@ def measured(shape: tuple[Any, ...]) -> dict[str, Any]:
     described = describe_layers(layers, [None, None], tables)
     assert described is not None
     found: dict[str, Any] = {"error": cardlayers.difference(described, DEVICE)}
-    found["most"] = cardlayers._MOST_ERROR[described.dtype]
+    found["most"] = tiled.MOST_ERROR[described.dtype]
     fused = FusedKV(KVSpec(2, num_given, head_dim, described.dtype), NUM_TOKENS, NUM_TOKENS, DEVICE)
     compiled = CardLayers(described)
     for num_rows in (31, 781, 4096) if DEVICE.type == "cuda" else (7,):

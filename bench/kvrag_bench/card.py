@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from kvrag.fusion import placement as placing
 from kvrag.fusion.placement import Placement
 from kvrag.loading import threads
 from kvrag.loading.pinned import buffers, copy_stream
@@ -425,6 +426,7 @@ def pretended_card() -> Iterator[Counts]:
             stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
         stack.enter_context(patch.object(tiled, "is_ready", _is_ready))
+        stack.enter_context(patch.object(placing, "is_right", lambda *_: True))
         stack.enter_context(patch.object(Placement, "_start", _place))
         stack.enter_context(_Making(counts))
         stack.enter_context(_Operations(counts))

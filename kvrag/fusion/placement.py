@@ -55,6 +55,8 @@ class Placement:
         The widths of the tables that `place` will get.
     upload
         Called once.
+    in_kernel
+        Whether the kernel places; None: where it can, and is right.
 
     Attributes
     ----------
@@ -69,15 +71,19 @@ class Placement:
         values: torch.Tensor,
         num_rotated: Collection[int],
         upload: Upload,
+        in_kernel: bool | None = None,
     ) -> None:
         self.parts, self.keys, self.values = tuple(parts), keys, values
         self._most_rows = max(part.num_rows for part in parts)
         head_dim = keys.shape[-1]
         self._constants = {"D": head_dim}
-        is_aligned = not any(width % _ALIGNED for width in (head_dim, *num_rotated))
-        self._in_kernel = is_aligned and tiled.is_ready(
-            "place", keys.dtype, keys.device, **self._constants
-        )
+        if in_kernel is None:
+            in_kernel = (
+                not any(width % _ALIGNED for width in (head_dim, *num_rotated))
+                and tiled.is_ready("place", keys.dtype, keys.device, **self._constants)
+                and is_right(keys.dtype, keys.device, head_dim, frozenset(num_rotated))
+            )
+        self._in_kernel = in_kernel
         if self._in_kernel:
             numbers = np.array([astuple(part) for part in parts], np.int64)
         else:
@@ -145,6 +151,43 @@ class Placement:
         table.place(taken[:, 0], rows, placed)
         self.keys[into].index_copy_(2, rows, placed)
         self.values[into].index_copy_(2, rows, taken[:, 1])
+
+
+def is_right(
+    dtype: torch.dtype, device: torch.device, head_dim: int, num_rotated: frozenset[int]
+) -> bool:
+    """Return whether the kernel places as PyTorch does here; tried once for each kind."""
+    return tiled.is_trusted(
+        "placing",
+        dtype,
+        device,
+        head_dim,
+        num_rotated,
+        error=lambda: max(_difference(dtype, device, head_dim, one) for one in num_rotated),
+    )
+
+
+@torch.no_grad()
+def _difference(dtype: torch.dtype, device: torch.device, head_dim: int, num_rotated: int) -> float:
+    """Return how far the kernel is from PyTorch, over some rows of two records."""
+    made, num_heads = torch.Generator().manual_seed(0), 2
+    parts, offset, row = [], 0, 2
+    for num_tokens, first, num_rows in ((90, 3, 80), (5, 0, 5)):
+        stride = 2 * num_heads * num_tokens * head_dim
+        parts.append(Part(offset, stride, num_tokens, first, row, num_rows))
+        offset, row = offset + 3 * stride, row + num_rows + 1
+    staged = torch.randn(offset, generator=made).to(device, dtype)
+    angles = torch.randn(row, num_rotated // 2, generator=made).repeat(1, 2).to(device)
+    table = RotaryTable(angles.cos(), angles.sin())
+    results = []
+    for in_kernel in (True, False):
+        keys, values = torch.zeros(2, 3, num_heads, row + 3, head_dim, dtype=dtype, device=device)
+        placement = Placement(
+            parts, keys, values, (num_rotated,), lambda one: one.to(device, copy=True), in_kernel
+        )
+        placement.place(staged, 1, range(1, 3), table)
+        results.append((keys, values))
+    return max(tiled.distance(*pair) for pair in zip(*results, strict=True))
 
 
 def _rows_of(part: Part, head_dim: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -6,25 +6,23 @@ a small tensor on the card that kernels read.
 
 from __future__ import annotations
 
-import logging
-import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
 from kvrag.kvcache import FusedKV
 from kvrag.models.compiled import HIDDEN, Attention, Description, Gate, Linear, RowNorm
+from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import (
+    MOST_SPLITS,
     RowKernels,
     RowOperations,
     RowPlaces,
     RowTensors,
     are_ready,
 )
-from kvrag.native.gpu.tiled import VARIABLE
 from kvrag.positions.rotary import RotaryTable
 
 MOST_ROWS = 4096
@@ -32,13 +30,8 @@ MOST_ROWS = 4096
 
 # Kernels read rows by this many numbers.
 _ALIGNED = 16
-# What is tried before kernels are used, and how far off they may be: rounding alone is less.
+# What is tried before kernels are used.
 _CHECKED_TOKENS, _CHECKED_ROWS = 300, 40
-_MOST_ERROR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 0.001}
-
-_log = logging.getLogger(__name__)
-_checking = threading.Lock()
-_checked: dict[tuple[Any, ...], bool] = {}
 
 
 def card_layers(
@@ -59,7 +52,11 @@ def card_layers(
     norm = next(one.norm for one in layer if isinstance(one, RowNorm))
     attention = next(one for one in layer if isinstance(one, Attention))
     if not all(
-        one.device == device and one.dtype == description.dtype and one.is_contiguous()
+        one.device == device
+        and one.dtype == description.dtype
+        and one.is_contiguous()
+        # Kernels compiled ahead of time read 16 bytes at once.
+        and one.data_ptr() % 16 == 0
         for one in _weights(description)
     ):
         return None
@@ -88,11 +85,7 @@ def _weights(description: Description) -> Iterator[torch.Tensor]:
 
 
 def is_right(description: Description, device: torch.device) -> bool:
-    """Return whether kernels compute a layer as PyTorch does here; tried once for each kind.
-
-    What they cannot be compiled for, and what they compute wrongly, stays with the modules, and one
-    warning says so.
-    """
+    """Return whether kernels compute a layer as PyTorch does here; tried once for each kind."""
     layer = description.layers[0]
     # What decides which kernels run, and how they are compiled.
     kinds = tuple(
@@ -101,24 +94,15 @@ def is_right(description: Description, device: torch.device) -> bool:
         else (type(one).__name__, getattr(one, "is_gelu", None), getattr(one, "adds", None))
         for one in layer
     )
-    key = device, description.dtype, description.head_dim, description.num_heads, kinds
-    with _checking:
-        if key not in _checked:
-            try:
-                error = difference(description, device)
-                why = None if error <= _MOST_ERROR[description.dtype] else f"off by {error:.2g}"
-            except Exception as raised:  # a compiler's, the driver's
-                why = str(raised).strip().partition("\n")[0] or type(raised).__name__
-            if why is not None:
-                _log.warning(
-                    "kernels for rows are not used on %s (%s): layers compute by their modules, "
-                    "which is slower; %s=off does the same without trying them",
-                    device,
-                    why,
-                    VARIABLE,
-                )
-            _checked[key] = why is None
-        return _checked[key]
+    return tiled.is_trusted(
+        "rows",
+        description.dtype,
+        device,
+        description.head_dim,
+        description.num_heads,
+        kinds,
+        error=lambda: difference(description, device),
+    )
 
 
 @torch.no_grad()
@@ -126,7 +110,7 @@ def difference(description: Description, device: torch.device) -> float:
     """Return how far kernels are from PyTorch in the first layer over rows of some prompt.
 
     That is the largest of the distances of hidden states, keys, values and mass, each as a share of
-    its length.
+    its length: for few rows, whose keys are split, and for as many as are not.
     """
     made = torch.Generator().manual_seed(0)
     num_given, head_dim = description.num_heads[1], description.head_dim
@@ -136,7 +120,8 @@ def difference(description: Description, device: torch.device) -> float:
     stored = torch.randn(shape, generator=made).to(device, description.dtype)
     given = torch.randn(_CHECKED_ROWS, description.widths[HIDDEN], generator=made)
     results = []
-    for make in (operations_for, lambda places, _: RowTensors(places)):
+    unsplit = partial(operations_for, most_splits=1)
+    for make in (operations_for, unsplit, lambda places, _: RowTensors(places)):
         keys, values = stored.clone()
         mass = torch.zeros(1, _CHECKED_TOKENS, device=device)
         places = RowPlaces(
@@ -157,12 +142,13 @@ def difference(description: Description, device: torch.device) -> float:
             else:
                 prepared.carry_out(operation)
         results.append((hidden, keys, values, mass))
-    pairs = [(one.double(), other.double()) for one, other in zip(*results, strict=True)]
-    errors = [float((one - other).norm() / other.norm()) for one, other in pairs]
-    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+    *found, expected = results
+    return max(tiled.distance(*pair) for one in found for pair in zip(one, expected, strict=True))
 
 
-def operations_for(places: RowPlaces, description: Description) -> RowOperations:
+def operations_for(
+    places: RowPlaces, description: Description, most_splits: int = MOST_SPLITS
+) -> RowOperations:
     """Return what carries operations out over rows; their state goes to the card."""
     device = places.positions.device
     state = torch.tensor(places.state(), pin_memory=device.type == "cuda")
@@ -171,6 +157,7 @@ def operations_for(places: RowPlaces, description: Description) -> RowOperations
         state.to(device, non_blocking=True),
         description.dtype,
         description.num_heads,
+        most_splits,
     )
 
 

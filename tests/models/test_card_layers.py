@@ -19,6 +19,7 @@ from kvrag.models.cardlayers import CardLayers
 from kvrag.models.compiled import Description, describe_layers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
+from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, RowTensors
 from kvrag.testing.bench_top import Bench
 from tests.models.test_compiled import FAMILIES, model_of
@@ -137,10 +138,10 @@ def test_kernels_that_are_wrong_are_not_used(
 ) -> None:
     monkeypatch.setattr(cardlayers, "_CHECKED_TOKENS", 60)
     monkeypatch.setattr(cardlayers, "_CHECKED_ROWS", 9)
-    monkeypatch.setattr(cardlayers, "_checked", {})
+    monkeypatch.setattr(tiled, "_trusted", {})
     described = on_card(model_of("gemma3"))._description
     assert cardlayers.is_right(described, torch.device("cpu"))
-    monkeypatch.setattr(cardlayers, "_checked", {})
+    monkeypatch.setattr(tiled, "_trusted", {})
     attend = RowKernels.attend
 
     def beside(self: Any, query: torch.Tensor, out: torch.Tensor, *more: Any) -> None:
@@ -152,10 +153,23 @@ def test_kernels_that_are_wrong_are_not_used(
         assert not cardlayers.is_right(described, torch.device("cpu"))
     assert len(caplog.records) == 1
     assert "off by" in caplog.text
-    monkeypatch.setattr(cardlayers, "_checked", {})
+    monkeypatch.setattr(tiled, "_trusted", {})
     monkeypatch.setattr(RowKernels, "attend", lambda *_: 1 / 0)
     assert not cardlayers.is_right(described, torch.device("cpu"))
     assert "division by zero" in caplog.text
+    # Many rows have a kernel of their own.
+    monkeypatch.setattr(tiled, "_trusted", {})
+    monkeypatch.setattr(RowKernels, "attend", attend)
+    start = RowKernels._start
+
+    def some(self: Any, name: str, *more: Any, **constants: int) -> None:
+        if constants.get("WHOLE"):
+            raise RuntimeError("out of shared memory")
+        start(self, name, *more, **constants)
+
+    monkeypatch.setattr(RowKernels, "_start", some)
+    assert not cardlayers.is_right(described, torch.device("cpu"))
+    assert "out of shared memory" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from torch.nn.functional import gelu, silu
 from kvrag.native.gpu.tiled import is_ready, start, tiling_of
 
 _NO_WINDOW = 1 << 62
-_MOST_SPLITS = 16
+MOST_SPLITS = 16
+"""Into how many parts a row's keys are split at most."""
 # Programs that keep a card busy: some for each of its processors.
 _PROGRAMS = 264
 _MOST_TABLES = 2
@@ -208,6 +209,8 @@ class RowKernels:
         The type of all slots, weights, keys and values.
     num_heads
         Query heads and key heads.
+    most_splits
+        Into how many parts a row's keys are split at most.
     """
 
     def __init__(
@@ -216,10 +219,11 @@ class RowKernels:
         state: torch.Tensor,
         dtype: torch.dtype,
         num_heads: tuple[int, int],
+        most_splits: int = MOST_SPLITS,
     ) -> None:
         self._positions, self._state = positions, state
         self._dtype, self._device = dtype, positions.device
-        self._most_rows = len(positions)
+        self._most_rows, self._most_splits = len(positions), most_splits
         self._asked, self._given = num_heads
         self._lse = torch.empty(self._asked, self._most_rows, device=self._device)
         self._partial: torch.Tensor | None = None
@@ -265,7 +269,7 @@ class RowKernels:
         group = self._asked // self._given
         block = tiling_of("attend", self._device, **flags)["BM"]
         tiles = -(-self._most_rows * group // block)
-        splits = num_splits(tiles * self._given)
+        splits = min(self._most_splits, num_splits(tiles * self._given))
         flags["WHOLE"] = int(splits == 1)
         partial = counters = self._counters
         if splits > 1:
@@ -320,7 +324,7 @@ def num_splits(num_programs: int) -> int:
     # A few programs too few cost less than the launch that joins splits.
     if 2 * num_programs > _PROGRAMS:
         return 1
-    return min(_MOST_SPLITS, -(-_PROGRAMS // num_programs))
+    return min(MOST_SPLITS, -(-_PROGRAMS // num_programs))
 
 
 def _numbers_of(scores: Scores) -> tuple[int, float, float]:

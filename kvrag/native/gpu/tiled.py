@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -41,7 +42,12 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PACKAGE = "kvrag_gpu"
 """The package of kernels that are compiled."""
 
+MOST_ERROR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 0.001}
+"""How far kernels may be from PyTorch, as a share of what is computed: rounding alone is less."""
+
 _log = logging.getLogger(__name__)
+_trying = threading.Lock()
+_trusted: dict[tuple[object, ...], bool] = {}
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str], tuple[Any, int, int]] = {}
 
@@ -193,6 +199,50 @@ def is_ready(name: str, dtype: torch.dtype, device: torch.device, **constants: i
     )
 
 
+def is_trusted(
+    what: str, dtype: torch.dtype, device: torch.device, *kind: object, error: Callable[[], float]
+) -> bool:
+    """Return whether kernels compute as PyTorch does on a device; tried once for each kind.
+
+    What cannot be compiled, does not start or computes wrongly is not used, and one warning says
+    so.
+
+    Parameters
+    ----------
+    what
+        What the kernels compute, for the warning.
+    kind
+        What decides which kernels run, and how they are compiled.
+    error
+        Starts the kernels, and returns how far they are from PyTorch.
+    """
+    key = what, dtype, device, *kind
+    with _trying:
+        if key not in _trusted:
+            try:
+                found = error()
+                why = None if found <= MOST_ERROR[dtype] else f"off by {found:.2g}"
+            except Exception as raised:  # a compiler's, the driver's
+                why = str(raised).strip().partition("\n")[0] or type(raised).__name__
+            if why is not None:
+                _log.warning(
+                    "kernels for %s are not used on %s (%s): PyTorch computes them, which is "
+                    "slower; %s=off does the same without trying them",
+                    what,
+                    device,
+                    why,
+                    VARIABLE,
+                )
+            _trusted[key] = why is None
+        return _trusted[key]
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how far numbers are from those expected, as a share of their length."""
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return error if math.isfinite(error) else math.inf
+
+
 def start(
     name: str,
     grid: tuple[int, ...],
@@ -330,16 +380,21 @@ def _compiled() -> Mapping[str, Mapping[str, Any]]:
     folder = _folder()
     if folder is None:
         return {}
-    known = json.loads((folder / "kernels.json").read_text())
-    if known["sources"] != source_digest():
+    try:
+        known = json.loads((folder / "kernels.json").read_text())
+        sources, found = known["sources"], known["kernels"]
+    except (OSError, ValueError, KeyError) as error:
+        _log.warning("%s in %s is not used: %s; install it again", PACKAGE, folder, error)
+        return {}
+    if sources != source_digest():
         _log.warning(
             "%s has the kernels of another version of kvrag, which are not used: install that of "
             "this one",
             PACKAGE,
         )
         return {}
-    found: Mapping[str, Mapping[str, Any]] = known["kernels"]
-    return found
+    kernels: Mapping[str, Mapping[str, Any]] = found
+    return kernels
 
 
 def _function(device: torch.device, key: str) -> tuple[Any, int, int]:
