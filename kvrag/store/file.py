@@ -295,9 +295,9 @@ class FileStore(CountedStore):
         path = self._path_of(key)
         try:
             make_folder(path.parent)
-            temporary = path.with_name(f".{key}.{secrets.token_hex(8)}.tmp")
+            descriptor, temporary = _create_beside(path)
             try:
-                _write_durably(temporary, record, path)
+                _write_durably(descriptor, temporary, record, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     temporary.unlink()
@@ -352,12 +352,21 @@ class FileStore(CountedStore):
                         yield folder.name, entry
 
 
-def _write_durably(temporary: Path, content: bytes, path: Path) -> None:
-    """Write a new file, flush it to the medium, and give it its name. Raises OSError."""
+def _create_beside(path: Path) -> tuple[int, Path]:
+    """Create a temporary file, locked so that nobody takes it for a leftover. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o666)
+    while True:
+        temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
+        descriptor = os.open(temporary, flags, 0o666)
+        # Somebody may have found it before it was locked, and then removes it.
+        if _lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return descriptor, temporary
+        os.close(descriptor)
+
+
+def _write_durably(descriptor: int, temporary: Path, content: bytes, path: Path) -> None:
+    """Write into a new file, flush it to the medium, and give it its name. Raises OSError."""
     try:
-        _lock(descriptor)  # so that nobody takes it for a leftover
         rest = memoryview(content)
         while rest.nbytes:
             rest = rest[os.write(descriptor, rest) :]

@@ -31,6 +31,7 @@ class FakeRow:
     prefill_rate: float = 0.7
     context: str = "filler:512"
     compute: str = "float32"
+    outpriced_tokens: int = 0
 
 
 @pytest.fixture

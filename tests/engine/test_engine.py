@@ -250,7 +250,7 @@ def test_an_abandoned_stream_leaves_the_model_free(engine: KVEngine) -> None:
         ({"policy": "best"}, "unknown policy 'best'; known: none, boundary, "),
         ({"ratio": 1.5}, "ratio 1.5: expected a number from 0 to 1"),
         ({"policy": "none", "ratio": 0.5}, "policy 'none' takes no ratio"),
-        ({"policy": "boundary", "boundary_tokens": 0}, "expected at least 1"),
+        ({"policy": "boundary", "boundary_tokens": 0}, "expected a whole number, at least 1"),
         ({"max_tokens": 0}, "max_tokens 0: expected a whole number, at least 1"),
         ({"temperature": -1.0}, "temperature -1.0: expected a number, at least 0"),
         ({"temperature": 1e-40}, "temperature 1e-40: expected 0 "),

@@ -173,7 +173,7 @@ def test_the_prompts_buffer_leaves_memory(index: Index) -> None:
     for eviction in (CORM, "none"):
         memory = mmap.mmap(-1, 4 * elements)
         engine = KVEngine(index, eviction=eviction, max_tokens=3)
-        engine._fuser.buffers._spare = torch.frombuffer(memory, dtype=torch.float32)
+        engine._fuser.buffers._spare = (torch.frombuffer(memory, dtype=torch.float32), None)
         alive = weakref.ref(memory)
         del memory
         answer = engine.generate(PROMPT)

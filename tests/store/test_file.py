@@ -14,6 +14,7 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
+from kvrag.store import file
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
@@ -307,6 +308,23 @@ def test_processes_share_a_folder(folder: Path) -> None:
         assert stored(store, key) == record_of(key, 30_000)
     assert store.collect_garbage(0.0) == 0
     assert len(files_under(folder)) == len(list(store.keys()))
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_written_again(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = file._lock, list[int]()
+
+    def late(descriptor: int) -> bool:
+        if not removed:
+            removed.append(0)
+            removed[0] = store.collect_garbage(0.0)
+        return lock(descriptor)
+
+    monkeypatch.setattr(file, "_lock", late)
+    store.put(KEY, record_of(KEY, 100))
+    assert removed == [1]
+    assert stored(store, KEY) == record_of(KEY, 100)
 
 
 def test_more_open_records_than_the_soft_limit_of_files(store: FileStore) -> None:
