@@ -96,7 +96,7 @@ print(f"{again.report.num_exact + again.report.num_reused} tokens from the index
 # %% [markdown]
 # ## What it costs without reuse
 #
-# `reuse=False` is plain prefill. With a few hundred tokens there is little to gain; the gain grows
+# `reuse=False` is full prefill. With a few hundred tokens there is little to gain; the gain grows
 # with the prompt ([figures](../results/speed.md#time-to-first-token)).
 
 # %%

@@ -59,7 +59,7 @@ for one in sorted(found.policies, key=lambda one: one.loss):
 # ## Loss against cost
 #
 # The calibration also fits what a row and a cached token cost on this machine. For a prompt of
-# three chunks of 128 tokens, relative to plain prefill:
+# three chunks of 128 tokens, relative to full prefill:
 
 # %%
 import matplotlib.pyplot as plt
@@ -75,7 +75,7 @@ for policy in dict.fromkeys(one.policy for one in found.policies):
         for share in shares
     ]
     panel.plot(costs, [one.loss for one in mine], "o-", label=policy)
-panel.set(xlabel="time over plain prefill's", ylabel="loss", ylim=(0, None))
+panel.set(xlabel="time over full prefill's", ylabel="loss", ylim=(0, None))
 panel.legend(frameon=False)
 plt.show()
 
