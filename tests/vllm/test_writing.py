@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -97,6 +98,37 @@ def test_given_up_in_between(llm: Any, oracle: KVEngine, side: Any, half_written
     ):
         wanted = expected(oracle, prompt, *([policy] if policy else []))
         assert_same(given(half_written.outputs[name]), wanted)
+    assert llm.reset_prefix_cache()
+
+
+def test_given_up_before_its_turn(
+    llm: Any, oracle: KVEngine, side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought: list[Any] = []
+    bring_part = type(side)._bring_part
+
+    def seen(self: Any, load: Any) -> Any:
+        brought.append(bring_part(self, load))
+        return brought[-1]
+
+    monkeypatch.setattr(type(side), "_bring_part", seen)
+    asked = _Asked(llm, oracle)
+    asked.add("batch", make_prompt(9, 8), PLAIN, 200)
+    asked.step()
+    for name, prompt in (("first", make_prompt(3, 1)), ("second", make_prompt(4, 2))):
+        asked.add(name, prompt, NONE)
+    while len(side._running) < 2:
+        asked.step()
+    wait([future for _, future in side._running.values()])
+    asked.step()  # writes a layer of the first
+    llm.llm_engine.abort_request(["second"])
+    asked.finish()
+    assert not side._running
+    assert not side._writing
+    assert len(brought) == 2
+    assert [one._num_holders for one in brought if one is not side._last[1]] == [0]
+    assert side._last[1]._num_holders == 1
+    assert "second" not in asked.outputs
     assert llm.reset_prefix_cache()
 
 

@@ -135,12 +135,14 @@ class WorkerSide:
             elif request_id in self._writing:
                 self._writing.pop(request_id).close()
                 ended.add(request_id)
-        for request_id in [name for name, (_, future) in self._running.items() if future.done()]:
-            self._writing[request_id] = self._write(*self._running.pop(request_id))
+        fused = [name for name, (_, future) in self._running.items() if future.done()]
         until = math.inf if self._is_idle else time.perf_counter() + _WRITE_SECONDS
-        for request_id, writing in list(self._writing.items()):
+        for request_id in [*self._writing, *fused]:
+            # Not made before its turn: one that has not begun would release nothing when closed.
+            if request_id not in self._writing:
+                self._writing[request_id] = self._write(*self._running.pop(request_id))
             try:
-                if not all(time.perf_counter() < until for _ in writing):
+                if not all(time.perf_counter() < until for _ in self._writing[request_id]):
                     break
             except StoppedError:
                 pass  # the engine has given it up
