@@ -150,10 +150,13 @@ def operations_for(
     places: RowPlaces, description: Description, most_splits: int = MOST_SPLITS
 ) -> RowOperations:
     """Return what carries operations out over rows; their state goes to the card."""
-    device = places.positions.device
+    positions, device = places.positions, places.positions.device
+    if positions.data_ptr() % 16:
+        # The last of many rows, for example. Kernels take aligned addresses, or are compiled anew.
+        positions = positions.clone()
     state = torch.tensor(places.state(), pin_memory=device.type == "cuda")
     return RowKernels(
-        places.positions,
+        positions,
         state.to(device, non_blocking=True),
         description.dtype,
         description.num_heads,

@@ -172,6 +172,18 @@ def test_kernels_that_are_wrong_are_not_used(
     assert "out of shared memory" in caplog.text
 
 
+def test_kernels_get_positions_that_are_aligned() -> None:
+    described = on_card(model_of())._description
+    kv, table = torch.zeros(1, 12, described.head_dim), torch.zeros(12, described.head_dim)
+    for first in range(2):
+        rows = torch.arange(12)[first:]
+        places = RowPlaces(rows, len(rows), [(table, table)], [kv], [kv], 11)
+        operations = cardlayers.operations_for(places, described)
+        assert isinstance(operations, RowKernels)
+        assert operations._positions.data_ptr() % 16 == 0
+        assert torch.equal(operations._positions, rows)
+
+
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     return Bench(model_of("qwen2"))
