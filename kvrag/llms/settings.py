@@ -7,6 +7,7 @@ one name, one range and one meaning in both.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import os
 import time
@@ -152,8 +153,10 @@ class EngineSettings(_FromTable):
     response_format: dict[str, Any] | Constraint | None = None
     max_retries: int = Field(default=2, ge=0)
 
-    _engines: dict[str | None, Engine] = PrivateAttr(default_factory=dict)
-    _markup: dict[str | None, PMLEngine] = PrivateAttr(default_factory=dict)
+    # By the model and what else each was made with: a copy, and a parameter that is set later, may
+    # differ.
+    _engines: dict[Any, Engine] = PrivateAttr(default_factory=dict)
+    _markup: dict[Any, PMLEngine] = PrivateAttr(default_factory=dict)
 
     # Otherwise pydantic would take True for 1, and "0.5" for 0.5.
     @field_validator(*_OPTIONS, mode="before")
@@ -212,6 +215,12 @@ class EngineSettings(_FromTable):
         memo[id(self._engines)] = {}
         memo[id(self._markup)] = {}
         return super().__deepcopy__(memo)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values, which are not checked; a deep one has own engines."""
+        # With an update, Pydantic's deep copy does not ask `__deepcopy__`.
+        copied = copy.deepcopy(self) if deep else self
+        return super(EngineSettings, copied).model_copy(update=update)
 
     @property
     def model_name(self) -> str:
@@ -370,12 +379,13 @@ class EngineSettings(_FromTable):
         """Return the engine; the first call opens the index and loads the model."""
         model = model or self.model
         index = shared_index(self.index, model=model, device=self.device)
-        engine = self._engines.get(model)
+        values = {name: getattr(self, name) for name in _OF_ENGINES}
+        key = (model, *values.values())
+        engine = self._engines.get(key)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            values = {name: getattr(self, name) for name in _OF_ENGINES}
             given = {name: value for name, value in values.items() if value is not None}
-            engine = self._engines[model] = KVEngine(index, **given)
+            engine = self._engines[key] = KVEngine(index, **given)
         return engine
 
     def _placed(self, prompt: Prompt, engine: Engine) -> Prompt | PlacedPrompt:
@@ -387,13 +397,14 @@ class EngineSettings(_FromTable):
                 text = content
         if not (self.schemas and isinstance(text, str) and text.lstrip().startswith("<prompt")):
             return prompt
-        name = next(known for known, one in self._engines.items() if one is engine)
-        markup = self._markup.get(name)
+        made = next(known for known, one in self._engines.items() if one is engine)
+        key = (made, *self.schemas)
+        markup = self._markup.get(key)
         if markup is None or markup.engine is not engine:
             markup = PMLEngine(engine)
             for schema in self.schemas:
                 markup.add(Path(schema))
-            self._markup[name] = markup
+            self._markup[key] = markup
         return markup.place(text)
 
     def context_window(self) -> int:

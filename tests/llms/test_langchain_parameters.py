@@ -327,6 +327,21 @@ def test_copied_and_pickled_after_use(rag: Rag, model_class: Any) -> None:
     assert llm.index is rag.index
 
 
+@pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag])
+def test_a_copy_with_another_option_of_engines_has_another_engine(
+    rag: Rag, model_class: Any
+) -> None:
+    llm = model_class(index=rag.index, max_tokens=4)
+    engine = llm.engine()
+    assert llm.model_copy(update={"max_tokens": 2}).engine() is engine
+    for deep in (False, True):
+        other = llm.model_copy(update={"session_bytes": 0}, deep=deep)
+        other.invoke(PROMPT)
+        assert other.engine().kept_bytes == 0
+    llm.session_bytes = 0
+    assert llm.engine() is not engine
+
+
 @pytest.mark.parametrize(
     "given",
     [
