@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import tempfile
 import threading
@@ -34,8 +33,6 @@ from kvrag.models.kv_model import KVModel
 from kvrag.process import after_fork, working
 from kvrag.regularfile import read_regular
 
-logger = logging.getLogger("kvrag")
-
 SWITCH = "KVRAG_NEVER_SLOWER"
 """The environment variable that, set to ``off``, takes stored KV whatever it costs."""
 
@@ -51,9 +48,11 @@ _begun: set[str] = set()
 
 
 def _forget() -> None:
-    """Begin again in a forked process: another thread may have held the lock."""
+    """Begin again in a forked process: other threads held the lock, or measure in the parent."""
     global _lock
     _lock = threading.Lock()
+    _known.clear()
+    _begun.clear()
 
 
 after_fork(_forget)
@@ -78,7 +77,7 @@ class Prices:
         key = _key(model, self._fingerprint)
         with _lock:
             if key not in _known:
-                _known[key] = _read(_path(key), key)
+                _known[key] = _read(key)
             return _known[key]
 
     def measure_later(self, model: KVModel) -> None:
@@ -99,7 +98,7 @@ class Prices:
         with _lock:
             _known[key] = found
             _begun.add(key)
-        _write(_path(key), key, found)
+        _write(key, found)
         return found
 
 
@@ -197,10 +196,10 @@ def _path(key: str) -> Path:
     return folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 
-def _read(path: Path, key: str) -> RowPrices | None:
-    """Return kept prices; None if there are none that can be used."""
+def _read(key: str) -> RowPrices | None:
+    """Return kept prices; None if there are none that can be used, or no folder for them."""
     try:
-        values = json.loads(read_regular(path))
+        values = json.loads(read_regular(_path(key)))
         if values["of"] != key:
             return None
         return RowPrices(tuple(values["num_rows"]), tuple(values["seconds"]))
@@ -208,11 +207,17 @@ def _read(path: Path, key: str) -> RowPrices | None:
         return None
 
 
-def _write(path: Path, key: str, prices: RowPrices) -> None:
+def _write(key: str, prices: RowPrices) -> None:
     """Keep prices for other processes, whole or not at all; without a cache, nothing is kept."""
     text = json.dumps({"of": key, **asdict(prices)})
-    with suppress(OSError):
+    with suppress(OSError, ParameterError):
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+            written = Path(file.name)
+            try:
+                file.write(text)
+                file.flush()
+                written.replace(path)
+            except OSError:
+                written.unlink()

@@ -15,6 +15,8 @@ from kvrag.loading.pace import Pace
 # Reuse has to be this much faster than full prefill: prices are of an idle machine, and of no store
 # that no prompt has read yet.
 _GAIN = 0.95
+# Larger numbers, which a damaged file may have, do not fit NumPy's.
+_MOST = 1e18
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class RowPrices:
         rows, seconds = self.num_rows, self.seconds
         is_sound = (
             2 <= len(rows) == len(seconds)
-            and all(isinstance(one, int) and one > 0 for one in rows)
-            and all(isinstance(one, int | float) and 0 < one < float("inf") for one in seconds)
+            and all(isinstance(one, int) and 0 < one < _MOST for one in rows)
+            and all(isinstance(one, int | float) and 0 < one < _MOST for one in seconds)
             and all(one < other for one, other in pairwise(rows))
         )
         if not is_sound:

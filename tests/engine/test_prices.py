@@ -56,6 +56,8 @@ def test_prices_are_linear_between_what_was_measured_and_after() -> None:
         ((1, 2), (0.0, 1.0)),
         ((1, 2), (1.0, float("nan"))),
         ((1, 2), (1.0, float("inf"))),
+        ((1, 2), (1.0, 10**400)),
+        ((1, 10**400), (1.0, 2.0)),
         ((1, 2), ("a", 1.0)),
     ],
 )
@@ -191,9 +193,26 @@ def test_the_first_prompt_measures_for_all_processes(
 def test_without_a_cache_the_prices_last_as_long_as_the_process(
     index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "kvrag").write_text("in the way")
-    asked = Prices(index.config.model_fingerprint)
-    assert asked.measure(index.model) == asked.known(index.model)
+    def lasts() -> None:
+        prices._forget()  # as in a forked process
+        asked = Prices(index.config.model_fingerprint)
+        assert asked.known(index.model) is None
+        assert asked.measure(index.model) == asked.known(index.model)
+
+    monkeypatch.setattr(prices, "measure", lambda _: BY_LAUNCH)
+    lasts()
+    (path,) = tmp_path.rglob("*.json")
+    path.unlink()
+    path.mkdir()
+    lasts()
+    assert [*path.parent.iterdir()] == [path]
+    path.rmdir()
+    path.parent.rmdir()
+    path.parent.write_text("in the way")
+    lasts()
+    # As ~ is for a user whom the system does not know.
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")
+    lasts()
 
 
 @pytest.mark.parametrize("run", ["_layers_seconds", "_seconds"])
