@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.engine.request import Message, Request
 from kvrag.errors import ParameterError
@@ -74,6 +75,8 @@ class Asking:
             When there is no question or it is answered, the filter is wrong, or other turns have no
             place in the prompt.
         """
+        # One text would be taken for its characters.
+        hints, stop = arguments.texts(hints, "hints"), arguments.texts(stop, "stop")
         asked = [number for number, one in enumerate(turns) if one["role"] == "user"]
         if not asked or turns[-1]["role"] == "assistant":
             last = f"{turns[-1]['role']!r}" if turns else "missing"

@@ -181,7 +181,9 @@ class KVEngine(OfProcess):
         """
         self.require_here()
         asking = Asking(k, filter, reranker)
-        turns = checked_messages([*history, {"role": "user", "content": question}])
+        if history:
+            checked_messages(history)
+        turns = checked_messages([*(history or ()), {"role": "user", "content": question}])
         return asking.request(self.index, turns, **options)
 
     def prompt_ids(

@@ -94,9 +94,14 @@ class Search(OfProcess):
         ------
         ParameterError
             When the question is not text, is blank, or is longer than 100,000 characters, `k` is
-            not a whole number from 1 on, or the filter is wrong.
+            not a whole number from 1 on, or the filter or the reranker is wrong.
         """
         query, k = self._checked(query, k)
+        if reranker is not None and not hasattr(reranker, "scores"):
+            raise ParameterError(
+                f"reranker {arguments.shown(reranker)}: expected an object such as "
+                "kvrag.ingest.ranking.Reranker(MODEL)"
+            )
         admitted = read_filter(filter)
         vector = self._encoders.embedding.embed_query(query)
         by_meaning, catalog = self._nearest_to(vector, admitted), self._storage.catalog

@@ -55,6 +55,28 @@ class TestAsk:
     def engine(self, rag: Rag) -> KVEngine:
         return KVEngine(rag.index, max_tokens=8, session_bytes=0)
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("stop", "END"),
+            ("stop", None),
+            ("hints", "abc"),
+            ("history", "Hello"),
+            ("history", {"role": "user", "content": "Hello"}),
+            ("reranker", "model"),
+        ],
+    )
+    def test_what_is_no_list_or_reranker_is_refused(
+        self, engine: KVEngine, name: str, value: Any
+    ) -> None:
+        with pytest.raises(ParameterError, match=r"expected several|such as"):
+            engine.question("Who keeps the ledger?", **{name: value})
+
+    def test_no_history_is_none(self, engine: KVEngine) -> None:
+        none: Any = None
+        asked = engine.question("Who keeps the ledger?", history=none)
+        assert asked == engine.question("Who keeps the ledger?")
+
     def test_it_answers_over_what_a_search_finds(self, engine: KVEngine) -> None:
         answer = engine.ask("Who keeps the ledger?", k=2)
         hits = engine.index.search("Who keeps the ledger?", 2)
