@@ -44,7 +44,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; settings replace the options' defaults."""
-        self._refuse_set(ctx, args)
+        self._refuse_gone(ctx, args)
         try:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception as error:  # Typer's own class, in a module that differs between versions
@@ -56,18 +56,41 @@ class Command(TyperCommand):
                 self._settle(ctx, given)
         return super().parse_args(ctx, args)
 
-    def _refuse_set(self, ctx: Any, args: list[str]) -> None:
-        """Fail with the option to give instead of ``--set KEY=VALUE``."""
+    def _refuse_gone(self, ctx: Any, args: list[str]) -> None:
+        """Fail with what to give instead of ``--set KEY=VALUE``, or of another earlier option."""
         for number, arg in enumerate(args):
             if arg == "--":
                 break
             option, equals, pair = arg.partition("=")
+            if option.startswith("--") and (
+                gone := s.GONE.get((" ".join(_place(ctx)), option.removeprefix("--")))
+            ):
+                ctx.fail(f"{option} {gone}")
             if option == _SET:
-                key, _, value = (pair if equals else "".join(args[number + 1 :][:1])).partition("=")
                 ctx.fail(
-                    f"{_SET} is gone: give --{cut(key)} {cut(value)}, or write {cut(key)} = "
-                    f"{cut(value)} below [{'.'.join(_place(ctx))}] in {s.FILE_NAME}"
+                    self._instead_of_set(ctx, pair if equals else "".join(args[number + 1 :][:1]))
                 )
+
+    def _instead_of_set(self, ctx: Any, pair: str) -> str:
+        """Return what to give instead of ``--set KEY=VALUE``."""
+        name, _, value = pair.partition("=")
+        key, place = self.keys.get(name), _place(ctx)
+        if key is None:
+            return f"{_SET} is gone: give the option; 'kvrag config {' '.join(place)}' lists all"
+        found = next(one for one in self.params if one.name == key.parameter)
+        option = max(found.opts, key=len)
+        said, written = f"give {option} {value}", value
+        if key.kind is bool:
+            is_on = value.lower() in ("true", "1", "yes", "on")
+            written = "true" if is_on else "false"
+            options = [option] if is_on else found.secondary_opts
+            said = f"give {options[0]}" if options else f"leave {option} out"
+        elif key.kind not in (int, float):
+            written = f'["{value}"]' if key.is_list else f'"{value}"'
+        return (
+            f"{_SET} is gone: {cut(said)}, or write {name} = {cut(written)} below "
+            f"[{'.'.join(place)}] in {s.FILE_NAME}"
+        )
 
     def _settle(self, ctx: Any, given: Mapping[str, Any]) -> None:
         place = _place(ctx)

@@ -60,6 +60,8 @@ def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
     for number, name in enumerate(command):
         known = found.list_commands(root) if hasattr(found, "list_commands") else []
         if name not in known:
+            if gone := getattr(found, "gone", {}).get(name):
+                raise ParameterError(f"'kvrag {' '.join(command[: number + 1])}' {gone}")
             raise ParameterError(
                 f"there is no command 'kvrag {' '.join(command[: number + 1])}'"
                 f"{similar.like(name, known)}" + (f"; expected {', '.join(known)}" if known else "")

@@ -42,6 +42,13 @@ The author of the folder's documents may have left it there. None of these keys 
 address, a model or code, or disables a check; `index` is checked.
 """
 
+GONE = {
+    ("calibrate", name): "is gone: 'kvrag calibrate' asks about the index itself, and 'kvrag bench "
+    "quality' compares contexts, and policies with questions from a file"
+    for name in ("data", "contexts")
+}
+"""What replaces each command's option of an earlier version."""
+
 # Far more than anybody writes. The time to parse a line grows with the square of its dots.
 _MAX_BYTES = 64_000
 _MAX_LINE = 2_000
@@ -183,9 +190,11 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
     """Return a setting for a command; raise ParameterError if the command does not accept it."""
     key = keys.get(name)
     if key is None:
+        if gone := GONE.get((command, name)):
+            raise ParameterError(f"{origin}: {name} {gone}")
         raise ParameterError(
-            f"{origin}: {command} has no option {arguments.shown(name)}{similar.like(name, keys)}; "
-            "it has " + ", ".join(sorted(keys))
+            f"{origin}: 'kvrag {command}' has no option "
+            f"{arguments.shown(name)}{similar.like(name, keys)}; it has " + ", ".join(sorted(keys))
         )
     if not key.accepts(value):
         raise ParameterError(
@@ -252,7 +261,7 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
                 )
             setting = Setting(value, origin)
         else:
-            setting = check(command.keys, f"'kvrag {' '.join(table)}'", name, value, origin)
+            setting = check(command.keys, " ".join(table), name, value, origin)
             key = command.keys[name]
         is_path = (name == "index" and not arguments.is_url(value)) or (
             key is not None and key.kind is Path
@@ -297,6 +306,8 @@ def _entries(
             continue
         known = group.list_commands(context)
         if name not in known:
+            if gone := getattr(group, "gone", {}).get(name):
+                raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}' {gone}")
             raise ParameterError(
                 f"{origin()}: there is no command 'kvrag {arguments.cut(' '.join(here))}'"
                 f"{similar.like(name, known)}; expected {', '.join(known)}"

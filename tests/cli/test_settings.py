@@ -266,17 +266,30 @@ class TestNothingIsPassedOver:
         assert run("query", "--help").code == 0
         assert run("--help").code == 0
 
-    @pytest.mark.parametrize("given", [("--set", "seed=1"), ("--set=seed=1",)])
+    @pytest.mark.parametrize("given", [("--set", "ratio=1"), ("--set=ratio=1",)])
     def test_what_set_gave_is_an_option(
         self, run: Run, folder: Path, given: tuple[str, ...]
     ) -> None:
         # That of serve is not handed on to vLLM, as unknown ones are.
         for command in (("query", "x"), ("serve", "--show")):
-            done = run(*command, "-i", folder, *given)
-            assert done.code == 2
-            said = " ".join(re.sub("[\u2500-\u257f]", " ", done.err).split())
-            assert "--set is gone: give --seed 1, or write seed = 1 below" in said
+            said = _refused_set(run(*command, "-i", folder, *given))
+            assert "--set is gone: give --ratio 1, or write ratio = 1 below" in said
             assert f"[{command[0]}] in kvrag.toml" in said
+
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            ("k=2", "give -k 2, or write k = 2 below"),
+            ("policy=none", 'give --policy none, or write policy = "none" below'),
+            ("no-chat=true", "give --no-chat, or write no-chat = true below"),
+            ("no-chat=false", "leave --no-chat out, or write no-chat = false below"),
+            ("never-slower=false", "give --no-never-slower, or write never-slower = false below"),
+            ("nonsense=1", "give the option; 'kvrag config query' lists all"),
+            ("", "give the option; 'kvrag config query' lists all"),
+        ],
+    )
+    def test_what_replaces_set_works(self, run: Run, given: str, meant: str) -> None:
+        assert f"--set is gone: {meant}" in _refused_set(run("query", "x", "--set", given))
 
     def test_what_help_leaves_out_is_an_option_all_the_same(
         self, run: Run, index_folder: Path
@@ -287,6 +300,11 @@ class TestNothingIsPassedOver:
         assert one.code == 0, one.err
         assert one.json["answer"] == same.json["answer"]
         assert "tokens=2" in one.json["report"]["policy"]
+
+
+def _refused_set(done: Ran) -> str:
+    assert done.code == 2
+    return " ".join(re.sub("[\u2500-\u257f]", " ", done.err).split())
 
 
 class TestAFileNobodyNamed:

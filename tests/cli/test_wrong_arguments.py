@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,31 @@ def test_a_command_of_version_0_2_says_what_replaces_it(run: Run) -> None:
         assert done.code == 2
         assert done.err.startswith("error: 'kvrag serve-kv' is gone: let a web server")
     assert "serve-kv" not in run("--help").out
+
+
+def test_an_option_of_version_0_2_says_what_replaces_it(run: Run) -> None:
+    for given in (["--data", "x"], ["--data=x"], ["--contexts", "none"]):
+        done = run("calibrate", *given)
+        assert done.code == 2
+        said = " ".join(re.sub("[\u2500-\u257f]", " ", done.err).split())
+        assert f"{given[0].partition('=')[0]} is gone: 'kvrag calibrate' asks about" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[serve-kv]\nport = 8650", "kvrag.toml:1: 'kvrag serve-kv' is gone: let a web server"),
+        ('[calibrate]\ndata = "x"', "kvrag.toml:2: data is gone: 'kvrag calibrate' asks about"),
+    ],
+)
+def test_settings_of_version_0_2_say_what_replaces_them(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvrag.toml").write_text(text)
+    assert said in message(run, "ls")
+    (tmp_path / "kvrag.toml").unlink()
+    assert "is gone: let a web server" in message(run, "config", "serve-kv")
 
 
 @pytest.mark.parametrize("command", ["ls", "gc", "query"])
