@@ -16,10 +16,11 @@ row; it needs a new `SCHEMA_VERSION`.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 import sqlite3
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -141,23 +142,22 @@ class Checksums:
             )
             for name in (*_COVERED, "whole", "words")
         }
-        self._places = {name: _places_of(covered) for name, covered in _COVERED.items()}
+        self._layouts = {name: _layout_of(covered) for name, covered in _COVERED.items()}
 
     def of(self, name: str, values: Sequence[Any]) -> bytes:
         """Return the checksum of a row: ``state``, ``file``, ``document``, ``chunk``, ``vector``.
 
         The values are those that the checksum covers, in order. Raises an error of their types.
         """
-        numbers, texts, optional, contents = self._places[name]
-        said = [values[place] for place in numbers]
-        if optional:
-            said += [values[place] is not None for place in optional]
-            values = [
-                "" if place in optional and one is None else one for place, one in enumerate(values)
-            ]
-        parts = [values[place].encode() for place in texts]
-        parts += [values[place] for place in contents]
-        return self._digest(name, said, parts)
+        pick, optional, first_text, first_content, pack = self._layouts[name]
+        is_there = [values[place] is not None for place in optional]
+        if not all(is_there):
+            values = ["" if n in optional and one is None else one for n, one in enumerate(values)]
+        found = pick(values)
+        parts = [*map(str.encode, found[first_text:first_content]), *found[first_content:]]
+        return self._digest(
+            name, pack(*found[:first_text], *is_there, *map(len, parts)), b"".join(parts)
+        )
 
     def is_right(self, name: str, row: Sequence[Any]) -> bool:
         """Return whether a row, whose last value is its checksum, is what was written."""
@@ -176,25 +176,41 @@ class Checksums:
     def whole(self, parts: Iterable[bytes], name: str = "whole") -> bytes:
         """Return the checksum of a sequence of bytes; ``words`` has others than ``whole``."""
         parts = list(parts)
-        return self._digest(name, list(map(len, parts)), parts)
+        lengths = list(map(len, parts)) * 2  # as they were first written
+        return self._digest(name, struct.pack(f"<{len(lengths)}q", *lengths), b"".join(parts))
 
-    def _digest(self, name: str, numbers: Sequence[int], parts: Sequence[bytes]) -> bytes:
-        numbers = [*numbers, *map(len, parts)]
+    def _digest(self, name: str, numbers: bytes, content: bytes) -> bytes:
         digest = self._started[name].copy()
         # The lengths come first, so that no two rows flatten to the same bytes.
-        digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
-        digest.update(b"".join(parts))
+        digest.update(numbers)
+        digest.update(content)
         return bytes(digest.digest())
 
 
-def _places_of(covered: str) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the places of integers, of all texts, of those that may be missing, and of bytes."""
+class _Layout(NamedTuple):
+    """How a row becomes bytes: integers, then texts, then bytes, each kind in the row's order."""
+
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
+    optional: list[int]
+    first_text: int
+    first_content: int
+    pack: Callable[..., bytes]
+
+
+def _layout_of(covered: str) -> _Layout:
+    """Return the layout of a row of `_COVERED`."""
     kinds = [one.partition(":")[2] for one in covered.split()]
     numbers, texts, optional, contents = (
         [place for place, kind in enumerate(kinds) if kind in wanted]
         for wanted in ("i", "to", "o", "b")
     )
-    return numbers, texts, optional, contents
+    return _Layout(
+        operator.itemgetter(*numbers, *texts, *contents),
+        optional,
+        len(numbers),
+        len(numbers) + len(texts),
+        struct.Struct(f"<{len(kinds) + len(optional)}q").pack,
+    )
 
 
 class StoredDocument(NamedTuple):
