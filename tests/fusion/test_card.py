@@ -22,8 +22,8 @@ from kvrag.fusion.slices import Slices, in_one_slice, whole
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
 from kvrag.positions.rotary import RotaryTable
 from kvrag.testing.codec_contract import KEY, BytesSource, random_kv
-from tests.support.card_queues import QueueDevice, use
 from tests.support.properties import examples
+from tests.support.queues import QueueDevice, use
 
 
 class _Source(BytesSource):

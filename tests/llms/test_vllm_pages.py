@@ -17,7 +17,7 @@ from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.llms.vllm import pages, weights
 from kvrag.llms.vllm.pages import Brought, Pages
 from kvrag.llms.vllm.sharing import Part
-from tests.support.queues import Device
+from tests.support.queues import QueueDevice
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 BLOCK, NUM_BLOCKS = 4, 16
@@ -140,8 +140,9 @@ def _serve(seed: int, monkeypatch: pytest.MonkeyPatch, *, gives_up: int | None =
     The fusing thread takes a buffer and starts to fill it, then waits until it is full, as
     `WorkerSide` does. The engine's thread only starts its copies, and gives the buffer back.
     """
-    device = Device(seed)
-    monkeypatch.setattr(pages, "_after_started", lambda _: device.record())
+    device = QueueDevice(seed)
+    fusing, engine = device.stream(), device.stream()
+    monkeypatch.setattr(pages, "_after_started", lambda _: device.current().record_event())
     pool = BufferPool()
     written, caches, _ = _pages("FLASHINFER")
     loads, wanted = [], []
@@ -150,12 +151,11 @@ def _serve(seed: int, monkeypatch: pytest.MonkeyPatch, *, gives_up: int | None =
         load = _Load((2 * number, 2 * number + 1), 0, num_rows)
         rows = _rows(number, num_rows)
         buffer: FusedKV = pool.take(SPEC, num_rows, num_rows, CPU)
-        with device.starting("fusing"):
+        with device.starting(fusing):
             for index in range(SPEC.num_layers):
                 buffer.keys[index].copy_(rows[0, index, None])
                 buffer.values[index].copy_(rows[1, index, None])
-        device.current = "fusing"
-        device.record().synchronize()
+        fusing.record_event().synchronize()
         brought = Brought(
             [one[0] for one in buffer.keys],
             [one[0] for one in buffer.values],
@@ -163,7 +163,7 @@ def _serve(seed: int, monkeypatch: pytest.MonkeyPatch, *, gives_up: int | None =
             lambda after, buffer=buffer: pool.give_back(buffer, after),
         )
         writing = written.write(load, brought)
-        with device.starting("engine"):
+        with device.starting(engine):
             for layer, _ in enumerate(writing):
                 if number == gives_up and layer == 1:
                     writing.close()
@@ -171,8 +171,8 @@ def _serve(seed: int, monkeypatch: pytest.MonkeyPatch, *, gives_up: int | None =
         if number != gives_up:
             loads.append(load)
             wanted.append(rows)
-        device.run_some()
-    device.run()
+        device.wander()
+    device.finish()
     for load, rows in zip(loads, wanted, strict=True):
         for index, cache in enumerate(caches):
             assert torch.equal(_read(cache, load), rows[:, index])
@@ -198,14 +198,13 @@ def test_the_device_finds_a_buffer_that_is_used_too_early(monkeypatch: pytest.Mo
 
 
 def test_a_buffer_that_is_not_kept_stays_until_its_copies_have_run() -> None:
-    device = Device(0)
-    device.current = "engine"
+    device = QueueDevice(0, haste=0.0)
     pool = BufferPool()
     large, small = (FusedKV(SPEC, size, size) for size in (8, 4))
     pool.give_back(large)
-    pool.give_back(small, device.record())
+    pool.give_back(small, device.stream().record_event())
     assert len(pool._leaving) == 1
-    device.run()
+    device.finish()
     taken = pool.take(SPEC, 2, 2, CPU)
     assert taken.storage.data_ptr() == large.storage.data_ptr()
     assert not pool._leaving

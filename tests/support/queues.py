@@ -1,11 +1,11 @@
-"""A device of queues that run in random order, and respect nothing but events."""
+"""A device of streams, whose work runs in any order that its events allow."""
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import torch
@@ -16,71 +16,115 @@ _VIEWS = frozenset(
 )
 
 
-class Event:
-    """Happens when its queue comes to it."""
+class QueueDevice:
+    """Streams that do what was queued on them late, in random order, each in its own order.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.has_happened = False
-
-    def query(self) -> bool:
-        return self.has_happened
-
-    def synchronize(self) -> None:
-        self._device.run(lambda: self.has_happened)
-
-
-class Device:
-    """Operations are started on the current queue, and run at any later time.
-
-    Attributes
+    Parameters
     ----------
-    current
-        The name of the queue that operations are started on.
+    seed
+        Of the order, and of how far the device lags behind the host.
+    haste
+        How little it lags; None: as the seed says. With 0, nothing runs before somebody waits.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._queues: dict[str, deque[Callable[[], object]]] = {}
-        self.current = ""
+    def __init__(self, seed: int, haste: float | None = None) -> None:
+        self.random = Random(seed)
+        self._haste = self.random.choice([0.0, 0.3, 0.7]) if haste is None else haste
+        self._streams: list[Stream] = []
+        self._current = self.stream()
 
-    def start(self, work: Callable[[], object]) -> None:
-        self._queues.setdefault(self.current, deque()).append(work)
+    def stream(self, *_: object) -> Stream:
+        made = Stream(self)
+        self._streams.append(made)
+        return made
 
-    def record(self) -> Event:
-        event = Event(self)
-        self.start(lambda: setattr(event, "has_happened", True))
-        return event
-
-    def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Run what was started, in random order among the queues, until something holds."""
-        while not until():
-            waiting = [one for one in self._queues.values() if one]
-            if not waiting:
-                return
-            self._random.choice(waiting).popleft()()
-
-    def run_some(self) -> None:
-        """Run a random number of operations."""
-        left = self._random.randrange(6)
-        for _ in range(left):
-            waiting = [one for one in self._queues.values() if one]
-            if waiting:
-                self._random.choice(waiting).popleft()()
+    def current(self, *_: object) -> Stream:
+        return self._current
 
     @contextmanager
-    def starting(self, queue: str) -> Iterator[None]:
-        """Start each operation on tensors in here, instead of carrying it out."""
-        before, self.current = self.current, queue
+    def using(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
         try:
-            with _Starting(self):
+            yield
+        finally:
+            self._current = before
+
+    @contextmanager
+    def starting(self, stream: Stream) -> Iterator[None]:
+        """Queue each operation on tensors in here, instead of carrying it out."""
+        haste, self._haste = self._haste, 0.0
+        try:
+            with self.using(stream), _Starting(self):
                 yield
         finally:
-            self.current = before
+            self._haste = haste
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Queue work on the current stream."""
+        self._current.work.append((None, work))
+        self.wander()
+
+    def wander(self) -> None:
+        """Do some of the work that may be done now, perhaps none."""
+        while self.random.random() < self._haste and self._step():
+            pass
+
+    def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Do work until something has happened, or all of it."""
+        while not is_enough() and self._step():
+            pass
+
+    def _step(self) -> bool:
+        ready = [one for one in self._streams if one.is_ready()]
+        if ready:
+            self.random.choice(ready).work.popleft()[1]()
+        return bool(ready)
+
+
+class Stream:
+    """Work in order; what waits for an event is (event, nothing to do)."""
+
+    def __init__(self, device: QueueDevice) -> None:
+        self.device = device
+        self.work: deque[tuple[Event | None, Callable[[], object]]] = deque()
+
+    def is_ready(self) -> bool:
+        return bool(self.work) and (self.work[0][0] is None or self.work[0][0].is_done)
+
+    def record_event(self) -> Event:
+        event = Event(self.device)
+        self.work.append((None, event.happen))
+        self.device.wander()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.work.append((event, lambda: None))
+
+    def synchronize(self) -> None:
+        self.device.finish(lambda: not self.work)
+
+
+class Event:
+    """Happens when the stream that recorded it comes to it."""
+
+    def __init__(self, device: QueueDevice) -> None:
+        self.device = device
+        self.is_done = False
+
+    def happen(self) -> None:
+        self.is_done = True
+
+    def query(self) -> bool:
+        self.device.wander()
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.device.finish(lambda: self.is_done)
+        assert self.is_done, "the host waits for ever"
 
 
 class _Starting(TorchDispatchMode):
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: QueueDevice) -> None:
         super().__init__()
         self._device = device
 
@@ -90,10 +134,39 @@ class _Starting(TorchDispatchMode):
         if name in _VIEWS:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._device.start(lambda: func(*args, **kwargs))
+            self._device.queue(lambda: func(*args, **kwargs))
             return args[0]
         made = func(*args, **kwargs)  # for its shape
         if isinstance(made, torch.Tensor) and made.is_floating_point():
             made.fill_(float("nan"))
-            self._device.start(lambda: made.copy_(func(*args, **kwargs)))
+            self._device.queue(lambda: made.copy_(func(*args, **kwargs)))
         return made
+
+
+def use(device: QueueDevice, patch: Any) -> None:
+    """Let kvrag's code for cards run on a device; `patch` is pytest's MonkeyPatch."""
+    from kvrag.fusion import card, loader, placement
+    from kvrag.loading import pinned, threads
+
+    buffers = pinned.PinnedBuffers(num_readers=1)
+    streams = {"current_stream": device.current, "stream": device.using, "Stream": device.stream}
+    for name, fake in streams.items():
+        patch.setattr(torch.cuda, name, fake)
+    copying = device.stream()
+    patch.setattr(card, "copy_stream", lambda _: copying)
+    patch.setattr(card, "buffers", lambda: buffers)
+    patch.setattr(pinned, "_page_locked", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    patch.setattr(card, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory)))
+    place = placement.Placement.place
+    patch.setattr(placement.Placement, "place", lambda *given: device.queue(lambda: place(*given)))
+    patch.setattr(loader, "_is_on_card", lambda _: True)
+    # Readers work when they are started, so that the order is the random one's alone.
+    patch.setattr(threads, "start", _at_once)
+
+
+def _at_once(work: Callable[[], Any], *_: object) -> Any:
+    from concurrent.futures import Future
+
+    done: Future[Any] = Future()
+    done.set_result(work())
+    return done
