@@ -57,11 +57,12 @@ _TABLES = AnswerOptions, EngineOptions
 _OPTIONS = everywhere(*_TABLES)
 _ENGINE = tuple(everywhere(EngineOptions))
 _OF_REQUESTS = tuple(everywhere(AnswerOptions))
-_OF_ENGINES = (*_ENGINE, "eviction", "ttft")
+OF_ENGINES = (*_ENGINE, "eviction", "ttft")
+"""Constructor parameters that make an engine."""
 _RECOMPUTE = tuple(one.name for one in fields(Recompute))
 
 PER_CALL = (
-    *("model", *(name for name in _OF_REQUESTS if name not in _OF_ENGINES)),
+    *("model", *(name for name in _OF_REQUESTS if name not in OF_ENGINES)),
     *("stop", "timeout", "response_format"),
 )
 """Constructor parameters that a single call may replace."""
@@ -379,7 +380,7 @@ class EngineSettings(_FromTable):
         """Return the engine; the first call opens the index and loads the model."""
         model = model or self.model
         index = shared_index(self.index, model=model, device=self.device)
-        values = {name: getattr(self, name) for name in _OF_ENGINES}
+        values = {name: getattr(self, name) for name in OF_ENGINES}
         key = (model, *values.values())
         engine = self._engines.get(key)
         if engine is None or engine.index is not index:

@@ -38,6 +38,7 @@ from kvrag.llms.langchain import ChatKVRag, KVRagLLM
 from kvrag.llms.langchain_messages import to_turns
 from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.settings import PER_CALL
+from kvrag.llms.vllm.adapter_settings import VLLMSettings
 from kvrag.models.kv_model import KVModel
 from tests.fusion.test_links import make_links
 from tests.support.models import make_tokenizer
@@ -503,3 +504,10 @@ def test_no_chat_template(rag: Rag, tmp_path: Path) -> None:
     chat = ChatKVRag(index=rag.path, model=str(tmp_path / "model"))
     with pytest.raises(ParameterError, match="chat template"):
         chat.invoke("Hello")
+
+
+@pytest.mark.parametrize("given", [{"never_slower": False}, {"store_patience": 1.0}])
+def test_vllm_refuses_what_it_would_ignore(given: dict[str, Any]) -> None:
+    assert VLLMSettings(index="x", links="off", eviction="none").never_slower
+    with pytest.raises(ValueError, match="vLLM takes no schemas, device"):
+        VLLMSettings(index="x", **given)

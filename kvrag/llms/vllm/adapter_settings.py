@@ -12,7 +12,7 @@ from kvrag.engine.base import Engine
 from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
-from kvrag.llms.settings import EngineSettings
+from kvrag.llms.settings import OF_ENGINES, EngineSettings
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.in_process import InProcess
@@ -21,6 +21,7 @@ from kvrag.llms.vllm.settings import ConnectorSettings, servable_policy
 from kvrag.llms.vllm.transports import Transport
 from kvrag.llms.vllm.versions import require_tested
 
+_REFUSED = ("schemas", "device", *OF_ENGINES)
 _started: dict[str, InProcess] = {}
 _starting = threading.Lock()
 
@@ -41,9 +42,10 @@ class VLLMSettings(EngineSettings):
 
     Notes
     -----
-    ``links``, ``schemas``, ``device``, ``ttft``, ``eviction``, ``session_bytes`` and
-    ``session_store_bytes`` are refused: vLLM has one row per token, supports no gaps between
-    positions, chooses its own device, loads records whole, keeps all keys, and has its own cache.
+    ``links``, ``schemas``, ``device``, ``ttft``, ``eviction``, ``session_bytes``,
+    ``session_store_bytes``, ``store_patience`` and ``never_slower`` are refused: vLLM has one row
+    per token, supports no gaps between positions, chooses its own device, loads records whole,
+    keeps all keys, has its own cache, and takes what is stored.
     """
 
     base_url: str | None = None
@@ -53,17 +55,14 @@ class VLLMSettings(EngineSettings):
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
-        refused = ("device", "ttft", "session_bytes", "session_store_bytes", "schemas")
         usual = type(self).model_fields
         is_given = make_eviction(self.eviction) is not None or any(
             getattr(self, name) != usual[name].get_default(call_default_factory=True)
-            for name in refused
+            for name in _REFUSED
+            if name not in ("eviction", "links")
         )
         if self.links not in (None, "off") or is_given:
-            raise ParameterError(
-                "vLLM takes no links, schemas, device, ttft, eviction, session_bytes or "
-                "session_store_bytes; leave them out"
-            )
+            raise ParameterError(f"vLLM takes no {', '.join(_REFUSED)}; leave them out")
         if self.base_url is not None and self.engine_args:
             raise ParameterError(
                 "engine_args are for a vLLM started in this process: leave out base_url"
