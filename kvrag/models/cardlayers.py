@@ -152,7 +152,7 @@ def operations_for(
     """Return what carries operations out over rows; their state goes to the card."""
     positions, device = places.positions, places.positions.device
     if positions.data_ptr() % 16:
-        # The last of many rows, for example. Kernels take aligned addresses, or are compiled again.
+        # The last of many rows, for example. Kernels take aligned addresses, or are built again.
         positions = positions.clone()
     state = torch.tensor(places.state(), pin_memory=device.type == "cuda")
     return RowKernels(

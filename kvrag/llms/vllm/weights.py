@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvrag.errors import KVRagError
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES, FusedKV
 from kvrag.llms.vllm.opening import check_engine
@@ -73,9 +74,13 @@ def prepare(vllm_config: VllmConfig, model: nn.Module) -> None:
     extra = _extra_config(vllm_config.kv_transfer_config)
     if extra is None:
         return
-    settings = ConnectorSettings.from_extra_config(extra)
-    require_tested(any_version=settings.any_version)
-    made = _fusing(vllm_config, check_engine(vllm_config, None, settings), model)
+    try:
+        settings = ConnectorSettings.from_extra_config(extra)
+        require_tested(any_version=settings.any_version)
+        index_config = check_engine(vllm_config, None, settings)
+    except KVRagError:
+        return  # the connector refuses it for the same reason, where the user can read it
+    made = _fusing(vllm_config, index_config, model)
     if made.model.device.type != "cpu":
         num_rows = min(vllm_config.model_config.max_model_len, _MOST_ROWS) + 1
         memory = FusedKV(made.model.spec, num_rows, num_rows, made.model.device)
