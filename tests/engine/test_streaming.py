@@ -132,11 +132,12 @@ def test_without_time_the_least_is_loaded(index: Index, prompt: str) -> None:
 
 
 class Failing(StoreWrapper):
-    """Does something before a read of a record, counted over all records."""
+    """Does something before a read of a record, counted over all records, one at a time."""
 
     def __init__(self, inner: Store, before: Callable[[int], None]) -> None:
         super().__init__(inner)
         self.num_reads = 0
+        self.lock = threading.Lock()
         self.before = before
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
@@ -151,8 +152,9 @@ class _Failing(RecordWrapper):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         if offset:  # not the header
-            self._store.before(self._store.num_reads)
-            self._store.num_reads += 1
+            with self._store.lock:
+                self._store.before(self._store.num_reads)
+                self._store.num_reads += 1
         self.inner.read_into(offset, buffer)
 
 
