@@ -156,7 +156,7 @@ class TieredStore(Listing):
         """Remove a record from every tier; return whether there was one."""
         self._outdate(key)
         if self._uploader is not None:
-            self._uploader.forget(key)
+            self._uploader.forget_deleted(key)
         was_there = [tier.delete(key) for tier in self.tiers]
         return any(was_there)
 

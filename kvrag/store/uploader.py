@@ -216,6 +216,8 @@ class Uploader:
         self._has_failed = False
         self._is_idle = False
         self._version = 1
+        self._uploading: ChunkKey | None = None
+        self._is_deleted = False  # the one that is being uploaded
         # A record that has not been uploaded is nowhere but on disk.
         self._pin(*self._outbox.keys())
         self._thread = threading.Thread(target=self._run, name="kvrag-upload", daemon=True)
@@ -260,6 +262,12 @@ class Uploader:
         """Remove a record from the list: any entry, or only the one with `number`."""
         if self._outbox.remove(key, number) and self._pins is not None:
             self._pins.unpin([key])
+
+    def forget_deleted(self, key: ChunkKey) -> None:
+        """Forget a record that is deleted from all stores next; take back an upload under way."""
+        self.forget(key)
+        with self._wake:
+            self._is_deleted |= self._uploading == key
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until all is uploaded; say whether it is. Stops at once when an upload fails."""
@@ -333,10 +341,23 @@ class Uploader:
             self._disk.delete(entry.key)
         else:
             if record is not None:
-                write_to(self._home, entry.key, content, entry.replaces)
+                self._send(entry, content)
             elif entry.age_seconds < _ABANDONED_SECONDS:
                 return  # it is being written, or its writer was killed before it was
         self.forget(entry.key, entry.number)
+
+    def _send(self, entry: _Entry, content: bytes) -> None:
+        """Write a record to the home, unless it is deleted before or meanwhile."""
+        with self._wake:
+            self._uploading, self._is_deleted = entry.key, False
+        try:
+            if self._outbox.contains(entry.key):
+                write_to(self._home, entry.key, content, entry.replaces)
+        finally:
+            with self._wake:
+                self._uploading, is_deleted = None, self._is_deleted
+        if is_deleted:
+            self._home.delete(entry.key)
 
     def _list(self, key: ChunkKey, replaces: bool) -> None:
         if self._outbox.add(key, replaces=replaces):

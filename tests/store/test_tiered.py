@@ -307,6 +307,26 @@ def test_a_record_replaced_while_it_is_uploaded(tiers: TieredStore, remote: Remo
     assert stored(tiers, KEY) == record_of(KEY, 500)
 
 
+def test_a_record_deleted_while_it_is_uploaded(
+    tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, put = threading.Event(), threading.Event(), remote.put
+
+    def held(key: ChunkKey, record: bytes) -> None:
+        begun.set()
+        assert goes_on.wait(30)
+        put(key, record)
+
+    monkeypatch.setattr(remote, "put", held)
+    tiers.put(KEY, record_of(KEY))
+    assert begun.wait(30)
+    tiers.delete(KEY)
+    goes_on.set()
+    assert tiers.flush(30)
+    assert not remote.contains(KEY)
+    assert tiers.open(KEY) is None
+
+
 def test_what_is_replaced_while_it_is_fetched_is_not_kept(
     tiers: TieredStore, remote: Remote
 ) -> None:

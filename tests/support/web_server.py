@@ -45,13 +45,20 @@ class WebServer:
 
     async def _start(self, port: int, tls: ssl.SSLContext | None) -> int:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls)
+        await self._site.start()
         return int(self._runner.addresses[0][1])
+
+    async def _end(self) -> None:
+        # Connections that are being accepted or closed take some turns of the loop each.
+        await self._site.stop()
+        await asyncio.sleep(0.01)
+        await self._runner.cleanup()
+        await asyncio.sleep(0.01)
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
