@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -21,12 +20,13 @@ import numpy as np
 import torch
 
 from kvrag import arguments
-from kvrag.errors import ParameterError
+from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.repair import Repair
+from kvrag.ingest.config import write_atomically
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.models.kv_model import KVModel
@@ -209,15 +209,8 @@ def _read(key: str) -> RowPrices | None:
 
 def _write(key: str, prices: RowPrices) -> None:
     """Keep prices for other processes, whole or not at all; without a cache, nothing is kept."""
-    text = json.dumps({"of": key, **asdict(prices)})
-    with suppress(OSError, ParameterError):
+    content = json.dumps({"of": key, **asdict(prices)}).encode()
+    with suppress(OSError, ParameterError, StoreError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            written = Path(file.name)
-            try:
-                file.write(text)
-                file.flush()
-                written.replace(path)
-            except OSError:
-                written.unlink()
+        write_atomically(path, content)

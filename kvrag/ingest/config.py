@@ -19,7 +19,7 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.contexts import DEFAULT_TOKENS, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import read_regular
-from kvrag.store.files import store_error
+from kvrag.store.files import store_error, sync_folder
 
 if TYPE_CHECKING:
     from kvrag.kvcache import KVSpec
@@ -214,22 +214,12 @@ def write_atomically(path: Path, *parts: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise store_error("write", path, error) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, if the system can."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def newer_error(path: Path | str, expected: str, found: int) -> IndexFormatError:
