@@ -571,8 +571,6 @@ class Catalog(CatalogFile):
     def stored_chunks(self, rows: Sequence[int] | None = None) -> Iterator[StoredChunk]:
         """Yield what the readable chunk rows hold, all of them or some."""
         columns = _ALL_CHUNK_COLUMNS
-        if self.is_old:
-            columns = columns.replace("vector_seal", "x''").replace("seal", "x''")
         found = self._scan(columns) if rows is None else self._select_in(columns, "row", rows)
         for *values, keys, embedding, vector_checksum in found:
             vector = (values[0], values[1], embedding, vector_checksum)
@@ -588,7 +586,7 @@ class Catalog(CatalogFile):
                 chunk=chunk,
                 keys=keys,
                 checksums=joined(values[10], vector_checksum, ""),
-                embedding=embedding if self.is_old or self._is_vector_sound(vector) else None,
+                embedding=embedding if self._is_vector_sound(vector) else None,
             )
 
     def stored_documents(self, sources: Iterable[Any] = ()) -> list[tuple[StoredDocument, bool]]:
@@ -596,25 +594,21 @@ class Catalog(CatalogFile):
 
         Documents with the given sources are found even if the table cannot be read in order.
         """
-        columns = DOCUMENT_COLUMNS
-        if self.is_old:
-            columns = "source, file, digest, metadata, 0, x'', x''"
-        rows = {row[0]: row for row in self._readable(f"SELECT {columns} FROM documents")}
+        select = f"SELECT {DOCUMENT_COLUMNS} FROM documents"
+        rows = {row[0]: row for row in self._readable(select)}
         for source in sources:
             if source not in rows:
-                for row in self._rows(
-                    f"SELECT {columns} FROM documents WHERE source = ?", (source,)
-                ):
+                for row in self._rows(f"{select} WHERE source = ?", (source,)):
                     rows[source] = row
         return [
-            (StoredDocument(*row[:-1]), self._is_right("document", row)) for row in rows.values()
+            (StoredDocument(*row[:-1]), self._checksums.is_right("document", row))
+            for row in rows.values()
         ]
 
     def stored_files(self) -> list[tuple[FileState, bool]]:
         """Return the readable states of files, and whether each row is what was written."""
-        columns = "path, digest, size_bytes, mtime_ns, 0, 0, x''" if self.is_old else FILE_COLUMNS
-        rows = self._readable(f"SELECT {columns} FROM files")
-        return [(FileState(*row[:-1]), self._is_right("file", row)) for row in rows]
+        rows = self._readable(f"SELECT {FILE_COLUMNS} FROM files")
+        return [(FileState(*row[:-1]), self._checksums.is_right("file", row)) for row in rows]
 
     def checksum_of(self, parts: Iterable[bytes]) -> bytes:
         """Return the checksum of a document's chunks, of what each contributes (`joined`)."""
@@ -697,14 +691,6 @@ class Catalog(CatalogFile):
             if self._go_on(error):
                 yield from self._connection.execute(statement)
 
-    def _is_right(self, name: str, row: Sequence[Any]) -> bool:
-        """Return whether a row is what was written; an old catalog's may be, if it can be read."""
-        if not self.is_old:
-            return self._checksums.is_right(name, row)
-        return self._checksums.takes(name, row[:-1]) and (
-            name != "document" or _is_metadata(StoredDocument(*row[:-1]).metadata)
-        )
-
     def _is_vector_sound(self, values: Sequence[Any]) -> bool:
         """Return whether a chunk's vector (`VECTOR_COLUMNS`) is unchanged."""
         return self._checksums.is_right("vector", values)
@@ -715,7 +701,7 @@ class Catalog(CatalogFile):
 
     def _chunk(self, values: Sequence[Any]) -> Chunk:
         """Return the chunk of a row (`CHUNK_COLUMNS`). Raises IndexFormatError."""
-        return sound_chunk(values, None if self.is_old else self._checksums, self.path)
+        return sound_chunk(values, self._checksums, self.path)
 
     def _sound_chunk(self, values: Sequence[Any]) -> Chunk | None:
         """Return the chunk of a row, or None and a note of the damage."""
@@ -760,14 +746,6 @@ class Catalog(CatalogFile):
                 return False
             parts.append(joined(chunk[10], vector_checksum, keys))
         return (len(parts), self._checksums.whole(parts)) == (document.num_chunks, document.chunks)
-
-
-def _is_metadata(text: str) -> bool:
-    """Return whether a text is a document's metadata."""
-    try:
-        return bool(pack_json(unpack_json(text)))
-    except (ValueError, RecursionError):
-        return False
 
 
 def _is_named(chunk_id: object, source: object, ordinal: object, text: object) -> bool:

@@ -80,8 +80,6 @@ class CatalogFile:
         The catalog's file.
     cipher_key
         The key that encrypts it; None if it is not encrypted.
-    is_old
-        Whether the rows have no checksums yet (schema 2).
     on_damage
         Called for every row that is left out because it is damaged.
     num_noted
@@ -123,8 +121,7 @@ class CatalogFile:
                 raise
         except (self._sql.Error, OSError) as error:
             raise catalog_error(path, error) from error
-        self.is_old = (application, version) == (APPLICATION_ID, 2)
-        if (application, version) != (APPLICATION_ID, SCHEMA_VERSION) and not self.is_old:
+        if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
             self._connection.close()
             if application == APPLICATION_ID and version > SCHEMA_VERSION:
                 raise newer_error(path, f"at most schema {SCHEMA_VERSION}", version)
@@ -268,8 +265,6 @@ class CatalogFile:
 
     def _state(self) -> State | None:
         """Return the state, or None if its row is damaged or missing."""
-        if self.is_old:
-            return None
         rows = self._rows(f"SELECT {STATE_COLUMNS} FROM state")
         is_sound = len(rows) == 1 and self._checksums.is_right("state", rows[0])
         return State.of_row(rows[0]) if is_sound else None
@@ -277,8 +272,6 @@ class CatalogFile:
     def _counted(self, generation: int) -> State:
         """Return the state computed from the existing rows."""
         state = State(generation)
-        if self.is_old:
-            return state
         for (checksum,) in self._rows("SELECT seal FROM documents"):
             state.count_document(checksum, 1)
         for (checksum,) in self._rows("SELECT seal FROM files"):
@@ -373,7 +366,6 @@ class CatalogFile:
             self.cipher_key = cipher_key
             self._sql = library(cipher_key)
             self._words = self._word_index()
-            self.is_old = False
             try:
                 self._connect()
             except (self._sql.Error, OSError) as error:

@@ -15,7 +15,7 @@ from kvrag.arguments import shown
 from kvrag.checksum import checksum
 from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError
-from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest.contexts import DEFAULT_TOKENS, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import read_regular
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvrag.kvcache import KVSpec
 
 FORMAT_VERSION = 5
-OLDEST_VERSION = 3
 FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
 RUNS_NAME = "runs.cache"
@@ -37,16 +36,8 @@ _KIND = "kvrag index"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The supported element types of KV, with their sizes in bytes."""
 
-# Values for fields that are missing from files of earlier versions.
-_DEFAULTS = {
-    "compression": NO_COMPRESSION,
-    "anchors": "",
-    "store": "",
-    "key_check": "",
-    "index_id": "",
-    "control_tokens": KEEP,
-    "corpus_filler": "",
-}
+# Values for fields that the first files of this version lack.
+_DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": ""}
 # How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
 _HEXADECIMAL = {"profile": 40, "anchors": 40, "key_check": 32, "index_id": 32}
 _CHOICES: dict[str, Collection[str]] = {
@@ -100,8 +91,6 @@ class IndexConfig:
     index_id
         32 random hexadecimal digits that the seals of the catalog include; "" for indexes that
         are older than these digits.
-    format_version
-        Format version of the file that was read.
     """
 
     model: str
@@ -128,7 +117,6 @@ class IndexConfig:
     corpus_filler: str = ""
     key_check: str = ""
     index_id: str = ""
-    format_version: int = FORMAT_VERSION
 
     @property
     def spec(self) -> KVSpec:
@@ -194,7 +182,7 @@ class IndexConfig:
         except (ValueError, RecursionError) as error:
             raise _foreign(path, f"it is not JSON ({error})") from error
         config = cls(**_checked(path, values))
-        _compare(path, values, config.format_version)
+        _compare(path, values)
         return config
 
 
@@ -238,11 +226,9 @@ def _foreign(path: Path, what: str) -> IndexFormatError:
     )
 
 
-def _compare(path: Path, values: Mapping[str, Any], version: int) -> None:
+def _compare(path: Path, values: Mapping[str, Any]) -> None:
     """Raise IndexFormatError unless a file's content matches its checksum."""
     found = values.get("checksum")
-    if found is None and version < FORMAT_VERSION:
-        return  # Older than checksums.
     expected = checksum(values)
     if found != expected:
         raise IndexFormatError(
@@ -259,7 +245,7 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
     version = values.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise newer_error(path, f"at most format version {FORMAT_VERSION}", version)
-    if type(version) is not int or not OLDEST_VERSION <= version <= FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise _foreign(path, f"format version {FORMAT_VERSION} expected, found {shown(version)}")
     values = {**_DEFAULTS, **values}
     checked: dict[str, Any] = {}

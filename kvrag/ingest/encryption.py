@@ -12,16 +12,15 @@ import hmac
 from pathlib import Path
 from typing import Any
 
-from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
+from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
 from kvrag.ingest import lock, words
 from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.catalogfile import finish_placing, next_path, put_in_place, ready_path
-from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
+from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.schema import checksum_key
 from kvrag.store.base import Store
 from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
 from kvrag.store.encrypted import EncryptedStore
-from kvrag.store.wrapper import read_whole
 
 _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
@@ -29,7 +28,6 @@ _SALT = b"kvrag tenant salt"
 _ARTEFACTS = b"kvrag artefacts"
 _CONVERSATIONS = b"kvrag conversations"
 _CHECK_BYTES = 16
-_NUM_PROBES = 8
 
 
 def _key_of(store: Store) -> tuple[Store, DerivesKeys] | None:
@@ -105,12 +103,7 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
             (folder / words.FILE_NAME).unlink(missing_ok=True)  # under the former key, or none
             put_in_place(path)
         catalog = Catalog(path, **keys)
-    if catalog.is_old:
-        is_foreign = bool(config.index_id)  # an index with an id was made with checksums
-    else:
-        # `open_index` refuses an older index.json.
-        is_foreign = config.format_version == FORMAT_VERSION and catalog.is_foreign()
-    if is_foreign:
+    if catalog.is_foreign():
         catalog.close()
         raise IndexMismatchError(
             f"{path} is the catalog of another index than index.json beside it: none of its rows "
@@ -149,8 +142,7 @@ def check_key(folder: Path, config: IndexConfig, store: Store) -> None:
     """Raise IndexMismatchError unless a store has the index's key, or neither has one."""
     found = key_check(store)
     if not config.key_check:
-        # Older versions of kvrag encrypted the records alone (`Storage.encrypt_catalog`).
-        if found and "key_file=" not in config.store:
+        if found:
             raise IndexMismatchError(
                 f"the index in {folder} is not encrypted, and {store.url} has a key: only part of "
                 "the index would be encrypted. Leave the key out, or encrypt the whole index: "
@@ -167,28 +159,4 @@ def check_key(folder: Path, config: IndexConfig, store: Store) -> None:
         raise IndexMismatchError(
             f"wrong key: the index in {folder} was encrypted with another key than that of "
             f"{store.url}; give the key file that it was made with. Nothing is damaged"
-        )
-
-
-def require_key_of_records(store: Store) -> None:
-    """Raise IndexMismatchError if a store holds records and its key opens none of a sample."""
-    found = _key_of(store)
-    if found is None:
-        return
-    tier, _ = found
-    tried = 0
-    for key in tier.keys():  # noqa: SIM118  a store, no mapping
-        if tried == _NUM_PROBES:
-            break
-        tried += 1
-        with contextlib.suppress(RecordError, StoreError):
-            record = tier.open(key)
-            if record is not None:
-                with contextlib.closing(record):
-                    read_whole(record)
-                return
-    if tried:
-        raise IndexMismatchError(
-            f"wrong key: it opens none of the records that {store.url} holds; give the key file "
-            "that they were stored with"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrag.arguments import shown
-from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
+from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import next_path
@@ -175,21 +175,19 @@ def mend_catalog(storage: Storage, encoders: Encoders) -> list[str]:
     return [path for path in paths if Path(path).is_file()]
 
 
-def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed | None) -> list[str]:
+def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed) -> list[str]:
     """Replace a catalog by one with its sound content; return the files to read again.
 
     Vectors are computed again from their text, names of KV from their tokens. A chunk with other
     damage goes. The files of incomplete documents are read again: all of them, if it is unknown
-    which documents are missing. Rows of a catalog of schema 2 have no checksums: those that
-    contradict themselves go.
+    which documents are missing.
 
     Parameters
     ----------
     key_of
         Returns the name that a chunk's KV must have, the first of several.
     embed
-        Returns the vectors ``[num_windows, dim]`` of a text; None leaves a chunk with a damaged
-        vector out.
+        Returns the vectors ``[num_windows, dim]`` of a text.
 
     Raises
     ------
@@ -212,14 +210,11 @@ def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed | None) -> list[str]:
 class _Salvage:
     """Writes what is sound in one catalog to another, an empty one."""
 
-    def __init__(
-        self, catalog: Catalog, fresh: Catalog, key_of: KeyOf, embed: Embed | None
-    ) -> None:
+    def __init__(self, catalog: Catalog, fresh: Catalog, key_of: KeyOf, embed: Embed) -> None:
         self._catalog = catalog
         self._fresh = fresh
         self._key_of = key_of
         self._embed = embed
-        self._is_sure = True  # that no chunk's source is damaged
 
     def run(self) -> list[str]:
         """Do it; return the files to read again."""
@@ -232,11 +227,7 @@ class _Salvage:
         files = catalog.stored_files()
         known = {one.path: one for one, is_right in files if is_right}
         # Otherwise something is missing, and nothing says what.
-        is_complete = catalog.is_old or (
-            state == counted and not catalog.damage() and len(known) == len(files)
-        )
-        # An old document does not say how many chunks it had: those may be its own.
-        self._is_sure = all(source in documents for source in rows_of)
+        is_complete = state == counted and not catalog.damage() and len(known) == len(files)
         again: set[str] = set()
         change = Change()
         for source in dict.fromkeys([*rows_of, *documents]):
@@ -268,8 +259,6 @@ class _Salvage:
         chunks, parts = [row for row, _ in found], [part for _, part in found]
         if document is None:
             return chunks, False
-        if self._catalog.is_old:
-            return chunks, self._is_sure and len(chunks) == len(rows)
         checksum = self._catalog.checksum_of(parts)
         return chunks, (len(parts), checksum) == (document.num_chunks, document.chunks)
 
@@ -282,19 +271,10 @@ class _Salvage:
             return
         keys = [self._key_of(each) for each in chunk.encodings()]
         names = " ".join(key.digest for key in keys)
-        try:
-            vectors = np.frombuffer(one.embedding or b"", "<f4")
-        except (TypeError, ValueError):  # of an old catalog
-            return
-        if self._catalog.is_old:
-            is_named = chunk.chunk_id == chunk_id_of(chunk.source, chunk.ordinal, chunk.text)
-            if not is_named or (names, len(chunk.token_ids)) != (one.keys, one.num_tokens):
-                return
-            if not (np.isfinite(vectors).all() and vectors.any()):
-                return
-        elif one.embedding is None:
-            assert self._embed is not None
+        if one.embedding is None:
             vectors = np.asarray(self._embed(chunk.text), np.float32)
+        else:
+            vectors = np.frombuffer(one.embedding, "<f4")
         yield ChunkRow(chunk, keys, vectors), _part(one, names)
 
 

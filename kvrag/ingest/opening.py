@@ -10,15 +10,13 @@ from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import config as configs
 from kvrag.ingest import lock
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.checks import check_device, check_embedding, check_limit
-from kvrag.ingest.config import FORMAT_VERSION, KV_FOLDER, VIEW_OF_NAME, IndexConfig
+from kvrag.ingest.config import KV_FOLDER, VIEW_OF_NAME, IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import open_catalog, replace_catalog
-from kvrag.ingest.healing import salvage
 from kvrag.ingest.storage import Storage
 from kvrag.models.precision import check_compute
 from kvrag.store.base import Store
@@ -89,38 +87,7 @@ def _open_storage(folder: Path, config: IndexConfig, store: str | None, mend: bo
     except BaseException:
         opened.close()
         raise
-    storage = Storage(folder, config, catalog, opened, lost)
-    try:
-        _bring_up_to_date(storage)
-    except BaseException:
-        storage.close()
-        raise
-    return storage
-
-
-def _bring_up_to_date(storage: Storage) -> None:
-    """Give rows and `index.json` from before they had checksums their own; takes the lock."""
-    catalog, config = storage.catalog, storage.config
-    if not catalog.is_old:
-        if config.format_version < FORMAT_VERSION:
-            raise IndexFormatError(
-                f"{storage.path / configs.FILE_NAME} is older than the catalog next to it: it was "
-                "replaced. Put back the file as it was, from a copy; without one, ingest into "
-                "a new folder"
-            )
-        return
-    logger.warning("%s was made by an older kvrag: its rows get their checksums now", storage.path)
-    with lock.writer_lock(storage.path):
-        config.save(storage.path)
-        _, before, _ = catalog.counts()
-        salvage(catalog, storage.key_of, None)
-        _, after, _ = catalog.counts()
-    if after < before:
-        logger.warning(
-            "%s: %d chunks contradicted themselves and are left out; ingest their documents again",
-            storage.path,
-            before - after,
-        )
+    return Storage(folder, config, catalog, opened, lost)
 
 
 def _open_catalog(

@@ -166,13 +166,6 @@ class Checksums:
         except _NO_VALUES:
             return False
 
-    def takes(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether the values of a row are of the types that its checksum covers."""
-        try:
-            return bool(self.of(name, values))
-        except _NO_VALUES:
-            return False
-
     def whole(self, parts: Iterable[bytes], name: str = "whole") -> bytes:
         """Return the checksum of a sequence of bytes; ``words`` has others than ``whole``."""
         parts = list(parts)
@@ -286,14 +279,11 @@ def joined(checksum: object, vector_checksum: object, keys: object) -> bytes:
     return b"".join(one for one in parts if isinstance(one, bytes))
 
 
-def sound_chunk(row: Sequence[Any], checksums: Checksums | None, path: Path) -> Chunk:
-    """Return the chunk of a row (`CHUNK_COLUMNS`); None as checksums compares none.
-
-    Raises IndexFormatError, which names the catalog's file.
-    """
+def sound_chunk(row: Sequence[Any], checksums: Checksums, path: Path) -> Chunk:
+    """Return the chunk of a row (`CHUNK_COLUMNS`). Raises IndexFormatError, which names `path`."""
     _, chunk_id, source, ordinal, text, ids, starts, _, metadata, contexts, _ = row
     place = f"chunk {shown(chunk_id)} of {shown(source)}"
-    if checksums is not None and not checksums.is_right("chunk", row):
+    if not checksums.is_right("chunk", row):
         raise damaged(path, f"{place} is not what was written")
     try:
         return unpack_chunk((chunk_id, text, ids, starts, source, ordinal, metadata, contexts))

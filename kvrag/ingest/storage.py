@@ -24,7 +24,7 @@ from kvrag.ingest.changelog import ChangeLog
 from kvrag.ingest.checks import check_unencrypted
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.counting import IndexCounters
-from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
+from kvrag.ingest.encryption import catalog_key
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.rows import Encoding
 from kvrag.process import OfProcess
@@ -232,13 +232,6 @@ class Storage(OfProcess):
         self.catalog.use_next(key)
         for name in (VECTORS_NAME, RUNS_NAME):
             (self.path / name).unlink(missing_ok=True)
-
-    def encrypt_catalog(self) -> None:
-        """Encrypt the catalog of an index from before catalogs were encrypted."""
-        if self.config.key_check or "key_file=" not in self.config.store:
-            return
-        require_key_of_records(self.store)
-        self.use_key_of(self.store, replace(self.config, key_check=key_check(self.store)))
 
     # -- private -----------------------------------------------------------------------------
 

@@ -328,7 +328,6 @@ class Upkeep:
         of_store = [] if storage.log is None else storage.log.damage()
         not_healed: tuple[str, ...] = ()
         if repair:
-            storage.encrypt_catalog()
             self._fitter.replace_lost_profile()
             if found:
                 before = held_by(storage, audit)

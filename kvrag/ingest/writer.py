@@ -133,10 +133,8 @@ class Writer:
         storage.reload_codec()
         is_sound = self._is_swept or catalog.has_sound_tables()
         before: Held | None = None
-        if not dry_run:
-            storage.encrypt_catalog()
-            if not is_sound:
-                before = self._heal_first()
+        if not (dry_run or is_sound):
+            before = self._heal_first()
         num_noted = catalog.num_noted
 
         def mend() -> bool:

@@ -21,7 +21,6 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.models import make_model, make_tokenizer
-from tests.support.older import make_older
 
 PARTS = [
     "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
@@ -315,18 +314,6 @@ def test_chunks_that_leave_kvzip_no_room_are_refused_before_anything_is_made(
         make_index(model=model, compression="kvzip:0.5", chunk_tokens=150)
     assert not (tmp_path / "index").exists()
     make_index(model=model, compression="drop:0.5", chunk_tokens=150)
-
-
-def test_an_index_from_before_compression_opens_as_uncompressed(
-    make_index: MakeIndex, model: KVModel
-) -> None:
-    index = make_index()
-    index.add(DOCUMENTS)
-    index.close()
-    make_older(index.path, 3, ("compression", "anchors"))
-    with Index.open(index.path, model=model) as again:
-        assert again.compression is None
-        assert again.add(DOCUMENTS).num_records == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, ParameterError
-from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encryption import encrypted_as
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -206,48 +204,6 @@ def test_without_the_library_it_is_refused(
     monkeypatch.setitem(sys.modules, "sqlcipher3.dbapi2", None)
     with pytest.raises(ParameterError, match=r"sqlcipher3.*pip install 'kvrag\[encryption\]'"):
         Index.open(encrypted.path)
-
-
-def make_plain(index: Index) -> None:
-    """Leave an index as it was before catalogs were encrypted."""
-    path = index.path / "catalog.sqlite"
-    index.catalog.write_copy(path.with_name("plain"), None)
-    index.close()
-    shutil.move(path.with_name("plain"), path)
-    config = IndexConfig.load(index.path)
-    values = json.loads((index.path / "index.json").read_text()) | {"key_check": ""}
-    assert values["key_check"] != config.key_check
-    from dataclasses import replace
-
-    replace(config, key_check="").save(index.path)
-
-
-@pytest.mark.parametrize("by", ["ingest", "verify"])
-def test_a_plain_catalog_beside_encrypted_records_is_encrypted(
-    encrypted: Index, model: KVModel, docs: Path, key: Path, by: str
-) -> None:
-    make_plain(encrypted)
-    assert readable(encrypted.path)
-    key_file(key, "cd")
-    with (
-        Index.open(encrypted.path, model=model) as index,
-        pytest.raises(IndexMismatchError, match="opens none of the records"),
-    ):
-        index.add(docs)
-    key_file(key, "ab")
-    with Index.open(encrypted.path, model=model) as index:
-        index.search("ledger", 1)
-        index.search_words("ledger")
-        assert (index.path / "vectors.cache").exists()
-        assert (index.path / "words.cache").exists()
-        assert index.add(docs).ok if by == "ingest" else index.upkeep.verify(repair=True).ok
-        assert index.search("ledger", 1)
-        assert index.search_words("ledger")
-        assert (index.path / "words.cache").exists()
-        assert index.upkeep.verify().ok
-    assert not readable(encrypted.path)
-    with Index.open(encrypted.path, model=model) as index:
-        assert index.upkeep.verify().ok
 
 
 @pytest.mark.parametrize("other", ["", "cd"])

@@ -1,11 +1,9 @@
-"""Indexes made before rows had checksums, files that changed unnoticed, and a catalog set aside."""
+"""Catalogs of a newer kvrag, files that changed unnoticed, and a catalog set aside."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -14,61 +12,9 @@ import pytest
 
 from kvrag.errors import IndexFormatError
 from kvrag.ingest import plan
-from kvrag.ingest.config import FORMAT_VERSION, OLDEST_VERSION
 from kvrag.ingest.index import Index
 from kvrag.ingest.schema import SCHEMA_VERSION
 from kvrag.models.kv_model import KVModel
-from tests.support.older import make_older
-
-
-def test_an_older_index_gets_checksums_when_it_is_opened(
-    index: Index, docs: Path, model: KVModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    index.add(docs)
-    index.search("ledger", 1)
-    index.close()
-    make_older(index.path)
-    with Index.open(index.path, model=model) as again:
-        assert "made by an older kvrag" in caplog.text
-        assert again.upkeep.verify().ok
-        assert len(again.add(docs).unchanged) == 3
-        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
-    caplog.clear()
-    with Index.open(index.path, model=model) as again:
-        assert again.upkeep.verify().ok
-    assert not caplog.text
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute("UPDATE chunks SET text = 'another' WHERE source LIKE '%ledger.txt'")
-        connection.commit()
-    with Index.open(index.path, model=model) as again:
-        assert not again.upkeep.verify().ok
-
-
-def test_each_version_of_an_index_is_opened_or_refused_with_a_remedy(
-    index: Index, docs: Path, model: KVModel
-) -> None:
-    index.add(docs)
-    index.close()
-    make_older(index.path)
-    for version in range(1, FORMAT_VERSION + 2):
-        folder = index.path.parent / f"version-{version}"
-        shutil.copytree(index.path, folder)
-        path = folder / "index.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
-        if version > FORMAT_VERSION:
-            with pytest.raises(IndexFormatError, match=r"newer kvrag.*Upgrade kvrag"):
-                Index.open(folder, model=model)
-            continue
-        # Version 5 always has a checksum: without one it is no index of that version.
-        if not OLDEST_VERSION <= version < FORMAT_VERSION:
-            with pytest.raises(IndexFormatError, match=r"ingest (again )?into a new"):
-                Index.open(folder, model=model)
-            continue
-        with Index.open(folder, model=model) as opened:
-            assert opened.stats().num_documents == 3
-            assert "ledger" in opened.search("harbour ledger", 1)[0].chunk.text
-    # The table of docs/compatibility.md.
-    assert (OLDEST_VERSION, FORMAT_VERSION) == (3, 5)
 
 
 def test_a_catalog_of_a_newer_kvrag_is_left_as_it_is(index: Index, docs: Path) -> None:
@@ -81,71 +27,6 @@ def test_a_catalog_of_a_newer_kvrag_is_left_as_it_is(index: Index, docs: Path) -
     with pytest.raises(IndexFormatError, match=r"newer kvrag.*Upgrade kvrag"):
         Index.open(index.path)
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("column", ["text = 'another'", "token_ids = x'05000000'", "kv_key = 'z'"])
-def test_damage_of_an_older_index_gets_no_checksum(
-    index: Index, docs: Path, model: KVModel, column: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    index.add(docs)
-    index.close()
-    make_older(index.path)
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute(f"UPDATE chunks SET {column} WHERE source LIKE '%ledger.txt'")
-        connection.commit()
-    with Index.open(index.path, model=model) as again:
-        assert "1 chunks contradicted themselves and are left out" in caplog.text
-        assert all("ledger" not in hit.chunk.source for hit in again.search("ledger", 3))
-        assert again.upkeep.verify().ok
-        report = again.add(docs)
-        assert report.changed + report.added == (str(docs / "ledger.txt"),)
-        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
-        assert again.upkeep.verify().ok
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE documents SET metadata = '{' WHERE source",
-        "UPDATE documents SET metadata = '[]' WHERE source",
-        "UPDATE documents SET metadata = '{\"a\": 1e999}' WHERE source",
-        "UPDATE documents SET digest = x'00' WHERE source",
-        "UPDATE documents SET file = x'00' WHERE source",
-        "UPDATE documents SET source = x'00' WHERE source",
-        "UPDATE files SET mtime_ns = 'x' WHERE path",
-        "UPDATE files SET digest = x'00' WHERE path",
-        "UPDATE chunks SET embedding = 'text' WHERE source",
-        "UPDATE chunks SET embedding = x'010203' WHERE source",
-        "UPDATE chunks SET source = x'00' WHERE source",
-    ],
-)
-def test_an_older_index_with_a_value_that_is_none_opens_and_is_completed(
-    index: Index, docs: Path, model: KVModel, statement: str
-) -> None:
-    index.add(docs)
-    num_documents = len(index.documents())
-    index.close()
-    make_older(index.path)
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute("PRAGMA foreign_keys = OFF")
-        assert connection.execute(f"{statement} LIKE '%ledger.txt'").rowcount == 1
-        connection.commit()
-    with Index.open(index.path, model=model) as again:
-        assert again.upkeep.verify().ok
-        assert not again.add(docs).failed
-        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
-        assert again.upkeep.verify().ok
-        assert len(again.documents()) == num_documents
-
-
-def test_an_older_index_json_beside_a_sealed_catalog_is_refused(index: Index, docs: Path) -> None:
-    index.add(docs)
-    index.close()
-    sealed = (index.path / "catalog.sqlite").read_bytes()
-    make_older(index.path)
-    (index.path / "catalog.sqlite").write_bytes(sealed)
-    with pytest.raises(IndexFormatError, match=r"index\.json is older than the catalog"):
-        Index.open(index.path)
 
 
 def change_unnoticed(path: Path, old: str, new: str) -> None:

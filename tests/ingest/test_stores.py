@@ -27,7 +27,6 @@ from tests.store.test_registered import LAKE
 from tests.support import folders
 from tests.support.distributions import installed
 from tests.support.models import HEAD
-from tests.support.older import make_older
 from tests.support.servers import PASSWORD, RedisServer
 from tests.support.waiting import wait_until
 
@@ -82,17 +81,6 @@ def test_another_folder(filled: Callable[..., Index], tmp_path: Path, model: KVM
     index.close()
     with Index.open(path, model=model) as again:
         assert answers(again)[1] == {}
-        assert again.upkeep.verify().ok
-
-
-def test_an_index_from_before_there_were_other_stores(
-    index: Index, docs: Path, model: KVModel
-) -> None:
-    index.add(docs)
-    index.close()
-    make_older(index.path, without=("store",))
-    with Index.open(index.path, model=model) as again:
-        assert again.store.url == f"file:{index.path / 'kv'}"
         assert again.upkeep.verify().ok
 
 

@@ -16,7 +16,6 @@ from kvrag.ingest.filters import Filter
 from kvrag.ingest.index import Index
 from kvrag.ingest.schema import Checksums
 from kvrag.models.kv_model import KVModel
-from tests.support.older import make_older
 
 FOX = "The quick brown fox jumps over the lazy dog near the old river bank."
 INES = "Ines keeps the harbour ledger of Varn, and the café's too."
@@ -300,22 +299,6 @@ def test_one_of_another_index_is_not_believed(filled: Index, tmp_path: Path) -> 
         filled.catalog._words.close()
         cache_of(filled).write_bytes(cache_of(other).read_bytes())
     assert found(filled, "fox") == ["fox"]
-
-
-def test_an_index_of_words_within_the_catalog_goes(filled: Index, model: KVModel) -> None:
-    filled.close()
-    make_older(filled.path)
-    change(
-        filled,
-        "CREATE VIRTUAL TABLE chunk_words USING fts5(text)",
-        "CREATE TRIGGER chunk_words_added AFTER INSERT ON chunks BEGIN "
-        "INSERT INTO chunk_words (rowid, text) VALUES (new.row, new.text); END",
-        "DELETE FROM chunk_words_config",
-    )
-    with Index.open(filled.path, model=model) as again:
-        again.add([Document("new", "A lantern.")])
-        assert found(again, "lantern") == ["new"]
-        assert again.upkeep.verify().ok
 
 
 def test_sqlite_without_full_text_search_says_so(
