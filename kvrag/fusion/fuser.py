@@ -35,7 +35,7 @@ from kvrag.fusion.streamed import Target
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
-from kvrag.models.attention import EncodedScope
+from kvrag.models.attention import EncodedScope, last_row, rows_on
 from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
@@ -262,7 +262,7 @@ def execute(
     """
     layout, repair = plan.layout, plan.repair
     tables = model.tables(len(layout.token_ids), layout.positions)
-    fresh = linked.without_stored(plan.fresh.to(model.device))
+    fresh = rows_on(model.device, linked.without_stored(plan.fresh))
     try:
         # Loading starts before the model is free: another prompt may be using it.
         num_layers = max(model.layer_stop, plan.question_layers.stop)
@@ -307,7 +307,7 @@ def execute(
                 loader.load_layer(layer_index)
             clock.lap("load")
         with computing():
-            hidden = selection.enter(layer_index, model, hidden, fused, table)
+            hidden = selection.enter(layer_index, model, hidden, fused, table, compiled)
             clock.lap("select")
             rows = selection.rows
             if scaling is not None:
@@ -322,7 +322,7 @@ def execute(
                 model.write_rows(
                     layer_index, hidden, rows, fused, table, changed=changed, compiled=compiled
                 )
-                hidden, rows = hidden[-1:].contiguous(), rows[-1:]
+                hidden, rows = hidden[-1:].contiguous(), last_row(rows)
                 noted = changed = None
             else:
                 noted = selection.noting(layer_index)

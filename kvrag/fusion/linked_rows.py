@@ -91,12 +91,11 @@ class LinkedRows:
             if layout.positions is None
             else torch.tensor(layout.positions, device=device)
         )
-        self._positions, self._table_rows = (
-            torch.tensor([getattr(link, name) for link in layout.links], dtype=torch.long).to(
-                device
-            )
+        self._on_host, table_rows = (
+            torch.tensor([getattr(link, name) for link in layout.links], dtype=torch.long)
             for name in ("position", "row")
         )
+        self._positions, self._table_rows = self._on_host.to(device), table_rows.to(device)
 
     @property
     def adapter(self) -> RowAdapter | None:
@@ -104,10 +103,10 @@ class LinkedRows:
         return None if self.links is None else self.links.adapter
 
     def without_stored(self, fresh: torch.Tensor) -> torch.Tensor:
-        """Return the positions of `fresh` without links that have stored KV."""
+        """Return the positions of `fresh`, on the host, without links that have stored KV."""
         if self.links is None or self.links.is_computed:
             return fresh
-        return fresh[~torch.isin(fresh, self._positions)]
+        return fresh[~torch.isin(fresh, self._on_host)]
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the first layer's inputs ``[n, hidden]`` for rows ``[n]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +11,10 @@ from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
 from kvrag.kvcache import FusedKV
-from kvrag.models.attention import EncodedScope
+from kvrag.models.attention import EncodedScope, host_rows, known_rows, rows_on
 from kvrag.models.caches import Deviation
+from kvrag.models.cardlayers import CardLayers
+from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
 
@@ -53,16 +55,26 @@ class Selection:
         self._prompt = prompt
         self._encoded = encoded
         candidates = policy.candidates(prompt)
-        _require_reused(candidates, policy, prompt)
-        candidates = candidates.to(fresh.device)
-        self.rows, order = torch.cat([fresh, candidates]).sort()
-        # Which of `rows` the policy may still drop; fresh rows never.
-        self._optional = order >= len(fresh)
-        # How many they are: to count them would wait for a GPU.
-        self._num_optional = len(candidates)
+        candidates = _require_reused(candidates, policy, prompt)
+        # All on the host, where a layer asks for the rows' ends: a GPU would be waited for.
+        given = host_rows(fresh)
+        num_fresh = len(given)
+        self.rows, order = fresh, torch.arange(num_fresh)
+        if len(candidates):
+            rows, order = torch.cat([given, candidates]).sort()
+            self.rows = rows_on(fresh.device, rows)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        places = places.to(fresh.device)
+        # Which of `rows` stay, and which the policy may still drop.
+        self._fresh, self._optional = places[:num_fresh], places[num_fresh:].sort().values
+        # The last row, if it stays.
+        self._last = int(given[-1]) if num_fresh and int(order[-1]) < num_fresh else None
         self._counts: Sequence[int] | None = policy.counts(prompt) if len(candidates) else None
-        # The deviation of stored KV when they were last compared, for each of `rows`.
+        # The deviation of stored KV when they were last compared: for each candidate, or noted by
+        # a layer for each of `rows`.
         self._deviation: dict[str, torch.Tensor] | None = None
+        self._noted: Deviation | None = None
         self._compared_layer: int | None = None
         self.picks: list[torch.Tensor] = []
         self.num_compared = 0
@@ -74,6 +86,7 @@ class Selection:
         hidden: torch.Tensor,
         fused: FusedKV,
         table: RotaryTable,
+        compiled: CompiledLayers | CardLayers | None = None,
     ) -> torch.Tensor:
         """Drop the candidates that the policy no longer wants; return the remaining inputs.
 
@@ -89,24 +102,32 @@ class Selection:
             The buffer, which holds the layer's stored KV.
         table
             The layer's rotary table.
+        compiled
+            See `KVModel.forward_rows`.
         """
         count = None if self._counts is None else self._counts[layer_index]
         # K/V of layer 0 never differ: without attention to compare, the choice waits for layer 1.
         may_choose = layer_index > 0 or self._encoded is not None
-        if count is not None and may_choose and count < self._num_optional:
-            if self._deviation is None:
-                self._deviation = self._compare(layer_index, model, hidden, fused, table)
+        if count is not None and may_choose and count < len(self._optional):
+            if self._noted is not None:
+                noted = self._noted[self._optional]
+                self._deviation = {"k": noted.keys, "v": noted.values}
+                self._noted = None
+            elif self._deviation is None:
+                given = layer_index, model, hidden, fused, table, compiled
+                self._deviation = self._compare(*given)
                 self._compared_layer = layer_index
             # Each rank knows its own heads' part of a distance; not kept, as it may serve twice.
             whole = {on: model.ranks.sum(far.clone()) for on, far in self._deviation.items()}
-            chosen = self._choose(count, whole)
-            self.rows, self._optional, hidden = (
-                self.rows[chosen],
-                self._optional[chosen],
-                hidden[chosen],
-            )
-            self._deviation = {on: values[chosen] for on, values in self._deviation.items()}
-            self._num_optional = count
+            stats = CandidateStats(self.rows[self._optional], whole)
+            kept = highest(self._policy.score(self._prompt, stats), count)
+            self._deviation = {on: values[kept] for on, values in self._deviation.items()}
+            wanted = self._optional[kept]
+            chosen = torch.cat([self._fresh, wanted]).sort().values
+            self._fresh = torch.searchsorted(chosen, self._fresh)
+            self._optional = torch.searchsorted(chosen, wanted)
+            self.rows, hidden = self.rows[chosen], hidden[chosen]
+            known_rows(self.rows).last = self._last
             self.picks.append(self.rows[self._optional])
         else:
             self.picks.append(self.picks[-1] if self.picks else self.rows[self._optional])
@@ -120,20 +141,10 @@ class Selection:
         if self._counts is None or self._deviation is None or layer_index == self._compared_layer:
             return None
         coming = self._counts[layer_index + 1 : layer_index + 2]
-        if not coming or coming[0] == self._num_optional:
+        if not coming or coming[0] == len(self._optional):
             return None
-        noted = Deviation.empty(len(self.rows), self.rows.device)
-        self._deviation = _named(noted)
-        return noted
-
-    def _choose(self, count: int, deviation: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the ascending indices into `rows` of the fresh rows and the best candidates."""
-        which = self._optional.nonzero()[:, 0]
-        stats = CandidateStats(self.rows[which], {on: far[which] for on, far in deviation.items()})
-        kept = highest(self._policy.score(self._prompt, stats), count)
-        chosen = ~self._optional
-        chosen[which[kept]] = True
-        return chosen.nonzero()[:, 0]
+        self._noted = Deviation.empty(len(self.rows), self.rows.device)
+        return self._noted
 
     def _compare(
         self,
@@ -142,6 +153,7 @@ class Selection:
         hidden: torch.Tensor,
         fused: FusedKV,
         table: RotaryTable,
+        compiled: CompiledLayers | CardLayers | None,
     ) -> dict[str, torch.Tensor]:
         """Return the candidates' deviation in a layer that has not run yet.
 
@@ -154,23 +166,32 @@ class Selection:
             # Includes the fresh rows, because candidates see them.
             change = model.compare_rows(0, hidden, self.rows, fused, table, encoded=encoded)
             self.num_compared = len(self.rows)
-            return {"attention": change}
-        deviation = Deviation.empty(len(self.rows), self.rows.device)
-        which = self._optional.nonzero()[:, 0]
-        self.num_compared = len(which)
+            return {"attention": change[self._optional]}
+        which, self.num_compared = self._optional, len(self._optional)
+        deviation = Deviation.empty(len(which), self.rows.device)
         stored = fused.keys[layer_index][0], fused.values[layer_index][0]
-        for block, *fresh in model.project_rows(layer_index, hidden, self.rows, table, which):
-            positions = self.rows[block]
-            of_block = Deviation.empty(len(block), block.device)
-            of_block.note(*(kv[:, positions] for kv in stored), *fresh)
-            deviation.keys[block], deviation.values[block] = of_block.keys, of_block.values
-            for kv, computed in zip(stored, fresh, strict=True):
-                kv.index_copy_(1, positions, computed)
-        return _named(deviation)
+        if isinstance(compiled, CardLayers):
+            # As one block: on a card, operations cost more than their memory.
+            positions = self.rows[which]
+            before = [kv[:, positions] for kv in stored]
+            model.write_rows(layer_index, hidden, self.rows, fused, table, compiled=compiled)
+            deviation.note(*before, *(kv[:, positions] for kv in stored))
+        else:
+            done = 0
+            for block, *fresh in model.project_rows(layer_index, hidden, self.rows, table, which):
+                positions = self.rows[block]
+                of_block = deviation[done : done + len(block)]
+                of_block.note(*(kv[:, positions] for kv in stored), *fresh)
+                done += len(block)
+                for kv, computed in zip(stored, fresh, strict=True):
+                    kv.index_copy_(1, positions, computed)
+        return {"k": deviation.keys, "v": deviation.values}
 
 
-def _require_reused(candidates: torch.Tensor, policy: RecomputePolicy, prompt: PromptRows) -> None:
-    """Raise ParameterError unless candidates are distinct positions of reused tokens."""
+def _require_reused(
+    candidates: torch.Tensor, policy: RecomputePolicy, prompt: PromptRows
+) -> torch.Tensor:
+    """Return candidates, on the host; ParameterError unless they are distinct reused positions."""
     reused = prompt.reused()
     here = candidates.to(reused.device)
     if (
@@ -184,7 +205,4 @@ def _require_reused(candidates: torch.Tensor, policy: RecomputePolicy, prompt: P
             f"policy {policy}: expected candidates that are positions of reused tokens, each once; "
             f"found {shown(candidates.tolist())}; mend the policy (kvrag.testing.policy_contract)"
         )
-
-
-def _named(deviation: Deviation) -> dict[str, torch.Tensor]:
-    return {"k": deviation.keys, "v": deviation.values}
+    return here

@@ -13,7 +13,7 @@ keys. On the CPU it attends in the compiled kernel, which takes a third of PyTor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -130,41 +131,70 @@ class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
         self.change = change
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownRows:
     """What all layers ask of the same rows. On a GPU, to ask costs kernels, or a wait.
 
     Attributes
     ----------
-    rows
-        The rows; equal ones in another tensor are not known.
-    ends
-        The first and last row of each block, by the blocks' size.
     numbers
-        The rows, on the host, once somebody has asked.
+        The rows, on the host; None until somebody asks.
+    last
+        The last row; None until somebody asks.
     embeddings
         Cosines and sines by a table's id. The table stays alive with them.
     masks
         By first key, number of keys and window.
     """
 
-    rows: torch.Tensor
-    ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    numbers: NDArray[np.int64] | None = None
+    last: int | None = None
     embeddings: dict[int, tuple[RotaryTable, tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    numbers: list[NDArray[np.int64]] = field(default_factory=list)
 
-    def on_host(self) -> NDArray[np.int64]:
-        """Return the rows on the host. The first call waits for a GPU."""
-        if not self.numbers:
-            self.numbers.append(self.rows.cpu().numpy())
-        return self.numbers[0]
 
-    def num_before(self, position: int) -> int:
-        """Return how many of the rows, which ascend, are before a position."""
-        return int(np.searchsorted(self.on_host(), position))
+# By the tensor itself: equal rows in another one are not known.
+_known: MutableMapping[torch.Tensor, KnownRows] = WeakTensorKeyDictionary()
+
+
+def known_rows(rows: torch.Tensor) -> KnownRows:
+    """Return what is known of rows ``[n]``, as long as the tensor lives."""
+    found = _known.get(rows)
+    if found is None:
+        found = _known[rows] = KnownRows()
+    return found
+
+
+def rows_on(device: torch.device, rows: torch.Tensor) -> torch.Tensor:
+    """Bring ascending rows from the host to a device, and keep them known here."""
+    there = rows.to(device, non_blocking=True)
+    known = known_rows(there)
+    known.numbers = rows.numpy()
+    known.last = int(rows[-1]) if len(rows) else None
+    return there
+
+
+def host_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows on the host. If they are not known, this waits for a GPU."""
+    known = known_rows(rows)
+    if known.numbers is None:
+        known.numbers = rows.cpu().numpy()
+    return torch.from_numpy(known.numbers)
+
+
+def num_before(rows: torch.Tensor, position: int) -> int:
+    """Return how many rows, which ascend, are before a position."""
+    return int(np.searchsorted(host_rows(rows).numpy(), position))
+
+
+def last_row(rows: torch.Tensor) -> torch.Tensor:
+    """Return the last row ``[1]``; it is known on the host if that of `rows` is."""
+    one, last = rows[-1:], known_rows(rows).last
+    if last is not None:
+        known_rows(one).numbers, known_rows(one).last = np.array([last]), last
+    return one
 
 
 @dataclass(frozen=True)
@@ -232,7 +262,7 @@ class RowMask:
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
         if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
-            first_row = self._num_before(self.observer.first_position)
+            first_row = num_before(self.positions, self.observer.first_position)
             output, mass = attend_by_rows(query, key, value, allowed, scaling, softcap, first_row)
             self.observer.note(self, mass, value[0])
             return output
@@ -251,7 +281,7 @@ class RowMask:
             yield None
             return
         taken = torch.empty(value.shape[:2], dtype=torch.float32)
-        yield Mass(taken, self._num_before(self.observer.first_position))
+        yield Mass(taken, num_before(self.positions, self.observer.first_position))
         self.observer.note(self, taken, value)
 
     def dense(self, num_keys: int) -> torch.Tensor:
@@ -264,12 +294,6 @@ class RowMask:
         if key not in self.known.masks:
             self.known.masks[key] = self._dense(num_keys)
         return self.known.masks[key]
-
-    def _num_before(self, position: int) -> int:
-        """Return how many of the rows are before a position."""
-        if self.known is not None:
-            return self.known.num_before(position)
-        return int((self.positions < position).sum())
 
     def _dense(self, num_keys: int) -> torch.Tensor:
         keys = torch.arange(self.first_key, self.first_key + num_keys, device=self.positions.device)

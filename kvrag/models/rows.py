@@ -18,10 +18,12 @@ from kvrag.models.attention import (
     AttentionDone,
     AttentionObserver,
     EncodedScope,
-    KnownRows,
     MassObserver,
     RowMask,
+    host_rows,
+    known_rows,
     lock_of,
+    num_before,
     row_attention,
 )
 from kvrag.models.batch import BatchRows
@@ -137,7 +139,6 @@ class RowRunner:
         # The rows that adapters act on, in the middle of a layer; written under the lock.
         self._at_hand = torch.empty(0, dtype=torch.long)
         self.is_adapted = False
-        self._known = KnownRows(self._at_hand)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -215,7 +216,7 @@ class RowRunner:
             if compiled is not None and compiled.can_run(len(positions)):
                 shown = slice(first_key, last + 1)
                 keys, values = fused.keys[layer_index][0], fused.values[layer_index][0]
-                known = self._known_of(positions)
+                known = known_rows(positions)
                 mask = RowMask(positions, first_key, window, observer, known=known)
                 with mask.noting(values[:, shown]) as mass:
                     compiled.run_rows(
@@ -242,7 +243,7 @@ class RowRunner:
                 seen,
                 stops=attending.stops,
                 is_square=window is None and first_key == 0 and last + 1 == len(positions),
-                known=self._known_of(positions),
+                known=known_rows(positions),
             )
             try:
                 output = self._run(
@@ -269,11 +270,16 @@ class RowRunner:
         only_writes: bool = False,
     ) -> None:
         """Run one layer over rows by a card's kernels."""
-        for number, (_, last) in enumerate(self._ends_of(rows, MOST_ROWS)):
+        known = known_rows(rows)
+        if known.last is not None and len(rows) <= MOST_ROWS:
+            lasts = [known.last]
+        else:
+            lasts = [last for _, last in ends_of(rows, MOST_ROWS)]
+        for number, last in enumerate(lasts):
             block = slice(number * MOST_ROWS, (number + 1) * MOST_ROWS)
             asked, observer = None, attending.observer
             if isinstance(observer, MassObserver) and observer.taken is not None:
-                first = self._known.num_before(observer.first_position) - block.start
+                first = num_before(rows, observer.first_position) - block.start
                 asked = RowsAsked(*observer.taken, max(0, first))
             compiled.run_rows(
                 layer_index,
@@ -371,7 +377,7 @@ class RowRunner:
         """Yield blocks of rows: their indices, their positions, the first and last key seen."""
         window = self._windows[layer_index]
         size = self._block_size(window, rows.device)
-        for number, (first, last) in enumerate(self._ends_of(rows, size)):
+        for number, (first, last) in enumerate(ends_of(rows, size)):
             first_key = 0 if window is None else max(0, first - window + 1)
             block = slice(number * size, number * size + size)
             # The same tensor in each layer, if it can be.
@@ -386,20 +392,6 @@ class RowRunner:
             return ROW_BLOCK  # the scores of all rows of a block exist
         # A block's rows see the keys of all its windows.
         return _GPU_ROW_BLOCK if window is None else min(_GPU_ROW_BLOCK, max(ROW_BLOCK, window))
-
-    def _ends_of(self, rows: torch.Tensor, size: int) -> list[tuple[int, int]]:
-        """Return the first and last row of each block; reading them waits for a GPU."""
-        if self._known.rows is not rows:
-            self._known = KnownRows(rows)
-        ends = self._known.ends
-        if size not in ends:
-            numbers = self._known.on_host()
-            blocks = (numbers[begin : begin + size] for begin in range(0, len(numbers), size))
-            ends[size] = [(int(block[0]), int(block[-1])) for block in blocks]
-        return ends[size]
-
-    def _known_of(self, positions: torch.Tensor) -> KnownRows | None:
-        return self._known if self._known.rows is positions else None
 
     def _run(
         self,
@@ -434,10 +426,15 @@ class RowRunner:
         self, positions: torch.Tensor, table: RotaryTable
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of a block's rows, once for all layers that share a table."""
-        known = self._known_of(positions)
-        if known is None:
-            return table.embeddings(positions, self._spec.dtype)
+        known = known_rows(positions)
         if id(table) not in known.embeddings:
             made = table.embeddings(positions, self._spec.dtype)
             known.embeddings[id(table)] = table, made
         return known.embeddings[id(table)][1]
+
+
+def ends_of(rows: torch.Tensor, size: int) -> list[tuple[int, int]]:
+    """Return the first and last row of each block. If rows are not known, this waits for a GPU."""
+    numbers = host_rows(rows).numpy()
+    blocks = (numbers[begin : begin + size] for begin in range(0, len(numbers), size))
+    return [(int(block[0]), int(block[-1])) for block in blocks]
