@@ -215,9 +215,8 @@ class KVEngine(OfProcess):
         """Return the prompt's KV and first logits, without generating.
 
         Transformers can continue from it with ``model.hf.generate(**fused.to_generate())``. Call
-        that inside ``with fused.answering(model):`` if there are link tokens, or if the policy has
-        a temperature or scale. The answer begins at index ``fused.kv.num_tokens`` of the result. It
-        takes no KV of earlier answers.
+        that inside ``with fused.answering(model):`` if there are link tokens. The answer begins at
+        index ``fused.kv.num_tokens`` of the result. It takes no KV of earlier answers.
 
         Parameters
         ----------
@@ -278,15 +277,10 @@ class KVEngine(OfProcess):
             )
         return calibrated(choice, lambda: self.index.calibration)
 
-    def _checked_eviction(self, request: Request, choice: Choice) -> EvictionPolicy | None:
+    def _checked_eviction(self, request: Request) -> EvictionPolicy | None:
         chosen = request.eviction_policy
         if chosen is None:
             return None
-        if choice.scaling is not None:
-            raise ParameterError(
-                f"policy {choice} scales attention to reused keys, which eviction does not "
-                "support: leave out temperature and scale, or eviction"
-            )
         check_evictable(self.index.model.hf)
         return chosen
 
@@ -425,7 +419,7 @@ class KVEngine(OfProcess):
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
-        eviction = self._checked_eviction(request, choice)
+        eviction = self._checked_eviction(request)
         with working():
             laid_out = self._reader.lay_out(request)
             allowed = self._allowed(request)

@@ -154,7 +154,7 @@ class PromptFuser:
                 layout = compact(layout, laid_out.chunks, index.compression)
             layout = self._links.insert(layout, request.max_tokens)
         room = self._room(layout, request.max_tokens)
-        keeps = keeps and open_kv is None and self._can_keep(request, choice, layout)
+        keeps = keeps and open_kv is None and self._can_keep(request, layout)
         if keeps:
             layout = usable(index.model, layout)  # as the layouts of earlier prompts are
             begun = yield from self._begin(request.session, layout, choice, room)
@@ -198,8 +198,6 @@ class PromptFuser:
         report = replace(report, seconds=seconds, misses=misses, bytes_loaded=num_bytes)
         index.counters.note(report)
         fused = replace(fused, report=report)
-        # A controller may have chosen scaled attention, which later turns would have to keep up.
-        keeps = keeps and not fused.scaled
         return fused, partial(self._end, request.session, fused, choice, earlier, keeps)
 
     def _end(
@@ -216,7 +214,7 @@ class PromptFuser:
         else:
             self.buffers.give_back(fused.kv)
 
-    def _can_keep(self, request: Request, choice: Choice, layout: Layout) -> bool:
+    def _can_keep(self, request: Request, layout: Layout) -> bool:
         """Return whether a prompt's rows are those of its tokens, whole and in order."""
         return (
             self.sessions.max_bytes + self.stored.max_bytes > 0
@@ -224,7 +222,6 @@ class PromptFuser:
             and request.ttft is None
             and self._index.compression is None
             and not layout.links
-            and choice.scaling is None
         )
 
     def _room(self, layout: Layout, max_tokens: int) -> int:

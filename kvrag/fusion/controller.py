@@ -21,7 +21,6 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import POLICIES, parameters_of
 from kvrag.fusion.repair import MODIFIERS, Repair, add_given, check_given, make_repair
 from kvrag.loading.cost import ChunkDecision, StoredRows
-from kvrag.models.scaling import KeyScaling
 from kvrag.parameters import check_fields, describe, parse_spec
 
 # Estimates within this factor count as equal.
@@ -67,8 +66,8 @@ class LoadingController:
         Seconds that fusing may take on the calibration's machine; None sets no bound.
     loss
         Share of full prefill's quality that may be lost.
-    temperature, scale, shift
-        How to treat tokens that stay reused, whichever policy is chosen (see `Repair`).
+    shift
+        How far tokens that stay reused follow, whichever policy is chosen (see `Repair`).
     calibration
         The measurements for the model.
 
@@ -82,14 +81,12 @@ class LoadingController:
     ratio: float | None = None
     ttft: float | None = None
     loss: float = 0.01
-    temperature: float | None = None
-    scale: float | None = None
     shift: float | None = None
     calibration: Calibration | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "policy")
-        self._scaled(Repair(NonePolicy()))
+        self._shifted(Repair(NonePolicy()))
         if self.ratio is not None:
             check_ratio(self.ratio)
         if self.ttft is not None and not 0.0 < self.ttft < math.inf:
@@ -99,11 +96,6 @@ class LoadingController:
 
     def __str__(self) -> str:
         return describe(self)
-
-    @property
-    def scaling(self) -> KeyScaling | None:
-        """The attention to tokens that stay reused, if the controller sets it."""
-        return self._scaled(Repair(NonePolicy())).scaling
 
     def require_calibration(self) -> Calibration:
         """Return the calibration. Raise ParameterError if there is none."""
@@ -180,15 +172,13 @@ class LoadingController:
         # Computing that loading hides is free: take the least loss for the same time.
         is_free = self.weighs_loading
         loss, repair, found = self._choose(prompt, num_fresh, records, is_free=is_free)
-        scaled = self._scaled(repair)
-        # A loss measured without these says nothing about the loss with them.
-        known = loss if scaled == repair else None
-        return scaled, Expected(known, found.seconds, found.load_seconds)
+        shifted = self._shifted(repair)
+        # A loss measured without a shift says nothing about the loss with it.
+        known = loss if shifted == repair else None
+        return shifted, Expected(known, found.seconds, found.load_seconds)
 
-    def _scaled(self, repair: Repair) -> Repair:
-        given = {name: getattr(self, name) for name in MODIFIERS}
-        wanted = {name: value for name, value in given.items() if value is not None}
-        return replace(repair, **wanted) if wanted else repair
+    def _shifted(self, repair: Repair) -> Repair:
+        return repair if self.shift is None else replace(repair, shift=self.shift)
 
     def _choose(
         self,

@@ -16,7 +16,6 @@ from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.captured import captures_steps
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
 from kvrag.native import MAX_ROWS
 
 
@@ -63,13 +62,12 @@ def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Except
     list
         For each its logits ``[vocabulary]``, or the error that its own step raised.
     """
-    # Other kernels compute rows with an adapter or scaled keys. Beside one, a row would be rounded
-    # otherwise than alone.
-    together: dict[tuple[int, bool], list[int]] = {}
+    # Other kernels compute rows with an adapter. Beside one, a row would be rounded otherwise than
+    # alone.
+    together: dict[int, list[int]] = {}
     for number, (decoder, _) in enumerate(steps):
         if isinstance(decoder, RowDecoder):
-            kind = id(decoder.adapter), decoder.is_scaled
-            together.setdefault(kind, []).append(number)
+            together.setdefault(id(decoder.adapter), []).append(number)
     outcomes: dict[int, torch.Tensor | Exception] = {}
     for group in together.values():
         for begin in range(0, len(group), MAX_ROWS):
@@ -139,12 +137,9 @@ class RowDecoder:
     def __init__(self, model: KVModel, fused: FusedPrompt) -> None:
         self._model = model
         self.adapter = None if fused.links is None else fused.links.adapter
-        self.is_scaled = bool(fused.scaled)
         num_rows = len(fused.layout.token_ids)
         model.begin_answer()
-        self._next = BatchRow(
-            fused.kv, fused.kv.addresses, num_rows, fused.layout.end_position, fused.scaled
-        )
+        self._next = BatchRow(fused.kv, fused.kv.addresses, num_rows, fused.layout.end_position)
 
     def step(self, token_id: int) -> torch.Tensor:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
@@ -155,8 +150,8 @@ class RowDecoder:
         """Step several decoders of one model at once; return logits ``[B, vocabulary]``.
 
         The logits are those of single steps, bit for bit where kernels on the CPU compute them
-        (`MAX_ROWS` at most), without an adapter or scaled keys, and linear layers compute in the
-        type of the weights or in int8.
+        (`MAX_ROWS` at most), without an adapter, and linear layers compute in the type of the
+        weights or in int8.
 
         Parameters
         ----------
@@ -191,7 +186,6 @@ class GapDecoder:
         layout = fused.layout
         self._model = model
         self._fused = fused.kv
-        self._scaled = fused.scaled
         self._adapter = None if fused.links is None else fused.links.adapter
         self._num_rows = len(layout.token_ids)
         end = layout.end_position
@@ -209,11 +203,7 @@ class GapDecoder:
             ids = torch.tensor([token_id], device=model.device)
             hidden = model.embed(ids, self._positions[row])
             for layer_index, table in enumerate(self._tables):
-                keys = self._scaled[layer_index] if self._scaled else None
-                attending = Attending(scaled=keys)
-                model.forward_rows(
-                    layer_index, hidden, row, self._fused, table, attending=attending
-                )
+                model.forward_rows(layer_index, hidden, row, self._fused, table)
             logits = model.logits(hidden)[0]
         self._num_rows += 1
         return logits

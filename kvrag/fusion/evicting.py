@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.report import EvictionReport
@@ -32,15 +31,10 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
     Raises
     ------
     ParameterError
-        If the prompt's policy sets a temperature or scale, or as `make_eviction` does.
+        As `make_eviction` does.
     UnsupportedModelError
         See `EvictingCache`.
     """
-    if fused.scaled:
-        raise ParameterError(
-            f"policy {fused.report.policy} scales attention to reused keys, which an evicting "
-            "cache does not support: leave out temperature and scale, or eviction"
-        )
     cache = EvictingCache(model.hf, policy)
     layout, kv = fused.layout, fused.kv
     num_rows = len(layout.token_ids)

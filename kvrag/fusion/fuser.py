@@ -22,7 +22,7 @@ from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV, SpanLoader
 from kvrag.fusion.loss import LostError, without_lost
-from kvrag.fusion.plan import FusePlan, Loading, covered, plan_fusion
+from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
 from kvrag.fusion.policies.base import RecomputePolicy, chooses_by_attention, mean_count
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention, ask
@@ -39,7 +39,6 @@ from kvrag.models.attention import EncodedScope, last_row, rows_on
 from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
-from kvrag.models.scaling import ScaledKeys, scaled_answers
 from kvrag.positions.rotary import RotaryTable
 
 FOUND = "found, but computed"
@@ -69,8 +68,6 @@ class FusedPrompt:
         For each layer ``[n]``: ascending positions of the reused tokens recomputed in it.
     layout
         The fused layout, which describes the rows of `kv`.
-    scaled
-        For each layer, the keys with scaled attention; empty if no key has.
     links
         The layout's links, on the model's device; None if the layout has none.
     """
@@ -81,14 +78,13 @@ class FusedPrompt:
     fresh: torch.Tensor
     picks: tuple[torch.Tensor, ...]
     layout: Layout
-    scaled: tuple[ScaledKeys, ...] = ()
     links: LinkTokens | None = None
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
-        """Let the model's own forward passes use the prompt's attention and adapter."""
+        """Let the model's own forward passes use the prompt's adapter."""
         adapting = without_adapters(model.hf) if self.links is None else self.links.answering(model)
-        with model.lock, scaled_answers(model.hf, self.kv, self.scaled), adapting:
+        with model.lock, adapting:
             yield
 
     def to_generate(self) -> dict[str, Any]:
@@ -269,15 +265,11 @@ def execute(
         yield from _begin(loader, plan, fused, tables[:num_layers])
     finally:
         clock.lap("load")
-    reused = [*plan.inexact, *plan.compressed]
-    scaling = repair.scaling if reused else None
-    scaled: list[ScaledKeys] = []
-    held = covered(len(layout.token_ids), reused).to(model.device)
     rows_by_layer = []
     computing = partial(model.computing_rows, linked.adapter, fresh)
     prompt, asked = plan.prompt, plan.question_layers
     compiled = None
-    if linked.adapter is None and scaling is None:
+    if linked.adapter is None:
         with model.lock:
             compiled = model.compile()
     if asked:
@@ -310,9 +302,6 @@ def execute(
             hidden = selection.enter(layer_index, model, hidden, fused, table, compiled)
             clock.lap("select")
             rows = selection.rows
-            if scaling is not None:
-                # Recomputed keys are exact, so their attention is not scaled.
-                scaled.append(ScaledKeys(scaling, held.index_fill(0, rows, False)))
             rows_by_layer.append(len(rows))
             changed = None
             if shift is not None:
@@ -326,7 +315,7 @@ def execute(
                 noted = changed = None
             else:
                 noted = selection.noting(layer_index)
-            attending = Attending(scaled=scaled[-1] if scaled else None, changed=changed)
+            attending = Attending(changed=changed)
             forward = partial(
                 _forward_slice,
                 model,
@@ -356,7 +345,7 @@ def execute(
     picks = tuple(selection.picks)
     report = _report(plan, loader, clock, tuple(rows_by_layer), len(fresh), picks)
     report = replace(report, rows_compared=selection.num_compared, compute=model.compute)
-    return FusedPrompt(fused, logits, report, fresh, picks, layout, tuple(scaled), linked.links)
+    return FusedPrompt(fused, logits, report, fresh, picks, layout, linked.links)
 
 
 def _forward_slice(

@@ -1,4 +1,4 @@
-"""Repairing a prompt's reused tokens: a recompute policy, and the attention to the rest."""
+"""Repairing a prompt's reused tokens: a recompute policy, and what happens to the rest."""
 
 from __future__ import annotations
 
@@ -9,33 +9,24 @@ from kvrag.arguments import cut, shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import POLICIES, make_policy, parameters_of
-from kvrag.models.scaling import KeyScaling
 from kvrag.parameters import check_fields, parse_spec
 
-MODIFIERS = ("temperature", "scale", "shift")
+MODIFIERS = ("shift",)
 """Parameters that every policy takes."""
 
-# Beyond these limits the scores overflow float32, and all logits become NaN.
-_COLDEST, _HOTTEST, _LARGEST_SCALE = 1e-4, 1e4, 1e4
+_GONE = ("temperature", "scale")
 # Names of parameters in messages, as callers of string policies know them.
 _SHOWN = {"tokens": "boundary_tokens"}
 
 
 @dataclass(frozen=True)
 class Repair:
-    """A recompute policy, and APE's scaled attention to the tokens that stay reused.
-
-    Source of the attention: APE (arXiv 2502.05431) §4; deviations: see `kvrag.models.scaling`.
-    It needs no further computation, and generation uses it too.
+    """A recompute policy, and how far the tokens that stay reused follow the recomputed ones.
 
     Parameters
     ----------
     policy
         Chooses the tokens to recompute.
-    temperature
-        Divides the scores of reused keys, 0.0001 to 10,000.
-    scale
-        Multiplies the log-sum-exp of reused keys, 0 to 10,000.
     shift
         How far a chunk's other rows move when its recomputed rows do, 0 to 1: 1 is their mean
         change (`kvrag.fusion.shift`).
@@ -47,18 +38,10 @@ class Repair:
     """
 
     policy: RecomputePolicy
-    temperature: float = 1.0
-    scale: float = 1.0
     shift: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "policy")
-        if not _COLDEST <= self.temperature <= _HOTTEST:
-            raise ParameterError(
-                f"temperature {self.temperature}: expected {_COLDEST} to {_HOTTEST:,.0f}"
-            )
-        if not 0.0 <= self.scale <= _LARGEST_SCALE:
-            raise ParameterError(f"scale {self.scale}: expected 0 to {_LARGEST_SCALE:,.0f}")
         if not 0.0 <= self.shift <= 1.0:
             raise ParameterError(f"shift {self.shift}: expected 0 to 1")
 
@@ -67,23 +50,11 @@ class Repair:
         """The policy's name."""
         return self.policy.name
 
-    @property
-    def scaling(self) -> KeyScaling | None:
-        """The attention to tokens that stay reused; None if it is not scaled."""
-        if self.temperature == self.scale == 1.0:
-            return None
-        return KeyScaling(self.temperature, self.scale)
-
     def __str__(self) -> str:
-        parts = []
-        if self.scaling is not None:
-            parts += [f"temperature={self.temperature}", f"scale={self.scale}"]
-        if self.shift:
-            parts.append(f"shift={self.shift}")
-        if not parts:
+        if not self.shift:
             return str(self.policy)
         name, _, parameters = str(self.policy).partition("(")
-        own = ", ".join(parts)
+        own = f"shift={self.shift}"
         return f"{name}({parameters[:-1]}, {own})" if parameters else f"{name}({own})"
 
 
@@ -92,7 +63,7 @@ def make_repair(
 ) -> Repair:
     """Return the policy that `spec` names, such as ``"query"`` or ``"gradual:spread=0.8:on=k"``.
 
-    Every policy also takes ``temperature`` and ``scale`` (`Repair`).
+    Every policy also takes ``shift`` (`Repair`).
 
     Parameters
     ----------
@@ -131,6 +102,11 @@ def add_given(given: dict[str, Any], spec: str, **more: float | None) -> None:
 def check_given(name: str, given: dict[str, Any], accepted: frozenset[str]) -> None:
     """Raise ParameterError for a parameter that a policy of this name does not take."""
     for key in given:
+        if key in _GONE and key not in accepted:
+            raise ParameterError(
+                f"policy {name!r}: {key} of reused keys left kvrag with 0.3, because answers of "
+                "both models measured became worse by it; leave it out, or try shift=1"
+            )
         if key not in accepted and key not in MODIFIERS:
             known = ", ".join((*sorted(accepted), *MODIFIERS))
             raise ParameterError(

@@ -38,7 +38,6 @@ from kvrag.models.implementations import (
     register_around,
     register_attention,
 )
-from kvrag.models.scaling import ScaledKeys
 from kvrag.native import ATTENTION_TYPES, Mass, VisibleKeys, attend
 from kvrag.positions.rotary import RotaryTable
 from kvrag.process import after_fork
@@ -211,8 +210,6 @@ class RowMask:
         Width of the layer's sliding window in tokens, or None.
     observer
         Receives what the rows attend with, before they attend; None: nothing observes.
-    scaled
-        Keys of the layer that are attended to with another scale; None: none are.
     visible
         ``[n, K]`` bool: the keys that each row sees, if not all before it; None: all before it.
     encoded
@@ -230,25 +227,11 @@ class RowMask:
     first_key: int
     window: int | None
     observer: AttentionObserver | None = None
-    scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
     encoded: EncodedScope | None = None
     stops: bool = False
     is_square: bool = False
     known: KnownRows | None = None
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Return the output ``[1, n, heads, D]`` of attention with scaled keys."""
-        assert self.scaled is not None
-        allowed, first_key = self.dense(key.shape[2]), self.first_key
-        return self.scaled.attend(query, key, value, allowed, scaling, softcap, first_key=first_key)
 
     def show(
         self,
@@ -258,7 +241,7 @@ class RowMask:
         scaling: float | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Show the observer what rows read from unscaled keys; return it: ``[1, n, heads, D]``."""
+        """Show the observer what rows read; return it: ``[1, n, heads, D]``."""
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
         if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
@@ -332,7 +315,6 @@ def _attend_in_kernel(
         query.device.type == "cpu"
         and query.dtype in ATTENTION_TYPES
         and mask.visible is None
-        and mask.scaled is None
         and (observer is None or isinstance(observer, MassObserver))
         # The kernel has no gradients, and reads channels one after the other.
         and all(part.stride(-1) == 1 and not part.requires_grad for part in (query, key, value))
@@ -373,10 +355,8 @@ def _row_attention(
             return output, None
     if attention_mask.observer is not None:
         output = attention_mask.show(query, key, value, scaling, softcap)
-        if attention_mask.scaled is None and softcap is None:
+        if softcap is None:
             return output, None
-    if attention_mask.scaled is not None:
-        return attention_mask.attend(query, key, value, scaling, softcap), None
     if softcap is not None:
         # Soft-capping stays as in the plain pipeline, whatever the installed Transformers does with
         # it here (older ones ignore it, newer ones refuse it).
@@ -421,8 +401,6 @@ def _row_attention_eager(
                 return output, None
         if attention_mask.observer is not None:
             attention_mask.show(query, key, value, scaling, softcap)
-        if attention_mask.scaled is not None:
-            return attention_mask.attend(query, key, value, scaling, softcap), None
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)

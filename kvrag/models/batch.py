@@ -18,7 +18,6 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.attention import RowMask
 from kvrag.models.caches import write_rows
 from kvrag.models.implementations import AttentionFunction, OwnMask
-from kvrag.models.scaling import ScaledKeys
 from kvrag.native import ATTENTION_TYPES, Buffers, attend_each
 
 # A captured step attends to whole blocks of keys, of which the last are masked.
@@ -39,15 +38,12 @@ class BatchRow:
         Which of the buffer's rows it is; those before it are filled.
     position
         Its position.
-    scaled
-        For each layer, the prompt's keys with scaled attention; empty: none are scaled.
     """
 
     fused: FusedKV
     addresses: list[list[int]]
     place: int
     position: int
-    scaled: tuple[ScaledKeys, ...] = ()
 
 
 class BatchRows(OwnMask):
@@ -93,11 +89,7 @@ class BatchRows(OwnMask):
         if at is None:
             at = torch.tensor([[row.place, row.position] for row in rows], device=device).T
         self._at, self.positions = at
-        self.in_kernel = (
-            device.type == "cpu"
-            and first.dtype in ATTENTION_TYPES
-            and not any(row.scaled for row in rows)
-        )
+        self.in_kernel = device.type == "cpu" and first.dtype in ATTENTION_TYPES
         if self.in_kernel:
             addresses = [row.addresses for row in rows]
             self.addresses = np.ascontiguousarray(np.array(addresses).transpose(1, 2, 0))
@@ -160,8 +152,7 @@ class BatchRows(OwnMask):
                 least = end = row.place + 1
             first = 0 if window is None else max(0, least - window)
             seen = slice(first, end)
-            scaled = row.scaled[layer_index] if row.scaled else None
-            mask = RowMask(place, first, window, scaled=scaled)
+            mask = RowMask(place, first, window)
             output, _ = plain(
                 module,
                 query[:, :, one],

@@ -104,7 +104,7 @@ class CapturedSteps:
             return None
         if _failures:
             raise KVRagError(_failures[0])
-        if self._has_hooks or any(row.scaled for row in rows):
+        if self._has_hooks:
             return None
         ends = [_end_of(row) for row in rows]
         key = tuple(

@@ -365,7 +365,7 @@ class CompiledLayers:
         tables
             Each layer's table of the rows' positions.
         batch
-            The rows, on the CPU and unscaled.
+            The rows, on the CPU.
         """
         used = [tables[index] for index in self._first_layers]
         self._rows.run(

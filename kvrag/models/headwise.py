@@ -1,4 +1,4 @@
-"""Attention of one key head after another, for callers that change scores or observe weights.
+"""Attention of one key head after another, for callers that observe weights.
 
 Only a few rows' scores exist at a time, over all keys that they may see. `attend_by_rows` takes all
 heads at once, for a GPU.
@@ -15,9 +15,6 @@ _ROWS_AT_ONCE = 32
 # On a GPU, for all heads together: 256 MB, and as much for each step between them and the weights.
 _SCORES_AT_ONCE = 1 << 26
 
-Rescore = Callable[[torch.Tensor], torch.Tensor]
-"""Returns changed scores ``[G, r, K]`` float32; keys that a row does not see have -inf."""
-
 Observe = Callable[[slice, torch.Tensor, torch.Tensor], None]
 """Receives which rows r read with weights ``[G, r, K]`` from a key head's ``[K, D]``, float32."""
 
@@ -30,7 +27,6 @@ def attend_by_head(
     scaling: float | None,
     softcap: float | None,
     *,
-    rescore: Rescore | None = None,
     observe: Observe | None = None,
 ) -> torch.Tensor:
     """Return ``[1, n, heads, D]``, as Transformers' attention functions do.
@@ -45,8 +41,6 @@ def attend_by_head(
         Factor of the scores; None means ``D ** -0.5``.
     softcap
         Soft cap of the scores, if the model has one.
-    rescore
-        Changes the scores before their softmax.
     observe
         Called for each key head in turn, and for its rows in order.
     """
@@ -67,7 +61,7 @@ def attend_by_head(
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             scores[..., tail:].masked_fill_(~allowed[rows, tail:], float("-inf"))
-            weights = (scores if rescore is None else rescore(scores)).softmax(-1)
+            weights = scores.softmax(-1)
             taken = (weights.flatten(0, 1) @ values).view(*asking.shape[:2], -1)
             by_head[rows, head] = taken.transpose(0, 1).to(output.dtype)
             if observe is not None:

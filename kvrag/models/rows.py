@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import (
@@ -40,7 +39,6 @@ from kvrag.models.compiled import CompiledLayers
 from kvrag.models.families import Family
 from kvrag.models.fast_modules import fast_modules
 from kvrag.models.own_attention import layer_arguments, show_weights
-from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryTable
 
 # Rows that a layer computes at once: few enough that a block's MLP activations stay small beside
@@ -64,8 +62,6 @@ class Attending:
     ----------
     observer
         Receives every block's queries with the keys and values that they attend to.
-    scaled
-        Keys that are attended to with another scale; None: none.
     visible
         ``[n, K]`` bool: which of the buffer's first K rows each of the n rows sees. They must
         precede it in the rows or be in the buffer already. None: all rows before it, inside the
@@ -78,7 +74,6 @@ class Attending:
     """
 
     observer: AttentionObserver | None = None
-    scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
     stops: bool = False
     changed: RowsChanged | None = None
@@ -88,7 +83,6 @@ class Attending:
         """Whether a kernel computes a whole layer of which rows attend so."""
         return (
             (self.observer is None or isinstance(self.observer, MassObserver))
-            and self.scaled is None
             and self.visible is None
             and self.changed is None
         )
@@ -198,11 +192,6 @@ class RowRunner:
         observer, visible = attending.observer, attending.visible
         if not (writes and deviation is None and attending.in_kernel) or self.is_adapted:
             compiled = None
-        if attending.scaled is not None and self._family.attends_itself:
-            raise UnsupportedModelError(
-                f"{self._name} computes attention in its own code, which knows no temperature or "
-                "scale of reused keys; leave both out of the policy"
-            )
         if isinstance(compiled, CardLayers):
             sums = isinstance(observer, MassObserver) and observer.taken is not None
             if (observer is None or sums) and compiled.can_run(fused):
@@ -239,7 +228,6 @@ class RowRunner:
                 first_key,
                 window,
                 observer,
-                attending.scaled,
                 seen,
                 stops=attending.stops,
                 is_square=window is None and first_key == 0 and last + 1 == len(positions),

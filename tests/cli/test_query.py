@@ -85,7 +85,7 @@ def test_k_chunks_are_used(run: Run, index_folder: Path) -> None:
     [
         (("--eviction", "lru"), "none, corm, streaming, h2o, snapkv"),
         (("--eviction", "corm:window=0"), "expected 1 or more"),
-        (("--eviction", "corm", "--policy", "none:scale=2.0"), "leave out temperature and scale"),
+        (("--policy", "none:scale=2.0"), "scale of reused keys left kvrag with 0.3"),
         (("--policy", "none", "--ratio", "0.5"), "none"),
         (("--boundary-tokens", "3"), "boundary_tokens"),
         (("--device", "nonsense"), "device 'nonsense'"),

@@ -64,7 +64,6 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--policy", "none:scale=0.5"), "temperature or scale"),
         (("--policy", "auto"), "run 'kvrag calibrate'"),
         (("--store", "redis:/host"), "a store is file:PATH"),
         (("--store", "memory:?limit=1kB"), "holds no chunk"),

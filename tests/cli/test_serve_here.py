@@ -194,7 +194,7 @@ def test_the_environments_key(index_path: Path) -> None:
         (["--engine", "vllm", "--streams", "3"], "--streams is for --engine transformers"),
         (["--host", "999.1.1.1"], "without keys"),
         (["--host", "999.1.1.1", "--anyone"], "cannot listen at 999.1.1.1"),
-        (["--policy", "none:scale=x"], "scale"),
+        (["--policy", "none:shift=x"], "shift"),
         (["--allow-origin", "app.example"], "expected an origin"),
         (["--allow-origin", "https://app.example/"], "expected an origin"),
         (["--keys", "missing.toml"], "is not a file of keys"),

@@ -44,7 +44,7 @@ KINDS: list[dict[str, Any]] = [
     {"max_tokens": 3},
     {"stop": ["e"]},
     {"eviction": "streaming:recent=16"},
-    {"policy": "none:temperature=0.7:scale=0.8"},
+    {"policy": "query:shift=0.8"},
     {"reuse": False},
     {"temperature": 1.2, "seed": 4, "top_k": 5, "policy": "boundary"},
     {"frequency_penalty": 1.5, "presence_penalty": 0.5},

@@ -300,8 +300,8 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
         report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=LoadingController(ttft=1.0)).report
         assert (report.policy, report.expected_loss) == ("seam(ratio=0.5)", 0.25)
         # And so does one that is wrapped.
-        report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy="auto:temperature=0.9").report
-        assert report.policy.startswith("seam(ratio=0.5, temperature=0.9")
+        report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy="auto:shift=0.5").report
+        assert report.policy.startswith("seam(ratio=0.5, shift=0.5")
 
 
 def test_an_altered_calibration_is_not_used(tmp_path: Path, model: KVModel) -> None:

@@ -188,9 +188,6 @@ def test_refusals(index: Index, tmp_path: Path) -> None:
     engine = KVEngine(index)
     with pytest.raises(ParameterError, match="has no parameter budget"):
         engine.generate(PROMPT, eviction="corm:budget=3")
-    for policy in ("none:temperature=0.9", "two_stage:scale=0.8"):
-        with pytest.raises(ParameterError, match="leave out temperature and scale, or eviction"):
-            engine.stream(PROMPT, policy=policy, eviction=CORM)
     with (
         make_index(tmp_path / "bloom", "bloom") as bloom,
         pytest.raises(UnsupportedModelError, match="leave eviction out"),

@@ -54,7 +54,7 @@ def test_a_fused_prompt(indexes: tuple[Index, Index], policy: str) -> None:
         {},
         {"reuse": False},
         {"ratio": 1.0},
-        {"policy": "none:temperature=0.7:scale=0.8"},
+        {"policy": "query:shift=0.8"},
         {"eviction": "streaming:recent=16"},
         {"eviction": "corm:recent=16"},
         {"eviction": "snapkv:budget=40"},

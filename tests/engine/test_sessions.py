@@ -306,7 +306,6 @@ def test_without_room_nothing_is_kept(index: Index, session_bytes: int) -> None:
     [
         {"reuse": False},
         {"eviction": "streaming:recent=16"},
-        {"policy": "none:temperature=0.7"},
         {"ttft": 30.0},
     ],
     ids=str,

@@ -65,7 +65,7 @@ def test_planned_rows_are_those_that_are_computed() -> None:
     prompt = bench.prompt(2, 0, 3, 1)
     policies = (
         NonePolicy(),
-        Repair(QueryPolicy(0.3), temperature=0.9),
+        Repair(QueryPolicy(0.3), shift=0.5),
         BoundaryPolicy(3),
         DeviationPolicy(0.3),
         QueryPolicy(0.3),
@@ -329,14 +329,14 @@ def test_without_a_measurement_all_is_loaded() -> None:
 
 def test_a_modified_auto_decides_as_well() -> None:
     auto = LoadingController(calibration=replace(CALIBRATION, loading=TWO_TIERS))
-    scaled = replace(auto, temperature=0.9)
+    shifted = replace(auto, shift=0.5)
     prompt, records = _prompt(0, 1)
-    assert scaled.weighs_loading
-    assert scaled.decide(prompt, 60, records) == auto.decide(prompt, 60, records)
-    repair, expected = scaled.choose(prompt, 60, records)
+    assert shifted.weighs_loading
+    assert shifted.decide(prompt, 60, records) == auto.decide(prompt, 60, records)
+    repair, expected = shifted.choose(prompt, 60, records)
     plain, known = auto.choose(prompt, 60, records)
-    assert (repair.policy, repair.temperature) == (plain.policy, 0.9)
-    # What was measured without scaling says nothing about the loss with it.
+    assert (repair.policy, repair.shift) == (plain.policy, 0.5)
+    # What was measured without a shift says nothing about the loss with it.
     assert (expected.loss, expected.seconds) == (None, known.seconds)
 
 

@@ -150,7 +150,10 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: make_choice("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
         (lambda: make_choice("query:depth=deep"), "has the wrong type"),
         (lambda: make_choice("deviation:on=3"), "has the wrong type"),
-        (lambda: make_choice("none:x=1"), "takes no x; it takes temperature, scale"),
+        (lambda: make_choice("none:x=1"), "takes no x; it takes shift"),
+        (lambda: make_choice("none:temperature=0.9"), "temperature of reused keys left kvrag"),
+        (lambda: make_choice("auto:scale=2"), "scale of reused keys left kvrag with 0.3"),
+        (lambda: make_choice("none:shift=1.5"), "shift 1.5: expected 0 to 1"),
         (lambda: make_choice("auto:calibration=x"), "takes no calibration"),
         (lambda: LoadingController(ttft=0.0), "above 0"),
         (lambda: LoadingController(loss=2.0), "auto loss"),
@@ -461,10 +464,9 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
         *(
             "two_stage:look=0.25",
             "query:depth=0.5",
-            "query:ratio=0.1:temperature=0.9:scale=0.8",
-            "none:scale=0.5",
+            "query:ratio=0.1:shift=0.8",
         ),
-        *("auto:ttft=0.5:loss=0.02", "auto:ratio=0.2:temperature=0.9", "random:ratio=1e-3"),
+        *("auto:ttft=0.5:loss=0.02", "auto:ratio=0.2:shift=0.9", "random:ratio=1e-3"),
     ],
 )
 def test_what_a_report_says_can_be_asked_for(spec: str) -> None:

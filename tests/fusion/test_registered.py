@@ -43,8 +43,8 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_policy_of_another_distribution(tmp_path: Path) -> None:
     with installed(tmp_path, "last_policy", LAST, POINTS):
-        repair = make_repair("last:tokens=3:temperature=0.9")
-        assert str(repair) == "last(tokens=3, temperature=0.9, scale=1.0)"
+        repair = make_repair("last:tokens=3:shift=0.5")
+        assert str(repair) == "last(tokens=3, shift=0.5)"
         assert make_choice(str(repair)) == repair
         assert make_repair("last", boundary_tokens=5).policy.tokens == 5
         assert not takes_ratio("last")

@@ -30,16 +30,11 @@ def test_it_is_attention_as_written_out(sees: str, softcap: float | None) -> Non
         seen[head, :, rows] = weights
         assert torch.equal(values, value[0, head])
 
-    def warmer(scores: torch.Tensor) -> torch.Tensor:
-        return scores / 0.7
-
-    output = attend_by_head(
-        query, key, value, allowed, 0.3, softcap, rescore=warmer, observe=observe
-    )
+    output = attend_by_head(query, key, value, allowed, 0.3, softcap, observe=observe)
     scores = torch.einsum("hgnd,hkd->hgnk", query.view(2, 3, 70, 16), key[0]) * 0.3
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    weights = (scores / 0.7).masked_fill(~allowed, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
     expected = torch.einsum("hgnk,hkd->nhgd", weights, value[0]).reshape(1, 70, 6, 16)
     assert torch.allclose(output, expected, atol=1e-5)
     assert torch.allclose(seen, weights, atol=1e-6)

@@ -178,12 +178,6 @@ def test_a_chunk_behind_a_gap_is_not_exact(gap: int) -> None:
     assert layout.end_position == 60 + len(QUESTION)
 
 
-def test_scaled_keys_are_refused_where_layers_attend_themselves() -> None:
-    bench = Bench(KVModel(make_model("bloom"), make_tokenizer()))
-    with pytest.raises(UnsupportedModelError, match="no temperature or scale"):
-        bench.fuse(bench.prompt(2, 0), make_repair("none:temperature=0.9"))
-
-
 def test_rows_of_ones_own_choice_are_refused_where_layers_attend_themselves() -> None:
     model = KVModel(make_model("bloom"), make_tokenizer())
     ids = torch.tensor(CHUNK)

@@ -128,7 +128,7 @@ def test_what_the_engine_refuses_is_one_error(llm: KVRagVLLM) -> None:
     "wrong",
     [
         {"policy": "magic"},
-        {"policy": "none:temperature=0.5"},
+        {"policy": "none:shift=2"},
         {"links": "links.safetensors"},
         {"schemas": ["schema.xml"]},
         {"device": "cuda"},

@@ -178,7 +178,7 @@ def test_every_plan_has_a_salt_of_its_own(planner: Planner, oracle: KVEngine) ->
         {PARAMS: {"policy": "magic"}},
         {PARAMS: {"policy": "none", "ratio": 2.0}},
         {PARAMS: {"path": "/etc/passwd"}},
-        {PARAMS: {"policy": "none:temperature=0.5"}},
+        {PARAMS: {"policy": "none:shift=2"}},
         {PARAMS: {"policy": 7}},
         {PARAMS: {"policy": "deviation", "ratio": "much"}},
         {PARAMS: {"policy": "deviation", "ratio": [0.5]}},

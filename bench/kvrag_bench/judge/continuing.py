@@ -88,16 +88,13 @@ class FullContinuation:
         rows = torch.arange(num_prompt, len(positions), device=model.device)
         visible = tree.visible(num_prompt).to(model.device)
         windows: dict[int | None, torch.Tensor] = {None: visible}
-        scaled = () if self._fused is None else self._fused.scaled
         links = None if self._fused is None else self._fused.links
         with model.computing_rows(None if links is None else links.adapter):
             hidden = model.embed(fed, at[rows])
             for layer_index, (window, table) in enumerate(zip(model.windows, tables, strict=True)):
                 if window is not None and window not in windows:
                     windows[window] = visible & (at > at[rows][:, None] - window)
-                attending = Attending(
-                    scaled=scaled[layer_index] if scaled else None, visible=windows[window]
-                )
+                attending = Attending(visible=windows[window])
                 model.forward_rows(layer_index, hidden, rows, kv, table, attending=attending)
             logits = model.logits(hidden)
         return [logits[nodes] for nodes in tree.nodes]

@@ -9,6 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from kvrag.engine.base import Engine
+from kvrag.engine.request import Recompute
 from kvrag.engine.shared import place_of, shared_index
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
@@ -17,7 +18,7 @@ from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.in_process import InProcess
 from kvrag.llms.vllm.options import engine_options
-from kvrag.llms.vllm.settings import ConnectorSettings, servable_policy
+from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.transports import Transport
 from kvrag.llms.vllm.versions import require_tested
 
@@ -54,7 +55,7 @@ class VLLMSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
-        servable_policy(self.policy, self.ratio, self.boundary_tokens)
+        Recompute(self.policy, self.ratio, self.boundary_tokens).choice()
         usual = type(self).model_fields
         is_given = make_eviction(self.eviction) is not None or any(
             getattr(self, name) != usual[name].get_default(call_default_factory=True)

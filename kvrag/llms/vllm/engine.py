@@ -19,7 +19,7 @@ from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.settings import RequestParams, servable_policy
+from kvrag.llms.vllm.settings import RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, Piece, Transport
 
 _MAX_THREADS = 64
@@ -245,7 +245,7 @@ def _check_servable(asked: Request) -> None:
             "explain: vLLM does not report what happened to single tokens; leave it out, or answer "
             "with KVEngine"
         )
-    servable_policy(asked.policy, asked.ratio, asked.boundary_tokens)
+    asked.recompute.choice()
 
 
 def _finish(reason: str | None) -> FinishReason:

@@ -14,7 +14,7 @@ from typing import Any
 from kvrag.arguments import shown
 from kvrag.engine.request import Recompute
 from kvrag.errors import ParameterError
-from kvrag.fusion.controller import Choice, make_choice
+from kvrag.fusion.controller import Choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.llms.vllm.artefacts import ArtefactName
 
@@ -87,7 +87,7 @@ class ConnectorSettings:
 
     def make_policy(self) -> Choice:
         """Return the policy for requests that name none. Raises ParameterError."""
-        return servable_policy(self.policy, self.ratio, self.boundary_tokens)
+        return Recompute(self.policy, self.ratio, self.boundary_tokens).choice()
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,4 @@ class RequestParams:
         """Return the policy for this request. Raises ParameterError."""
         said = Recompute(self.policy, self.ratio, self.boundary_tokens)
         meant = said.over(Recompute(settings.policy, settings.ratio, settings.boundary_tokens))
-        assert isinstance(meant.policy, str)
-        return servable_policy(meant.policy, meant.ratio, meant.boundary_tokens)
-
-
-def servable_policy(
-    name: str, ratio: float | None = None, boundary_tokens: int | None = None
-) -> Choice:
-    """Return a policy. Raise ParameterError if it is unknown or vLLM does not support it."""
-    choice = make_choice(name, ratio=ratio, boundary_tokens=boundary_tokens)
-    if choice.scaling is not None:
-        raise ParameterError(
-            f"policy {name!r} attends to reused keys with a temperature or scale, which vLLM's "
-            "attention does not support; leave both out"
-        )
-    return choice
+        return meant.choice()
