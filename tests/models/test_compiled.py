@@ -21,7 +21,6 @@ from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.packed import multiplies_squares
 from kvrag.models.rows import Attending
-from kvrag.models.scaling import KeyScaling, ScaledKeys
 from kvrag.native import MAX_ROWS, REFERENCE, instruction_set
 from tests.support.models import make_model, make_tokenizer
 
@@ -421,7 +420,6 @@ def test_rows_that_attend_otherwise_stay_with_modules() -> None:
         {"visible": torch.ones(4, 70, dtype=torch.bool).tril(60)},
         {"changed": lambda *_: None},
         {"observer": lambda *_: None},
-        {"scaled": ScaledKeys(KeyScaling(0.9, 1.1), torch.arange(70) < 9), "observer": None},
         {"stops": True},
         {"writes": False},
     ]

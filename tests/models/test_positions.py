@@ -18,7 +18,6 @@ from kvrag.fusion.plan import MISS_POSITION
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.kv_model import KVModel
