@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -80,8 +81,6 @@ class Child:
         return json.loads(line)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # An interrupt at the terminal is for the parent alone.
-        apart: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
         command = [get_executable(), "-c", _MAIN.format(self._module), json.dumps(sys.path)]
         try:
             return subprocess.Popen(
@@ -89,7 +88,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                **apart,
+                process_group=0,  # an interrupt at the terminal is for the parent alone
             )
         except OSError as error:
             raise ChildError(
@@ -106,7 +105,7 @@ class Child:
             with contextlib.suppress(OSError):
                 assert stream is not None
                 stream.close()
-        if code in (-getattr(signal, "SIGPROF", 0), -getattr(signal, "SIGKILL", 0)):
+        if code in (-signal.SIGPROF, -signal.SIGKILL):
             return f"it takes more than {self._seconds:g} s"
         how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
         return f"its process ended ({how})"
@@ -136,9 +135,8 @@ def serve(answer: Any, memory_bytes: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    if sys.platform != "win32":
-        # The signal ends the process, also within one long operation.
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+    # The signal ends the process, also within one long operation.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 _DEFAULT_BASE_BYTES = 512 << 20
@@ -147,10 +145,6 @@ _DEFAULT_BASE_BYTES = 512 << 20
 
 def limit_memory(memory_bytes: int) -> None:
     """Limit this process to `memory_bytes` beyond its current memory, if the system can."""
-    if sys.platform == "win32":
-        return
-    import resource
-
     try:
         base = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
     except (OSError, ValueError):

@@ -109,8 +109,8 @@ def run_vector_bench(
     kept, new = given[: options.num_vectors], given[options.num_vectors :]
     graph, seconds = _made(kept, options, on_progress)
     rows = np.arange(len(kept))
-    found = VectorIndex((1, b""), rows, rows.astype(np.uint64), graph)
-    flat = VectorIndex((1, b""), rows, rows.astype(np.uint64), Flat(kept))
+    found = VectorIndex(b"", rows, rows.astype(np.uint64), graph)
+    flat = VectorIndex(b"", rows, rows.astype(np.uint64), Flat(kept))
     questions = _questions(kept, options.num_questions)
     measured = []
     for share in _SHARES:
@@ -129,7 +129,7 @@ def run_vector_bench(
     started = time.perf_counter()
     found._drop(graph, is_gone)
     removed = time.perf_counter() - started
-    left = VectorIndex((1, b""), np.arange(len(given)), found.marks, Flat(given), found.is_gone)
+    left = VectorIndex(b"", np.arange(len(given)), found.marks, Flat(given), found.is_gone)
     measured.append(_row(found, left, questions, options.k, None, "after changes"))
     return VectorBenchResult(
         num_vectors=len(kept),

@@ -58,7 +58,7 @@ class Asked:
         if self.address is None:
             yield
             return
-        from kvrag.ingest.ray.cluster import connected
+        from kvrag.ingest.ray.driver import connected
 
         with connected(self._options(None)):
             yield

@@ -15,7 +15,6 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.catalogfile import CatalogFile, checked
-from kvrag.ingest.changelog import ChangeLog
 from kvrag.ingest.filters import searched_fields
 from kvrag.ingest.rows import (
     Change,
@@ -109,13 +108,10 @@ class Catalog(CatalogFile):
 
     Attributes
     ----------
-    log
-        Where changes go if this is the view of a shared index; None writes them to this file.
     encoding
         How the index encodes its chunks; needed to remove single ones.
     """
 
-    log: ChangeLog | None = None
     encoding: Encoding
 
     # -- documents and files -----------------------------------------------------------------
@@ -488,7 +484,7 @@ class Catalog(CatalogFile):
                     self._note(f"the vector of chunk {values[0]} is not what was written")
             counts = [num for *_, num in owners]
             return VectorRows(
-                self.version(),
+                self.version()[1],
                 present,
                 np.repeat(np.array([row for row, *_ in owners], np.int64), counts),
                 np.repeat(np.array([mark for _, mark, _ in owners], np.uint64), counts),
@@ -616,8 +612,11 @@ class Catalog(CatalogFile):
 
     # -- writing -----------------------------------------------------------------------------
 
-    def apply(self, change: Change) -> int:
-        """Write a whole change, or nothing; return the number of single chunks removed.
+    @checked
+    def write(self, change: Change) -> int:
+        """Write a whole change to this file, or nothing; return the single chunks removed.
+
+        `Storage.apply` writes it to the log of a shared index instead.
 
         Raises
         ------
@@ -626,11 +625,6 @@ class Catalog(CatalogFile):
         IndexFormatError
             When a single chunk to remove differs from what was written.
         """
-        return self.write(change) if self.log is None else self.log.commit(change)
-
-    @checked
-    def write(self, change: Change) -> int:
-        """Write a change to this file, also if it is the view of a shared index."""
         with self._transaction() as state:
             rows = RowWriter(self._connection, self._checksums, self.path, state)
             num_removed = sum(rows.drop_chunk(one, self.encoding) for one in change.remove_chunks)

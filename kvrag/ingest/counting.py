@@ -15,7 +15,6 @@ import os
 import sqlite3
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,18 +107,7 @@ class IndexCounters:
         self._keeping = threading.Lock()
         self._kept: Counts = {}
         self._due = time.monotonic() + _SECONDS_BETWEEN
-        self._at_fork: Counts = {}
-        _living.add(self)
-
-    def before_fork(self) -> None:
-        """Record this process's counts before a fork, so that the child does not add them."""
-        self._at_fork = self._now()
-
-    def in_child(self) -> None:
-        """Count only from the fork on, in the child process."""
-        self._kept = self._at_fork
-        # Another thread of the parent may have held the locks.
-        self._lock, self._keeping = threading.Lock(), threading.Lock()
+        self._process = os.getpid()
 
     def note(self, report: FusionReport) -> None:
         """Count a prompt, and its streaming if there was any."""
@@ -159,7 +147,9 @@ class IndexCounters:
             return dict(self._counts)
 
     def keep(self) -> None:
-        """Add the counts since the last call to the file."""
+        """Add the counts since the last call to the file; nothing in a forked process."""
+        if os.getpid() != self._process:  # which has no index (`OfProcess`)
+            return
         with self._keeping:
             self._due = time.monotonic() + _SECONDS_BETWEEN
             now = self._now()
@@ -173,23 +163,6 @@ class IndexCounters:
 
     def _now(self) -> Counts:
         return self.counts() | labelled(self._store_counts())
-
-
-_living: weakref.WeakSet[IndexCounters] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    for counters in list(_living):
-        counters.before_fork()
-
-
-def _in_child() -> None:
-    for counters in list(_living):
-        counters.in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def read_kept(folder: Path) -> KeptCounts | None:

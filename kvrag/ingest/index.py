@@ -17,17 +17,15 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import check_key
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.following import Follower
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.making import make_index
-from kvrag.ingest.opening import open_index
+from kvrag.ingest.maintenance import stats_of
+from kvrag.ingest.opening import make_index, open_index
 from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.opening import make_shared, open_shared
-from kvrag.ingest.stats import stats_of
-from kvrag.ingest.storage import Storage
+from kvrag.ingest.storage import Follower, Storage
 from kvrag.ingest.upkeep import Upkeep
 from kvrag.ingest.writer import Writer
 from kvrag.models.control import ControlTokens

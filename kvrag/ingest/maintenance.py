@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import ProfileError, RecordError, StoreError
+from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
+from kvrag.ingest import catalog as catalogs
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.config import VECTORS_NAME, write_atomically
 from kvrag.ingest.profiles import ProfileFolder
-from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
+from kvrag.ingest.report import GcReport, IndexStats, RecordProblem, Report, VerifyReport
+from kvrag.ingest.storage import Storage
+from kvrag.ingest.vectorheader import ROW_BYTES, vector_stats
+from kvrag.recordformat import check_record
+from kvrag.regularfile import open_regular
 from kvrag.store.base import Store
+from kvrag.store.capabilities import Flushes, capability
+from kvrag.store.wrapper import read_whole
 
 if TYPE_CHECKING:
     from kvrag.ingest.coding import RecordCoding
@@ -173,3 +185,213 @@ def _profiles_in_use(store: Store, needed: Collection[str]) -> set[str]:
                 with contextlib.closing(record):
                     used.add(RecordReader(record, key).header.profile)
     return used
+
+
+class Guest(Protocol):
+    """What keeps its own records in an index's store."""
+
+    def leaving(self) -> AbstractContextManager[None]:
+        """Remove them; in the block, the index gets another store."""
+        ...
+
+
+@dataclass(frozen=True)
+class MoveReport(Report):
+    """The result of moving an index's KV to another store.
+
+    Attributes
+    ----------
+    store
+        URL of the new store, without a password.
+    num_records, size_bytes
+        Number and size of the copied records.
+    num_present
+        Number of records that the new store already had.
+    num_lost
+        Number of records that were missing or damaged: each prompt that needs one computes it,
+        until ``kvrag verify --repair`` stores it.
+    num_removed
+        Number of records removed from the old store; 0 if others may need them.
+    """
+
+    store: str
+    num_records: int
+    size_bytes: int
+    num_present: int
+    num_lost: int
+    num_removed: int
+
+
+def copy_records(
+    keys: Collection[ChunkKey],
+    source: Store,
+    target: Store,
+    on_progress: Callable[[int, int], None] | None = None,
+    optional: Collection[ChunkKey] = (),
+) -> MoveReport:
+    """Copy sound records; sound records that are already there stay.
+
+    The ones in `optional` are not lost where they are missing: the next prompt makes them.
+
+    Raises
+    ------
+    StoreError
+        When a store refuses access. Copied records are kept; a second call does the rest.
+    """
+    num_records = size_bytes = num_present = num_lost = 0
+    for number, key in enumerate(sorted(keys)):
+        if on_progress is not None:
+            on_progress(number, len(keys))
+        is_there = target.contains(key)
+        # A useless record there must not cause the removal of the only good one here.
+        if is_there and _read(key, target) is not None:
+            num_present += 1
+            continue
+        content = _read(key, source)
+        if content is None:
+            num_lost += key not in optional
+            continue
+        (target.replace if is_there else target.put)(key, content)
+        num_records += 1
+        size_bytes += len(content)
+    background = capability(target, Flushes)
+    if background is not None:
+        background.flush()
+    return MoveReport(target.url, num_records, size_bytes, num_present, num_lost, 0)
+
+
+def clear_left(left: Store, store: Store, needed: Collection[str]) -> tuple[int, int]:
+    """Remove all but the needed records from a store that the index has left.
+
+    Returns
+    -------
+    (int, int)
+        Their number and bytes; 0 if both stores are one.
+    """
+    if is_same_store(left, store):
+        return 0, 0
+    found = remove_others(left, needed)
+    left.collect_garbage()
+    return found
+
+
+def is_same_store(one: Store, other: Store) -> bool:
+    """Return whether what is written to one store appears in the other.
+
+    The URLs cannot say: a folder has many names, and a server or tiers may lead to it too.
+    """
+    probe = ChunkKey(secrets.token_hex(20))
+    one.put(probe, b"is this the same store?")
+    try:
+        return other.contains(probe)
+    finally:
+        one.delete(probe)
+
+
+def _read(key: ChunkKey, source: Store) -> bytes | None:
+    """Return a record, or None if there is none or it is damaged."""
+    try:
+        record = source.open(key)
+        if record is None:
+            return None
+        with closing(record):
+            content = read_whole(record)
+        check_record(key, content)
+    except RecordError:
+        source.note_damage(key)
+        return None
+    return content
+
+
+FOLDER = "kept"
+_VERSION = 1
+
+
+def write_kept(path: Path, keys: Mapping[str, int]) -> None:
+    """Write the digests of keys, each with its number of tokens. Raises StoreError."""
+    content = {"version": _VERSION, "keys": dict(keys)}
+    write_atomically(path, json.dumps(content).encode())
+
+
+def kept_keys(folder: Path) -> dict[str, int]:
+    """Return the keys that the lists in an index folder keep, each with its number of tokens.
+
+    Raises
+    ------
+    IndexFormatError
+        When a list is damaged: garbage collection must not rely on it.
+    StoreError
+        When a list cannot be read.
+    """
+    found: dict[str, int] = {}
+    for path in sorted((folder / FOLDER).glob("[!.]*.json")):
+        try:
+            with open_regular(path) as file:  # of any size: kvrag wrote it
+                content = json.load(file)
+            keys = content["keys"]
+            if content["version"] != _VERSION:
+                raise ValueError(f"version {content['version']}, expected {_VERSION}")
+            found |= {ChunkKey(key).digest: int(keys[key]) for key in keys}
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise IndexFormatError(
+                f"{path}: not a list of kept records ({error}); write it again, with 'kvrag pml "
+                "encode' and the schema's file, or delete it if nobody uses that schema"
+            ) from error
+    return found
+
+
+def stats_of(storage: Storage) -> IndexStats:
+    """Return the content of an index in numbers; needs no model."""
+    config = storage.config
+    num_documents, num_chunks, num_tokens = storage.catalog.counts()
+    needed = kept_keys(storage.path) | storage.catalog.keys()
+    sizes = {
+        key.digest: size
+        for key, size in storage.store.sizes()
+        # Other indexes' records in a shared store do not count.
+        if not storage.is_store_shared or key.digest in needed
+    }
+    stored = sorted(sizes)
+    size_bytes = sum(sizes.values())
+    num_vectors = storage.catalog.num_vectors(config.embedding_dim)
+    cached = vector_stats(storage.path)
+    compared_bytes = num_vectors * (4 * config.embedding_dim + ROW_BYTES)
+    # Identical chunks share one record.
+    stored_tokens = sum(needed[digest] for digest in stored if digest in needed)
+    return IndexStats(
+        path=str(storage.path),
+        store=storage.store.url,
+        model=config.model,
+        dtype=config.dtype,
+        codec=config.codec,
+        embedding=config.embedding,
+        chunk_tokens=config.chunk_tokens,
+        context=config.context,
+        context_tokens=config.context_tokens,
+        compression=config.compression,
+        control_tokens=config.control_tokens,
+        num_prefix_tokens=len(config.prefix_ids),
+        num_documents=num_documents,
+        num_chunks=num_chunks,
+        num_tokens=num_tokens,
+        num_records=len(stored),
+        num_unreferenced_records=sum(digest not in needed for digest in stored),
+        size_bytes=size_bytes,
+        bytes_per_token=config.bytes_per_token,
+        stored_bytes_per_token=size_bytes / stored_tokens if stored_tokens else 0.0,
+        catalog_bytes=_size_of(storage.path / catalogs.FILE_NAME),
+        vectors_bytes=_size_of(storage.path / VECTORS_NAME),
+        num_vectors=num_vectors,
+        vectors_memory_bytes=cached.memory_bytes if cached.is_graph else compared_bytes,
+        has_graph=cached.is_graph,
+        generation=storage.catalog.generation(),
+    )
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.codec.names import parse_codec
-from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.errors import IndexFormatError, ParameterError, StoreError
+from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import lock
+from kvrag.ingest import config as configs
+from kvrag.ingest import counting, lock, profiles, words
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
-from kvrag.ingest.checks import check_device, check_embedding, check_limit
+from kvrag.ingest.checks import check_device, check_embedding, check_limit, check_unencrypted
 from kvrag.ingest.config import KV_FOLDER, VIEW_OF_NAME, IndexConfig
+from kvrag.ingest.contexts import ALONE, check_filler, default_context, parse_context
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.encryption import open_catalog, replace_catalog
+from kvrag.ingest.encryption import (
+    key_check,
+    make_catalog,
+    open_catalog,
+    replace_catalog,
+    secret_salt,
+)
+from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
+from kvrag.models.control import default_control_tokens
 from kvrag.models.precision import check_compute
 from kvrag.store.base import Store
+from kvrag.store.capabilities import ChecksWritable, capability
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
+
+if TYPE_CHECKING:
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")
 
@@ -110,3 +129,181 @@ def _open_catalog(
         )
         logger.warning("%s: all documents are lost; ingest all of them again", lost)
         return catalog, lost
+
+
+_OUR_FILES = {
+    configs.FILE_NAME,
+    counting.FILE_NAME,
+    lock.FILE_NAME,
+    configs.VECTORS_NAME,
+    configs.RUNS_NAME,
+    words.FILE_NAME,
+    KV_FOLDER,
+    profiles.FOLDER_NAME,
+} | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}
+
+
+def make_index(path: str | Path, given: Any, settings: IndexSettings) -> tuple[Storage, Encoders]:
+    """Create an empty index. Parameters and errors are those of `Index.create`."""
+    from kvrag.ingest.embedding import default_embedding, get_embedding
+    from kvrag.models.kv_model import KVModel
+
+    folder = arguments.resolved_path(path, "path")
+    _require_free(folder)
+    device = settings.device
+    wanted = default_embedding() if settings.embedding is None else settings.embedding
+    embedding = get_embedding(wanted)
+    model = KVModel.load(given, dtype=settings.dtype, device=device)
+    check_device(device, model)
+    config = _make_config(given, model, embedding, settings)
+    encoders = Encoders(folder, config, model=model, embedding=embedding, device=device)
+    return _make_storage(folder, config, settings), encoders
+
+
+def _make_config(
+    given: Any, model: KVModel, embedding: Embedding, settings: IndexSettings
+) -> IndexConfig:
+    """Return the configuration of a new index.
+
+    Parameters
+    ----------
+    given
+        The model as the caller gave it.
+    model, embedding
+        The loaded model and the loaded embedding.
+    settings
+        The caller's settings.
+
+    Raises
+    ------
+    ParameterError
+        When chunks would not fit into the model's context, or the model has another dtype.
+    AnchorsError
+        When chunks are to be compressed with anchors that the model does not have.
+    """
+    dtype, codec, profile = settings.dtype, settings.codec, settings.profile
+    chunk_tokens, compression = settings.chunk_tokens, settings.compression
+    prefix_ids = model.default_prefix_ids()
+    dtype_name = str(model.chunk_spec.dtype).removeprefix("torch.")
+    if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
+        raise ParameterError(
+            f"dtype {dtype} was asked for, but the model given is loaded in {dtype_name}"
+        )
+    if chunk_tokens + len(prefix_ids) > model.max_positions:
+        raise ParameterError(
+            f"chunk_tokens={chunk_tokens} after a shared prefix of {len(prefix_ids)} tokens "
+            f"exceeds the model's context of {model.max_positions}; choose at most "
+            f"{model.max_positions - len(prefix_ids)}"
+        )
+    if profile is not None and not parse_codec(codec).takes_profile:
+        raise ParameterError(
+            f"codec {arguments.shown(codec)} takes no profile: name the codec it was fitted for, "
+            "or leave it out"
+        )
+    if profile is not None:
+        from kvrag.ingest.coding import check_profile
+
+        check_profile(profile, codec, model.chunk_spec, model.fingerprint)
+    chosen = parse_compression(compression)
+    anchors = ""
+    room = model.max_positions - len(prefix_ids)
+    if chosen is not None:
+        from kvrag.fusion.compression.encoding import Compressor, room_behind
+
+        anchors = Compressor(model, chosen).anchors_digest
+        most = room - room_behind(chosen, model.tokenizer, 1)
+        if chunk_tokens > most:
+            raise ParameterError(
+                f"chunk_tokens={chunk_tokens} leaves compression {chosen} no room in the model's "
+                f"context of {model.max_positions} to work in after a chunk; choose at most "
+                f"{most}, better half of the context"
+            )
+        room -= room_behind(chosen, model.tokenizer, chunk_tokens)
+    if settings.context is not None:
+        context = parse_context(settings.context)
+        check_filler(context, model.tokenizer, room, chunk_tokens)
+    elif chosen is not None or model.is_position_bound:
+        context = ALONE
+    else:
+        context = default_context(model.tokenizer, model.max_positions, room, chunk_tokens)
+    return IndexConfig(
+        model=_model_reference(given, model),
+        model_fingerprint=model.fingerprint,
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        num_layers=model.chunk_spec.num_layers,
+        num_kv_heads=model.chunk_spec.num_kv_heads,
+        head_dim=model.chunk_spec.head_dim,
+        dtype=dtype_name,
+        max_positions=model.max_positions,
+        prefix_ids=prefix_ids,
+        embedding=embedding.name,
+        embedding_dim=embedding.dim,
+        codec=parse_codec(codec).label,
+        profile="" if profile is None else profile.hash,
+        chunk_tokens=int(chunk_tokens),
+        context=context.name,
+        context_tokens=context.num_tokens,
+        compression=compression if chosen is None else str(chosen),
+        anchors=anchors,
+        tenant_salt=settings.salt.hex(),
+        index_id=secrets.token_hex(16),
+        control_tokens=settings.control_tokens or default_control_tokens(model.tokenizer),
+    )
+
+
+def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> Storage:
+    """Create an empty index in a new or empty folder and open it. Raises as `Index.create`."""
+    with contextlib.ExitStack() as undoing:
+        opened = None if settings.store is None else open_store(settings.store)
+        if opened is not None:
+            undoing.callback(opened.close)
+            config = replace(config, store=opened.url, key_check=key_check(opened))
+            check_unencrypted(config)
+            if settings.tenant_salt is None and (salt := secret_salt(opened)) is not None:
+                config = replace(config, tenant_salt=salt.hex())
+            check_limit(opened, config)
+            if (checks := capability(opened, ChecksWritable)) is not None:
+                checks.check_writable()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"cannot make the folder {folder}: {error.strerror or error}; use another one"
+            ) from error
+        with lock.writer_lock(folder):
+            _require_free(folder)
+            store = FileStore(folder / KV_FOLDER) if opened is None else opened
+            catalog = make_catalog(folder, config, store)
+            if settings.profile is not None:
+                profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
+            # Written last, since this file makes the folder an index.
+            config.save(folder)
+        undoing.pop_all()
+    return Storage(folder, config, catalog, store)
+
+
+def _require_free(folder: Path) -> None:
+    """Raise ParameterError if a folder holds an index or any foreign file."""
+    try:
+        names = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        raise ParameterError(f"{folder} is not a folder that can be used: {error}") from error
+    if configs.FILE_NAME in names:
+        raise ParameterError(
+            f"there is an index in {folder} already: open it with Index.open, or use another folder"
+        )
+    # Our files without index.json come from a run that was killed while it created the index.
+    foreign = sorted(name for name in names - _OUR_FILES if not name.endswith(".tmp"))
+    if foreign:
+        raise ParameterError(
+            f"{folder} is not empty (it holds {foreign[0]!r}): use a new folder for the index"
+        )
+
+
+def _model_reference(given: Any, loaded: KVModel) -> str:
+    """Return the name by which a model can be loaded again, or "" if it cannot."""
+    name = str(given) if isinstance(given, str | Path) else loaded.name
+    path = arguments.path(name, "model")
+    if path.exists():  # a folder, or a GGUF file
+        return str(path.resolve())
+    return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""

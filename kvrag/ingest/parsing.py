@@ -209,22 +209,6 @@ class _Process:
         An interrupt at the terminal then reaches only the parent, and what a loader has started
         can be ended together with the process.
         """
-        self._process: subprocess.Popen[bytes]
-        self._socket: socket.socket | None = None
-        self._requests: IO[bytes]
-        self._answers: IO[bytes]
-        if sys.platform == "win32":
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
-            )
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._requests, self._answers = self._process.stdin, self._process.stdout
-            return
         # No pipes: a read from a pipe blocks as long as any process holds the other end, but a
         # socket can be shut down from here.
         ours, theirs = socket.socketpair()
@@ -243,7 +227,8 @@ class _Process:
                 ours.close()
                 raise
         self._socket = ours
-        self._requests, self._answers = ours.makefile("wb"), ours.makefile("rb")
+        self._requests: IO[bytes] = ours.makefile("wb")
+        self._answers: IO[bytes] = ours.makefile("rb")
 
     def parse(self, path: str, content: bytes) -> list[Document]:
         with self._deadline(self._limits.seconds):
@@ -257,22 +242,19 @@ class _Process:
         self._end()
         for stream in (self._requests, self._answers, self._socket):
             with contextlib.suppress(OSError):  # input that it did not read
-                if stream is not None:
-                    stream.close()
+                stream.close()
 
     def _end(self) -> int:
         """End the process and its group, wake the waiting reader, and return the exit code."""
         with self._ending:  # the deadline's thread may be here too
             if not self._has_ended:
                 self._has_ended = True
-                if sys.platform != "win32":
-                    with contextlib.suppress(OSError):  # the group is empty
-                        os.killpg(self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(OSError):  # the group is empty
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.kill()
-                if self._socket is not None:
-                    # A process that has left the group may still hold the other end.
-                    with contextlib.suppress(OSError):
-                        self._socket.shutdown(socket.SHUT_RDWR)
+                # A process that has left the group may still hold the other end.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
             return self._process.wait()
 
     def _documents(self, path: str) -> list[Document]:
@@ -347,7 +329,7 @@ class _Process:
             )
         if not has_exited:
             return _GoneError("its parser closed its connection without an answer and did not exit")
-        if code in (OUT_OF_MEMORY, -getattr(signal, "SIGKILL", 0)):
+        if code in (OUT_OF_MEMORY, -signal.SIGKILL):
             return _GoneError(
                 f"parsing it takes more than {self._limits.memory_bytes / 2**20:,.0f} MiB of "
                 "memory; split it, or raise the limit (--parse-memory ..., or "

@@ -17,7 +17,7 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
 from kvrag.ingest import lock
-from kvrag.ingest.kept import FOLDER, write_kept
+from kvrag.ingest.maintenance import FOLDER, write_kept
 from kvrag.ingest.stages import BackgroundWriter
 
 if TYPE_CHECKING:

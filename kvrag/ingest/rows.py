@@ -100,8 +100,8 @@ class VectorRows:
 
     Attributes
     ----------
-    version
-        The catalog's version then.
+    of
+        The digest of the catalog's contents then.
     present
         Marks of all chunks ``[m]``; empty if all vectors were wanted.
     rows, marks
@@ -111,7 +111,7 @@ class VectorRows:
         ``[n, dim]``.
     """
 
-    version: tuple[int, bytes]
+    of: bytes
     present: NDArray[np.uint64]
     rows: NDArray[np.int64]
     marks: NDArray[np.uint64]

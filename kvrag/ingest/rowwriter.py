@@ -177,6 +177,8 @@ class RowWriter:
             if self._checksums.is_right("document", row):
                 one = StoredDocument(*row[:-1])
                 self._write_document(one._replace(digest="", num_chunks=len(parts), chunks=whole))
+            else:  # the sum is wrong already; another one tells caches that a chunk is gone
+                self.state.documents ^= 1
         return len(gone)
 
     def _use_alone(self, alone: Chunk, key_of: KeyOf) -> None:

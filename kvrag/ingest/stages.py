@@ -1,6 +1,6 @@
 """The stages of an ingestion: embed, encode and commit documents that were planned.
 
-`kvrag.ingest.pipeline` runs them in one process, one window of documents after the other;
+`kvrag.ingest.writer` runs them in one process, one window of documents after the other;
 `kvrag.ingest.ray` runs each on many machines.
 
 Each chunk has a separate forward pass. On a CPU, the last bits of a chunk's KV depend on how many
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Self
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.foreign import document_failures
-from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
@@ -306,17 +305,14 @@ class Committer:
 
     Parameters
     ----------
-    catalog
-        The catalog of the index.
-    key_of
-        Names the KV of a chunk.
+    storage
+        The storage of the index.
     plan
         The plan; receives the failures.
     """
 
-    def __init__(self, catalog: Catalog, key_of: KeyOf, plan: Plan) -> None:
-        self._catalog = catalog
-        self._key_of = key_of
+    def __init__(self, storage: Storage, plan: Plan) -> None:
+        self._storage = storage
         self._plan = plan
         self._failed: dict[str, str] = {}
         self._failed_files: set[str] = set()
@@ -336,7 +332,7 @@ class Committer:
                 continue
             path = None if one.file is None else one.file.path
             rows = [
-                ChunkRow(chunk, [self._key_of(each) for each in chunk.encodings()], vectors)
+                ChunkRow(chunk, [self._storage.key_of(each) for each in chunk.encodings()], vectors)
                 for chunk, vectors in zip(one.chunks, one.vectors, strict=True)
             ]
             change.put.append((one.source, path, one.digest, one.metadata, rows))
@@ -345,7 +341,7 @@ class Committer:
             if one.file and one.is_last_of_file and one.file.path not in self._failed_files:
                 change.put_files.append(one.file)
         if change:
-            self._catalog.apply(change)
+            self._storage.apply(change)
 
     def fail(self, document: PlannedDocument) -> None:
         """Note that a document is left out."""

@@ -7,11 +7,12 @@ another codec, another store, a closed catalog.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import parse_codec
@@ -20,13 +21,13 @@ from kvrag.fusion.compression.spec import Compression, key_options, parse_compre
 from kvrag.ingest import profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import next_path
-from kvrag.ingest.changelog import ChangeLog
 from kvrag.ingest.checks import check_unencrypted
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key
 from kvrag.ingest.profiles import ProfileFolder
-from kvrag.ingest.rows import Encoding
+from kvrag.ingest.report import GcReport
+from kvrag.ingest.rows import Change, Encoding
 from kvrag.process import OfProcess
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
@@ -34,7 +35,7 @@ from kvrag.store.capabilities import tiers_of
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
     from kvrag.ingest.coding import RecordCoding
-    from kvrag.ingest.vectorfile import CurrentVectors
+    from kvrag.ingest.vectors import CurrentVectors
 
 logger = logging.getLogger("kvrag")
 
@@ -103,12 +104,16 @@ class Storage(OfProcess):
         self.require_open()
         return self._catalog
 
+    def apply(self, change: Change) -> int:
+        """Write a change to the catalog, or to a shared index's log; as `Catalog.write`."""
+        return self.catalog.write(change) if self.log is None else self.log.commit(change)
+
     def refresh_caches(self) -> None:
         """Bring the files beside the catalog up to date: no removed text stays in one.
 
         The caller has changed the catalog, and holds the writer's lock.
         """
-        from kvrag.ingest.runfile import forget_removed
+        from kvrag.ingest.run_finder import forget_removed
 
         self.catalog.refresh_words()
         self.refresh_vectors()
@@ -132,12 +137,12 @@ class Storage(OfProcess):
         cached = vectorheader.vector_stats(self.path)
         num_vectors = catalog.num_vectors
         if cached.is_graph or num_vectors(self.config.embedding_dim) > vectorheader.GRAPH_FROM:
-            self.vectors.refresh(cached.version)
+            self.vectors.refresh(cached.of)
 
     @cached_property
     def vectors(self) -> CurrentVectors:
         """The vectors of the chunks; not needed for listing."""
-        from kvrag.ingest.vectorfile import CurrentVectors
+        from kvrag.ingest.vectors import CurrentVectors
 
         return CurrentVectors(self.path, self.catalog, self.config.embedding_dim)
 
@@ -264,3 +269,100 @@ def key_of(config: IndexConfig, compression: Compression | None, chunk: Chunk) -
         context_ids=chunk.contexts[0],
         options=key_options(compression, config.anchors),
     )
+
+
+class ChangeLog(Protocol):
+    """The log of a shared index (`kvrag.ingest.shared.log`), as the rest of the index sees it.
+
+    Attributes
+    ----------
+    url
+        The index's URL, with its options.
+    """
+
+    url: str
+
+    def owns(self, store: str) -> bool:
+        """Return whether the store of records with a URL is this index's alone."""
+
+    def begin(self) -> None:
+        """Say that an ingestion begins, which will rely on records that it finds in the store."""
+
+    def in_doubt(self) -> set[ChunkKey]:
+        """Return the records of committed chunks that a `gc` meanwhile may have removed.
+
+        The caller takes out those that it has looked for.
+        """
+
+    def commit(self, change: Change) -> int:
+        """Write a change to the log, and carry it out here; return the single chunks removed."""
+
+    def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
+        """Record some settings, unless another codec than the given one was chosen meanwhile."""
+
+    def refresh(self) -> int:
+        """Bring this machine's view up to date; return its version."""
+
+    def rebuild(self) -> None:
+        """Replace this machine's view by what the log says."""
+
+    def compact(self, *, is_forced: bool) -> None:
+        """Publish a whole catalog, if that is due or forced."""
+
+    def damage(self) -> list[str]:
+        """Return what is wrong with the segments that the newest version names."""
+
+    def mend(self) -> None:
+        """Publish all that the newest version names again, from this machine's view."""
+
+    def collect_garbage(
+        self,
+        needed: Callable[[], Collection[str]],
+        restore: Callable[[str], None],
+        grace_seconds: float,
+        *,
+        all_records: bool,
+    ) -> GcReport:
+        """Remove records and segments that no version has needed for `grace_seconds`."""
+
+    def close(self) -> None:
+        """Close the stores of the log."""
+
+
+class Follower:
+    """Refreshes an opened index, and its vectors, so that no question waits for that.
+
+    Parameters
+    ----------
+    storage
+        The index's storage.
+    seconds
+        The time between two refreshes.
+    """
+
+    def __init__(self, storage: Storage, seconds: float) -> None:
+        self._storage = storage
+        self._seconds = seconds
+        self._is_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvrag-follow", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; a refresh under way is finished."""
+        self._is_ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        version = self._storage.catalog.generation()
+        has_failed = False
+        while not self._is_ended.wait(self._seconds):
+            try:
+                found = self._storage.refresh()
+                if found != version:
+                    self._storage.vectors.get()
+                version = found
+                has_failed = False
+            except Exception as error:  # a full disk too: this thread goes on
+                if not has_failed:
+                    logger.warning("answers stay at version %s of the index: %s", version, error)
+                has_failed = True

@@ -25,9 +25,18 @@ from kvrag.ingest.healing import (
     lost_since,
     mend_catalog,
 )
-from kvrag.ingest.kept import kept_keys
-from kvrag.ingest.maintenance import collect_garbage, first_of, remove_others, verify_records
-from kvrag.ingest.moving import Guest, MoveReport, clear_left, copy_records, is_same_store
+from kvrag.ingest.maintenance import (
+    Guest,
+    MoveReport,
+    clear_left,
+    collect_garbage,
+    copy_records,
+    first_of,
+    is_same_store,
+    kept_keys,
+    remove_others,
+    verify_records,
+)
 from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage

@@ -16,7 +16,7 @@ GRAPH_FROM = 50_000
 MAGIC = b"KVRAGVEC"
 VERSION = 4
 HEADER = struct.Struct("<8sIIQQQq16s16s16s")
-"""Magic, version, dim, is a graph, count, memory, generation, documents, digest, seal."""
+"""Magic, version, dim, is a graph, count, memory, unused, documents, digest, seal."""
 
 ROW_BYTES = 17
 """Memory of a vector beside its numbers: its row, its mark, and whether it is of a gone chunk."""
@@ -34,14 +34,14 @@ class VectorStats:
         Memory that they take in each process that searches.
     is_graph
         Whether a graph finds the nearest ones, or all are compared.
-    version
-        The version of the catalog (`Catalog.version`) that they are from; None without a cache.
+    of
+        The digest of the contents that they are of (`Catalog.version`); None without a cache.
     """
 
     num_vectors: int = 0
     memory_bytes: int = 0
     is_graph: bool = False
-    version: tuple[int, bytes] | None = None
+    of: bytes | None = None
 
 
 def vector_stats(folder: Path) -> VectorStats:
@@ -49,7 +49,7 @@ def vector_stats(folder: Path) -> VectorStats:
     with contextlib.suppress(OSError), open_regular(folder / VECTORS_NAME) as file:
         content = file.read(HEADER.size)
         if len(content) == HEADER.size:
-            magic, version, _, is_graph, count, memory, *written, _, _ = HEADER.unpack(content)
+            magic, version, _, is_graph, count, memory, _, of, _, _ = HEADER.unpack(content)
             if (magic, version) == (MAGIC, VERSION):
-                return VectorStats(count, memory, bool(is_graph), (written[0], written[1]))
+                return VectorStats(count, memory, bool(is_graph), of)
     return VectorStats()

@@ -64,9 +64,8 @@ def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    if hasattr(os, "register_at_fork"):
-        # A process that a loader forks and that returns would answer the next file too.
-        os.register_at_fork(after_in_child=lambda: _let_go(requests, answers))
+    # A process that a loader forks and that returns would answer the next file too.
+    os.register_at_fork(after_in_child=lambda: _let_go(requests, answers))
     return requests, answers
 
 

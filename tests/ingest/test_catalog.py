@@ -330,7 +330,7 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.rows import Change
 catalog = Catalog(Path(sys.argv[1]))
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
-    catalog.apply(Change(put=[(f"d{number}", None, "", {"x": "x" * 3000}, [])]))
+    catalog.write(Change(put=[(f"d{number}", None, "", {"x": "x" * 3000}, [])]))
 print("written", flush=True)
 if len(sys.argv) > 4:
     import os, signal
@@ -385,7 +385,7 @@ def test_a_read_during_a_write_is_begun_again(shared: Path) -> None:
     chunk = Chunk(chunk_id, "text", (1,), (0,), "a", 0, {})
     row = ChunkRow(chunk, [ChunkKey("ab" * 20)], np.zeros(3, dtype=np.float32))
     with contextlib.closing(Catalog(shared)) as writer:
-        writer.apply(Change(put=[("a", None, "", {}, [row])]))
+        writer.write(Change(put=[("a", None, "", {}, [row])]))
     with stranger(shared):
         catalog = Catalog(shared)
         assert catalog._stamp is not None

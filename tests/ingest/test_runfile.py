@@ -80,7 +80,7 @@ def test_removed_chunks_leave_the_file(filled: Index, model: KVModel, read_rows:
 
 
 def _kept(index: Index) -> list[int]:
-    from kvrag.ingest.runfile import load_table
+    from kvrag.ingest.run_finder import load_table
 
     return [int(one) for part in load_table(index.catalog).fingerprints.parts for one in part]
 

@@ -23,8 +23,8 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest.index import Index
-from kvrag.ingest.shared import garbage
 from kvrag.ingest.shared import log as logs
+from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
@@ -255,7 +255,7 @@ def test_a_writer_that_sleeps_while_versions_are_removed(
     sleeper.add([page(0)])
     if action == "save after gc":  # which has no whole catalog to publish
         sleeper.upkeep.gc()
-    monkeypatch.setattr(garbage, "VERSIONS_SECONDS", 0.0)
+    monkeypatch.setattr(manifest, "VERSIONS_SECONDS", 0.0)
     create = Log.create
     left = [1]
 

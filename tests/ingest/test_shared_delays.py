@@ -13,8 +13,8 @@ from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ModelLoadError, StoreError
 from kvrag.ingest import stages, writer
 from kvrag.ingest.index import Index
-from kvrag.ingest.shared import garbage
 from kvrag.ingest.shared import log as logs
+from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import Machine
@@ -81,7 +81,7 @@ def test_a_writer_that_slept_too_long_says_so(
 ) -> None:
     sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
     sleeper.add([page(0)])
-    monkeypatch.setattr(garbage, "VERSIONS_SECONDS", 0.0)
+    monkeypatch.setattr(manifest, "VERSIONS_SECONDS", 0.0)
 
     def meanwhile() -> None:
         for number in range(20, 23):

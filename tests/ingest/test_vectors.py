@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest import vectorfile, vectorheader, vectors
+from kvrag.ingest import vectorheader, vectors
 from kvrag.ingest.graph import Flat, Graph
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import Change
-from kvrag.ingest.vectorfile import CurrentVectors
-from kvrag.ingest.vectors import VectorIndex
+from kvrag.ingest.vectors import CurrentVectors, VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 
-VERSION = (1, b"")
+VERSION = b""
 WORDS = [
     "amber",
     "birch",
@@ -211,52 +210,34 @@ def test_a_version_that_changes_nothing_keeps_the_vectors(
     filled(index)
     sources(index, "heron")
     catalog, dim = index.catalog, index.config.embedding_dim
-    first, former = CurrentVectors(index.path, catalog, dim), catalog.version()
-    kept = first.get()
-    for _ in range(2):
-        before = catalog.version()
-        catalog.write(Change())
-        first.keep(before)
-    others = [CurrentVectors(index.path, catalog, dim) for _ in range(2)]
-    for other in others:
-        other.keep(former)
-    read: list[object] = []
-    monkeypatch.setattr(VectorIndex, "update", lambda self, _: read.append(self) or self)
-    assert first.get() is kept
-    assert others[0].get().version == catalog.version()  # which is in the file from now on
-    assert CurrentVectors(index.path, catalog, dim).get().version == catalog.version()
-    assert not read
-    # A change of vectors ends it.
-    monkeypatch.undo()
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
-    before = catalog.version()
+    first = CurrentVectors(index.path, catalog, dim)
+    kept, former = first.get(), catalog.version()
+    catalog.write(Change())
+    assert catalog.version() != former
+    with monkeypatch.context() as patch:
+        patch.setattr(VectorIndex, "update", None)
+        patch.setattr(VectorIndex, "read", None)
+        assert first.get() is kept
+        assert CurrentVectors(index.path, catalog, dim).get().of == kept.of  # from the file
     index.delete(sources=["heron"])
-    for one in (first, others[1]):
-        one.keep(before)
-        assert len(one.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
+    assert len(first.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
 
 
-def test_only_a_sound_cache_of_the_former_version_is_stamped(
-    index: Index, tmp_path: Path, small_graphs: None
-) -> None:
+def test_a_chunk_of_a_damaged_document_leaves_the_vectors(index: Index) -> None:
     filled(index)
-    cache, catalog = index.path / "vectors.cache", index.catalog
-    version = catalog.version()
-    later = version[0] + 1, version[1]
-    good = cache.read_bytes()
-    for wrong in (good[:20], good[:10] + b"x" + good[11:]):
-        cache.write_bytes(wrong)
-        vectorfile._stamp(cache, catalog, version, later)
-        assert cache.read_bytes() == wrong
-    cache.write_bytes(good)
-    vectorfile._stamp(cache, catalog, later, (later[0] + 1, b"0" * 16))
-    assert cache.read_bytes() == good
-    target = tmp_path / "target"
-    cache.rename(target)
-    cache.symlink_to(target)
-    with pytest.raises(OSError, match="symbolic links"):
-        vectorfile._stamp(cache, catalog, version, later)
-    assert target.read_bytes() == good
+    before = len(sources(index, "the", 99))
+    (chunk_id,) = index.catalog.chunk_ids_of("heron")
+    index.catalog._connection.execute("UPDATE documents SET digest = 'x' WHERE source = 'heron'")
+    # Of two chunks, so that the document's row stays.
+    index.catalog._connection.execute(
+        "INSERT INTO chunks SELECT row + 1000, chunk_id || 'x', source, ordinal + 1, text, "
+        "token_ids, token_starts, num_tokens, kv_key, embedding, metadata, contexts, seal, "
+        "vector_seal FROM chunks WHERE source = 'heron'"
+    )
+    former = index.catalog.version()[1]
+    assert index.delete(chunk_ids=[chunk_id]) >= 1
+    assert index.catalog.version()[1] != former
+    assert len(sources(index, "the", 99)) == before - 1
 
 
 @pytest.mark.parametrize("graph_from", [8, 50_000])

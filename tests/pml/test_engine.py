@@ -13,7 +13,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
 from kvrag.fusion.loss import MISS_ABSENT
 from kvrag.ingest.index import Index
-from kvrag.ingest.kept import FOLDER
+from kvrag.ingest.maintenance import FOLDER
 from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine

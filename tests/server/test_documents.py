@@ -21,7 +21,7 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.ingest import pipeline, stages
+from kvrag.ingest import stages, writer
 from kvrag.ingest.embedding import HashingEmbedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.report import IngestProgress
@@ -487,7 +487,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert answer.json()["error"]["code"] == "disk_full"
                 assert "secret" not in answer.text
             with monkeypatch.context() as patch:
-                patch.setattr(pipeline.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+                patch.setattr(writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
                 last = steps(put(served, "a.md", TEXT))[-1]
             assert last["error"]["code"] == "disk_full"
             assert list(uploads_path(index.path).iterdir()) == []

@@ -81,7 +81,7 @@ class Recogniser:
             source = f"document-{number}"
             chunks = chunk_document(Document(source, text), self.tokenizer, chunk_tokens)
             rows = [ChunkRow(one, [ChunkKey(one.chunk_id)], vector) for one in chunks]
-            self._catalog.apply(Change(put=[(source, None, "0" * 40, {}, rows)]))
+            self._catalog.write(Change(put=[(source, None, "0" * 40, {}, rows)]))
             for chunk in chunks:
                 self._matcher.add(chunk.chunk_id, chunk.text)
                 self._chunks[chunk.chunk_id] = chunk

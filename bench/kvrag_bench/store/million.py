@@ -62,7 +62,7 @@ def measure_million(
             last = min(first + _CHUNKS_PER_DOCUMENT, num_chunks)
             source = source_of(first)
             rows = [_row(number) for number in range(first, last)]
-            catalog.apply(Change(put=[(source, None, "0" * 40, {}, rows)]))
+            catalog.write(Change(put=[(source, None, "0" * 40, {}, rows)]))
             if first % 100_000 == 0:
                 on_progress(f"{first:,} of {num_chunks:,} chunks in the catalog")
     on_progress("writing records")

@@ -115,7 +115,7 @@ def _measured(
         started = time.perf_counter()
         step = _CHUNKS_PER_DOCUMENT * _DOCUMENTS_PER_COMMIT
         for first in range(0, num_chunks, step):
-            writer.catalog.apply(_change(given, first, min(first + step, num_chunks)))
+            writer._storage.apply(_change(given, first, min(first + step, num_chunks)))
             on_progress(f"{first + step:,} of {num_chunks:,} chunks committed")
         build_seconds = time.perf_counter() - started
         on_progress("publishing a whole catalog")
@@ -155,7 +155,7 @@ def _measured(
             on_progress("committing")
             change = _change(given, num_chunks, num_chunks + _NUM_COMMITTED)
             started = time.perf_counter()
-            writer.catalog.apply(change)
+            writer._storage.apply(change)
             commit_seconds = time.perf_counter() - started
             started = time.perf_counter()
             reader.refresh()

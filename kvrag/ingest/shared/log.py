@@ -33,19 +33,33 @@ from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atom
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
-from kvrag.ingest.shared.changes import pack, unpack
-from kvrag.ingest.shared.garbage import VERSIONS_SECONDS, collect
-from kvrag.ingest.shared.manifest import CHANGE, CONFIG, RUNNING, Base, Delta, File, Log, Manifest
-from kvrag.ingest.shared.parts import (
+from kvrag.ingest.shared.manifest import (
+    CHANGE,
+    CONFIG,
+    RUNNING,
+    VERSIONS_SECONDS,
+    Base,
+    Delta,
+    File,
+    Log,
+    Manifest,
+    collect,
+)
+from kvrag.ingest.shared.place import Place, held, lock_path
+from kvrag.ingest.shared.segments import (
+    applied,
+    build,
     damage_of,
+    forget_applied,
     get_bytes,
     is_stored,
+    note_applied,
+    pack,
     put_again,
     put_bytes,
     put_file,
+    unpack,
 )
-from kvrag.ingest.shared.place import Place, held, lock_path
-from kvrag.ingest.shared.view import applied, build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 
@@ -58,7 +72,7 @@ _MOST_PAUSE_SECONDS = 0.05
 
 
 class SharedLog:
-    """The log of one opened index (`kvrag.ingest.changelog.ChangeLog`).
+    """The log of one opened index (`kvrag.ingest.storage.ChangeLog`).
 
     Safe to use from several threads; processes that share a view take turns.
 
@@ -197,15 +211,12 @@ class SharedLog:
 
     def _carry_out(self, delta: Delta) -> bool:
         """Do to the view what made a version; return whether the view is at it."""
-        storage, catalog = self._storage, self._storage.catalog
-        former = catalog.version()
+        catalog = self._storage.catalog
         change = self._change_of(delta)
         try:
             catalog.write(change)
         except IndexFormatError:
             return False
-        if delta.content is None:
-            storage.vectors.keep(former)
         return catalog.generation() == delta.version
 
     def _change_of(self, delta: Delta) -> Change:
@@ -431,7 +442,7 @@ class SharedLog:
         *,
         all_records: bool,
     ) -> GcReport:
-        """Remove what no version has needed for `grace_seconds` (`kvrag.ingest.shared.garbage`).
+        """Remove what no version has needed for `grace_seconds` (`kvrag.ingest.shared.manifest`).
 
         The caller holds the writer's lock.
 

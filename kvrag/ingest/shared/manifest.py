@@ -10,18 +10,21 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvrag.arguments import shown
 from kvrag.checksum import NAME as CHECKSUM
 from kvrag.checksum import checksum
+from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexFormatError
 from kvrag.ingest import config as configs
 from kvrag.ingest import words
 from kvrag.ingest.catalog import FILE_NAME
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, newer_error
+from kvrag.ingest.report import GcReport
+from kvrag.store.base import Store
 from kvrag.store.bucket import Bucket
 
 FORMAT = 1
@@ -308,3 +311,82 @@ def _file(values: dict[str, Any], names: re.Pattern[str] | Collection[str]) -> F
         if not _KEY.fullmatch(part.key) or part.size < 0:
             raise ValueError(f"a segment in it is {shown(part.key)} of {part.size} bytes")
     return File(name, tuple(parts))
+
+
+_NEWEST = "newest version"
+VERSIONS_SECONDS = 7200.0
+"""Manifests stay at least so long: a reader looks for the next one, and lists all each hour."""
+
+
+def collect(
+    log: Log,
+    newest: Callable[[], Manifest],
+    segments: Store,
+    records: Store | None,
+    needed: Callable[[], Collection[str]],
+    grace_seconds: float,
+    put_since: Callable[[int, Manifest], Collection[str] | None],
+    removed: set[str],
+) -> GcReport:
+    """Remove old garbage, and list the rest.
+
+    Parameters
+    ----------
+    newest
+        Brings the view up to the newest version, and returns that.
+    records
+        The store of the records; None leaves it alone.
+    needed
+        Returns the digests of the records that the newest version needs.
+    put_since
+        Returns the digests of the records that versions after a given one, up to another, have
+        brought; None if that is not known.
+    removed
+        Receives what is removed: ``"record DIGEST"`` and ``"segment KEY"``.
+    """
+    # Listed before the log is read: what is written and committed meanwhile is no garbage.
+    stored = dict(segments.sizes())
+    present = {} if records is None else dict(records.sizes())
+    head = newest()
+    used = {part.key for file in head.files() for part in file.parts}
+    sizes = {
+        f"segment {key.digest}": size for key, size in stored.items() if key.digest not in used
+    }
+    if present:
+        wanted = needed()
+        sizes |= {
+            f"record {key.digest}": size
+            for key, size in present.items()
+            if key.digest not in wanted
+        }
+    sizes |= {f"version {one}": 0 for one in log.versions() if one < head.version}
+    listed, now = log.garbage(), time.time()
+    since = {name: min(listed.get(name, now), now) for name in sizes}
+    if again := [name for name in sizes if name in listed and name.startswith("record ")]:
+        # What was needed again since then has been garbage for less time than the list says.
+        put = put_since(int(listed[_NEWEST]), head) if _NEWEST in listed else None
+        for name in again:
+            if put is None or name.partition(" ")[2] in put:
+                since[name] = now
+    old = [name for name, first in since.items() if now - first >= _grace_of(name, grace_seconds)]
+    num_records = num_others = size_bytes = 0
+    for name in old:
+        kind, _, what = name.partition(" ")
+        if kind == "version":
+            log.delete(int(what))
+            num_others += 1
+        elif kind == "segment":
+            removed.add(name)
+            num_others += segments.delete(ChunkKey(what))
+        elif records is not None:
+            removed.add(name)
+            if records.delete(ChunkKey(what)):
+                num_records += 1
+                size_bytes += sizes[name]
+        del since[name]
+    log.list_garbage({**since, _NEWEST: head.version})
+    return GcReport(num_records, size_bytes, num_others)
+
+
+def _grace_of(name: str, grace_seconds: float) -> float:
+    return max(grace_seconds, VERSIONS_SECONDS) if name.startswith("version ") else grace_seconds

@@ -24,8 +24,7 @@ from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.config import VIEW_OF_NAME, IndexConfig, write_atomically
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import key_check
-from kvrag.ingest.making import make_index
-from kvrag.ingest.opening import open_index
+from kvrag.ingest.opening import make_index, open_index
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.log import SharedLog, put_config, put_profiles, read_config
 from kvrag.ingest.shared.manifest import Log, Manifest
@@ -39,7 +38,7 @@ from kvrag.ingest.shared.place import (
     remove_scratch,
     remove_view,
 )
-from kvrag.ingest.shared.view import build, forget_applied, note_applied
+from kvrag.ingest.shared.segments import build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 from kvrag.store.files import store_error
@@ -154,7 +153,7 @@ def _attach(
     """Return the log of an opened view; it takes over what says that the view is in use."""
     shared = SharedLog(place, log, segments, storage)
     shared.on_close = using.pop_all()
-    storage.log = storage.catalog.log = shared
+    storage.log = shared
     return shared
 
 

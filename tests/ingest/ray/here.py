@@ -10,8 +10,7 @@ from typing import Any
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan
-from kvrag.ingest.ray.collecting import Collector
-from kvrag.ingest.ray.packets import Packet, unpack
+from kvrag.ingest.ray.packets import Collector, Packet, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, plan_rows
 from kvrag.ingest.ray.workers import Attempts, Embedder, Encoder, Job
 from kvrag.ingest.stages import Run

@@ -17,7 +17,7 @@ import pytest
 from kvrag.errors import ClusterError, KVRagError, ParameterError
 from kvrag.ingest.index import Index
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
-from kvrag.ingest.ray.cluster import connected
+from kvrag.ingest.ray.driver import connected
 from kvrag.models.kv_model import KVModel
 from tests.ingest.ray.conftest import content
 from tests.support.models import make_model, make_tokenizer

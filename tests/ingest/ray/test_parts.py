@@ -26,10 +26,9 @@ from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreacha
 from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
-from kvrag.ingest.ray.cluster import _default_address, connected, reason_of, settings
-from kvrag.ingest.ray.collecting import Collector, assemble
+from kvrag.ingest.ray.driver import _default_address, connected, reason_of, settings
 from kvrag.ingest.ray.options import estimate
-from kvrag.ingest.ray.packets import Packet, pack, split, unpack
+from kvrag.ingest.ray.packets import Collector, Packet, assemble, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
 from kvrag.ingest.report import FailedDocument, IngestReport
@@ -412,7 +411,7 @@ def test_of_a_worker_that_fails_at_a_packet_the_reason_is_told(
     except exceptions.UserCodeException as wrapped:
         failed = exceptions.RayTaskError("map", traceback.format_exc(), wrapped)
     ray = SimpleNamespace(is_initialized=lambda: True, exceptions=exceptions)
-    monkeypatch.setattr("kvrag.ingest.ray.cluster.require", lambda *_: ray)
+    monkeypatch.setattr("kvrag.ingest.ray.driver.require", lambda *_: ray)
     with (
         pytest.raises(ClusterError, match=f"^a worker of Ray failed .{re.escape(reason)}.; "),
         connected(RayOptions()),
@@ -431,7 +430,7 @@ def test_what_listens_and_is_no_cluster_of_ours_may_want_a_token(
     ray = SimpleNamespace(
         is_initialized=lambda: False, exceptions=exceptions, init=refuse, shutdown=lambda: None
     )
-    monkeypatch.setattr("kvrag.ingest.ray.cluster.require", lambda *_: ray)
+    monkeypatch.setattr("kvrag.ingest.ray.driver.require", lambda *_: ray)
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with (
