@@ -28,7 +28,7 @@ NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/ho
 help:
 	@echo "make demo     index a few pages, answer questions about them, and compare with plain prefill"
 	@echo "make test     the tests, except slow ones (minutes)"
-	@echo "make test-all make check and make test, then the slow tests, and property tests with more examples"
+	@echo "make test-all make check and make test, then the slow tests; EXHAUSTIVE=1: many more examples and trials"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types, layers, spelling and the English of the pages"
 	@echo "make size     how large the code, the tests and the pages are; fails if they grew without a reason"
@@ -55,11 +55,13 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# `make test-all -o test` runs make check and what `make test` has left out. With EXHAUSTIVE=1, tests that
-# kill, flip or fuzz make three times as many trials.
+# `make test-all -o test` runs make check and what `make test` has left out: the slow tests, each file by one
+# worker. With EXHAUSTIVE=1, tests that kill, flip, fuzz or draw examples run again, ten times as often and more.
 EXHAUSTIVE ?=
 test-all: check test
-	KVRAG_EXHAUSTIVE=$(EXHAUSTIVE) $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full
+	KVRAG_EXHAUSTIVE=$(EXHAUSTIVE) $(PYTEST) --dist loadfile -m slow
+	$(if $(filter-out 0,$(EXHAUSTIVE)),KVRAG_EXHAUSTIVE=1 $(PYTEST) -m "not slow and (hypothesis or trials)" \
+		--hypothesis-profile=full)
 
 # vLLM pins a torch of its own.
 VLLM_VENV ?= .venv-vllm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tomllib
@@ -53,13 +52,6 @@ def test_versions_that_were_named_or_found_are_tried(
         matrix.main()
     assert ended.value.code == 0
     assert seen == tried
-
-
-def test_uv_finds_the_versions_of_pyenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "versions" / "3.12.1" / "bin"
-    own.mkdir(parents=True)
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    assert interpreters.environment()["PATH"] == f"{own}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize("resolution", matrix.RESOLUTIONS)

@@ -71,20 +71,6 @@ def test_docstrings_comments_and_help_are_read() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'raise StoreError(f"{key} lies " f"behind {other}; mend {it}", 5)',
-        'error = StoreError(f"it lies behind {other}")',
-        'console.note(f"it lies behind {other}")',
-        'logger.warning("%s lies behind", name)',
-    ],
-)
-def test_messages_are_read(line: str) -> None:
-    assert lapses(line, "py") == [(1, "behind")]
-    assert not lapses(f"other({line.partition(chr(40))[2]}", "py")
-
-
 def test_plain_english_passes() -> None:
     assert not lapses("Records follow the header. So does it matter? As always, of course.", "md")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tools import interpreters, release
+from tools import release
 from tools.release import PLACES, ReleaseError, current_version, prepare, take_over
 
 ROOT = Path(__file__).parents[1]
@@ -151,26 +150,6 @@ def test_the_checkout_stays_as_it_is_if_the_files_cannot_be_brought(
     assert git(checkout, "describe", "--exact-match") == "v77.0.0"
 
 
-def test_a_link_to_another_disk_keeps_its_place(checkout: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    (checkout / "dist").symlink_to(disk)
-    take_over(checkout, ready(checkout, tmp_path / "clone"), "77.0.0")
-    assert (checkout / "dist").readlink() == disk
-    assert [path.name for path in disk.iterdir()] == ["x.whl"]
-
-
-def test_without_a_name_in_git_it_says_how_to_set_one(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "none"))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    git(checkout, "config", "--unset", "user.email")
-    with pytest.raises(ReleaseError, match=r"git config --global user\.email"):
-        prepare(checkout, "77.0.0", tmp_path / "clone")
-    assert not (tmp_path / "clone").exists()
-
-
 def test_it_says_which_wheels_are_missing() -> None:
     whole = release.closing("77.0.0", None)
     # Where twine is: no other environment has it.
@@ -229,94 +208,6 @@ def test_wheels_of_a_second_interpreter_are_added_and_described(
     assert (released / "dist" / "kvrag-77.0.0-py3-none-any.whl").read_bytes() == b"first"
 
 
-def test_nothing_is_added_to_another_release_nor_twice(
-    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ReleaseError, match=r"expected the files of 77\.0\.1, found 77\.0\.0"):
-        release.add(released, "77.0.1", "python3.12", tmp_path / "wrong")
-    made_with(monkeypatch, "3.11.2")
-    with pytest.raises(ReleaseError, match=r"python is Python 3\.11\.2: .* wheels than 3\.11\.7"):
-        release.add(released, "77.0.0", "python", tmp_path / "same")
-    assert not (tmp_path / "same").exists()
-
-
-def test_wheels_whose_addition_failed_can_be_added(
-    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_with(monkeypatch, "3.12.1", STABLE)
-    before = state(released)
-
-    def full(*_: object) -> dict[str, object]:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(release, "provenance", full)
-        with pytest.raises(OSError, match="no space left"):
-            release.add(released, "77.0.0", "python", tmp_path / "adding")
-    assert state(released) == before
-    release.add(released, "77.0.0", "python", tmp_path / "again")
-    assert (released / "dist" / STABLE).exists()
-
-
-@pytest.mark.parametrize(
-    ("built", "version"), [("3.11.7", "3.11.2"), ("3.12.1", "3.13.0"), ("3.12.1", "3.10.9")]
-)
-def test_a_second_python_that_adds_nothing_is_refused_before_the_first_builds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: str, version: str
-) -> None:
-    monkeypatch.setattr(release.platform, "python_version", lambda: built)
-    made_with(monkeypatch, version)
-    with pytest.raises(ReleaseError, match=f"python is Python {version}: expected"):
-        release.build(tmp_path, "77.0.0", "python")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("option", ["--also", "--add"])
-def test_interpreters_are_looked_for_where_the_user_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    seen = []
-
-    def ended(*arguments: object) -> None:
-        seen.extend(arguments)
-        raise ReleaseError("seen")
-
-    monkeypatch.setattr(release, "prepare", lambda *_: None)
-    monkeypatch.setattr(release, "build", ended)
-    monkeypatch.setattr(release, "add", ended)
-    monkeypatch.setattr(interpreters, "find", {"./py": "/here/py"}.get)
-    monkeypatch.setattr("sys.argv", ["release", "77.0.0", option, "./py"])
-    with pytest.raises(SystemExit, match="no release: seen"):
-        release.main()
-    assert "/here/py" in seen
-    monkeypatch.setattr("sys.argv", ["release", "77.0.0", option, "./none"])
-    with pytest.raises(SystemExit):
-        release.main()
-    assert "expected a version of Python on this machine" in capsys.readouterr().err
-
-
-def test_make_sets_up_the_tools_again_for_another_python(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    (tmp_path / ".installed").touch()
-    other = tmp_path / "other"
-    other.write_text("#!/bin/sh\necho Python 3.99.0\n")
-    other.chmod(0o755)
-
-    def shown(*python: str) -> str:
-        command = ["make", "--dry-run", "wheels", f"RELEASE_VENV={tmp_path}", *python]
-        # Not the variables of a `make test` around this.
-        plain = {"PATH": os.environ["PATH"]}
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True, env=plain
-        ).stdout
-
-    assert f"{other} -m venv --clear {tmp_path}" in shown(f"PYTHON={other}")
-    for same in ((), (f"PYTHON={sys.executable}",)):
-        assert "venv --clear" not in shown(*same)
-        assert "tools.wheels" in shown(*same)
-
-
 def bill(**changes: object) -> dict[str, Any]:
     """Return a list of components, as cyclonedx writes it."""
     product = {"name": "kvrag", "version": "77.0.0", "licenses": [{"license": {}}]}
@@ -346,15 +237,3 @@ def test_a_changelog_without_changes_is_refused(checkout: Path, tmp_path: Path) 
     git(checkout, "commit", "--quiet", "-am", "nothing")
     with pytest.raises(ReleaseError, match="found none"):
         prepare(checkout, "77.0.0", tmp_path / "clone")
-
-
-def test_it_needs_a_version() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.release"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "version" in done.stderr

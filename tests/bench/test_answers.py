@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from kvrag.fusion.repair import make_repair
-from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
-from kvrag_bench.judge.answers import MAX_CANDIDATE_TOKENS, Answerer, guess
+from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.continuing import FullContinuation
 from tests.support.models import FAMILIES, OTHER_POSITIONS, make_model, make_tokenizer
 
@@ -47,62 +44,3 @@ def test_after_a_fused_prompt_they_score_as_fed_one_by_one() -> None:
     with torch.no_grad(), going_on.answering():
         for candidate, logits in zip(CANDIDATES, together, strict=True):
             torch.testing.assert_close(logits, going_on.feed(candidate, 0), atol=1e-5, rtol=1e-5)
-
-
-def test_only_the_beginning_of_a_long_candidate_is_scored() -> None:
-    model = KVModel(make_model(), make_tokenizer())
-    long = [5] * (MAX_CANDIDATE_TOKENS + 10)
-    reference = Answerer(model, 2).reference([3, 4, 5], [long, []])
-    assert reference.candidates == (tuple(long[:MAX_CANDIDATE_TOKENS]), ())
-    assert reference.scores[1] == 0.0
-
-
-def test_a_beginning_that_several_have_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = KVModel(make_model(), make_tokenizer())
-    kv = FusedKV(model.spec, 4, 40)
-    for part in kv.keys + kv.values:
-        part.normal_()
-    num_rows = []
-    forward_rows = model.forward_rows
-
-    def note(layer: int, hidden: torch.Tensor, *given: Any, **more: Any) -> None:
-        num_rows.append(len(hidden))
-        forward_rows(layer, hidden, *given, **more)
-
-    monkeypatch.setattr(model, "forward_rows", note)
-    scored = FullContinuation(model, kv).score(CANDIDATES)
-    assert set(num_rows) == {len({tuple(c[: n + 1]) for c in CANDIDATES for n in range(len(c))})}
-    assert [len(one) for one in scored] == [len(one) for one in CANDIDATES]
-    torch.testing.assert_close(scored[0][:2], scored[4])
-
-
-def test_what_an_answer_may_go_on_with() -> None:
-    texts = [[1, 2, 3, 4], [7, 2, 3, 5, 6], [8, 3, 9, 3, 10]]
-    assert guess([0, 2, 3], texts) == [4]
-    assert guess([7, 2, 3], texts) == [5, 6]
-    assert guess([8, 3], texts) == [9, 3, 10]
-    assert guess([9], texts) == [3, 10]
-    assert guess([10], texts) == guess([11], texts) == ()
-
-
-def test_another_answer_like_it_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(KVModel(make_model(), make_tokenizer()))
-    answerer = Answerer(bench.model, 12)
-    layout = bench.lay_out(bench.prompt(2, 0, 3, 1))
-    reference = answerer.reference(layout.token_ids[:-3])
-    fused = answerer.fuse(layout, bench.open_kv, make_repair("none"), reference=reference)
-    fed = []
-    feed = FullContinuation.feed
-
-    def note(self: FullContinuation, *given: Any) -> torch.Tensor:
-        fed.append(given)
-        return feed(self, *given)
-
-    monkeypatch.setattr(FullContinuation, "feed", note)
-    alone = answerer.answer(fused, reference)
-    assert alone.token_ids is not None
-    assert alone.token_ids != reference.token_ids
-    num_alone = len(fed)
-    again = answerer.answer(fused, reference, others=[alone.token_ids])
-    assert again.token_ids == alone.token_ids
-    assert len(fed) - num_alone == 1 < num_alone

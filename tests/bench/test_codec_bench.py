@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import importlib
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,31 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from kvrag.codec.config import choose_codec
-from kvrag.codec.fitting import fit_profile
-from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
-from kvrag_bench.codec import contenders, run
+from kvrag_bench.codec import contenders
 from kvrag_bench.codec.baselines import (
     CACHEGEN_PUBLIC,
     measure_cachegen,
     measure_eight_bit,
-    public_bins,
 )
-from kvrag_bench.codec.curves import bits_at
 from kvrag_bench.codec.decoding import context_rows
 from kvrag_bench.codec.designs import REFERENCE, design_rows
 from kvrag_bench.codec.encoder import EncoderKV
 from kvrag_bench.codec.numba_coder import NumbaCoder
 from kvrag_bench.codec.options import MINILM, CodecBenchOptions
 from kvrag_bench.codec.presets import preset_rows
-from kvrag_bench.codec.records import Point, measure_codec
 from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
 from kvrag_bench.codec.sources import Source, make_source
 from kvrag_bench.codec.speed import speed_rows
-from kvrag_bench.codec.symbols import preset_mix, three_bits
+from kvrag_bench.codec.symbols import three_bits
 
 ROOT = Path(__file__).parents[2]
 SMALL = CodecBenchOptions(
@@ -103,11 +95,6 @@ def test_rates_and_errors_of_presets_and_baselines(source: Source) -> None:
     assert eight.bits_per_element == 9.0
 
 
-def test_raw_loses_nothing(source: Source) -> None:
-    (point,) = measure_codec(RawCodec(), source, source.measured[50])
-    assert point.error == point.balanced_error == 0.0
-
-
 def test_the_public_scheme_is_counted_by_hand() -> None:
     spec = KVSpec(1, 1, 2, torch.float32)
     # One channel sets the scale and stays at 7, the other is 7 or -7 in turn.
@@ -123,21 +110,6 @@ def test_the_public_scheme_is_counted_by_hand() -> None:
     assert eight.bits == 8 + 16 / 2
 
 
-def test_bins_of_the_public_scheme() -> None:
-    assert public_bins(6, 0) == [32, 32, 16, 16, 16, 16]
-    assert public_bins(6, 1) == [32, 16, 16, 16, 16, 16]
-    assert sum(bins == 32 for bins in public_bins(32, 1)) == 2
-
-
-def test_curves_are_read_between_their_points() -> None:
-    points = [Point(4.0, None, 0.001, 0.1), Point(2.0, None, 0.1, 0.2)]
-    assert bits_at(points, 0.01) == pytest.approx(3.0)
-    assert bits_at(points, 0.001) == pytest.approx(4.0)
-    assert bits_at(points, 0.5) is None
-    assert bits_at(points, 0.1, balanced=True) == pytest.approx(4.0)
-    assert bits_at([Point(32.0, None, 0.0, 0.0)], 0.1) is None
-
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -150,23 +122,6 @@ def test_the_coder_of_numba_gives_back_its_symbols(lanes: int, count: int) -> No
     out = np.zeros(count, dtype=np.uint8)
     coder.decode(coded, out)
     assert np.array_equal(out, matrix.symbols[0])
-
-
-def test_three_bits_are_three_bits() -> None:
-    matrix = three_bits(100, 500)
-    assert matrix.entropy / matrix.symbols.size == pytest.approx(3.0, abs=0.1)
-
-
-def test_the_mix_has_the_entropy_of_records(source: Source) -> None:
-    choice = choose_codec("transform:1")
-    assert choice.config is not None
-    profile = fit_profile(choice.config, source.spec, "0" * 40, source.fit)
-    level = profile.levels[profile.level_index("1")]
-    num_rows = len(level.classes)
-    mix = preset_mix(profile, level, num_rows, 4000)
-    bits = sum(matrix.entropy for matrix in mix) / 4000 / (2 * 3 * 2 * 8)
-    assert bits == pytest.approx(level.bits, rel=0.1)
-    assert all(math.isfinite(matrix.entropy) for matrix in mix)
 
 
 def test_designs_are_compared_at_equal_distortion(source: Source) -> None:
@@ -220,13 +175,6 @@ def test_a_context_is_decoded_and_timed() -> None:
         assert row.ratio > 0
 
 
-def test_the_parts_that_are_asked_for_run() -> None:
-    options = replace(SMALL, parts=("rate",), codecs=("raw",))
-    rows = list(run.run_codec_bench(options))
-    assert {row.part for row in rows} == {PRESET, BASELINE}
-    assert {row.source for row in rows} == {"kvrag-tiny"}
-
-
 def test_keys_and_values_of_the_encoder() -> None:
     model = EncoderKV()
     ids = model.tokenizer("The old river bank was built.", add_special_tokens=False)["input_ids"]
@@ -266,16 +214,6 @@ def test_the_two_parts_of_a_data_set_share_no_text(data: Path) -> None:
     )
 
 
-def test_chunks_too_long_or_texts_too_few(data: Path) -> None:
-    options = replace(SMALL, sources=(MINILM,), data=str(data))
-    with pytest.raises(ParameterError, match="600 tokens do not fit the 510 of minilm"):
-        make_source(MINILM, replace(options, chunk_tokens=(600,)))
-    record = {"question": "Who?", "answers": ["I"], "ctxs": [{"title": "", "text": "one"}] * 3}
-    data.write_text(json.dumps([record]))
-    with pytest.raises(ParameterError, match="3 different texts"):
-        make_source(MINILM, options)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -294,29 +232,6 @@ def test_chunks_too_long_or_texts_too_few(data: Path) -> None:
 def test_bad_input_is_refused_before_any_work(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         replace(SMALL, **wrong)
-
-
-@pytest.mark.parametrize("missing", ["numba", "constriction"])
-def test_a_missing_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
-
-    def fake(name: str, package: str | None = None) -> Any:
-        if name == missing:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", fake)
-    with pytest.raises(ParameterError, match=rf"needs {missing}: pip install 'kvrag\[bench\]'"):
-        contenders.check_contenders()
-    with pytest.raises(ParameterError, match=missing):
-        next(iter(run.run_codec_bench(SMALL)))
-
-
-def test_the_extra_is_imported_by_nothing_else() -> None:
-    for name in ("numba", "constriction"):
-        for path in [*ROOT.glob("kvrag/**/*.py"), *ROOT.glob("bench/**/*.py")]:
-            if path.name not in ("contenders.py", "numba_coder.py"):
-                assert f"import {name}" not in path.read_text(), path
 
 
 def test_a_picture(source: Source, tmp_path: Path) -> None:

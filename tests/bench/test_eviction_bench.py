@@ -22,7 +22,7 @@ from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions, contestants
+from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
@@ -104,13 +104,6 @@ def test_answers_are_those_of_plain_decoding(model: KVModel) -> None:
         assert given.token_ids == tuple(expected)
         num_different += given.token_ids != reference.token_ids
     assert num_different
-
-
-def test_what_cannot_be_judged() -> None:
-    with pytest.raises(ParameterError, match="unknown eviction 'lru'"):
-        contestants(QualityOptions(evictions=("lru",)))
-    with pytest.raises(ParameterError, match="one eviction"):
-        contestants(QualityOptions(evictions=()))
 
 
 def test_the_bench_holds_steps_and_memory_against_the_full_cache() -> None:

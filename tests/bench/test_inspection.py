@@ -48,26 +48,6 @@ def test_picks_are_reused_tokens_and_spend_the_ratio(found: Inspection) -> None:
     assert {begin for begin, _ in spans} <= set(found.picked["boundary"])
 
 
-def test_policies_that_take_no_ratio_are_left_to_themselves(model: KVModel) -> None:
-    found = inspect_question(model, ASKED, ("none", "boundary:tokens=2"), 0.25)
-    assert found.picked["none"] == ()
-    assert len(found.picked["boundary:tokens=2"]) == 2 * len(TEXTS[1:])
-
-
-def test_layer_figures(found: Inspection) -> None:
-    assert found.rank_correlation[0] is None
-    assert all(value is not None and -1 <= value <= 1 for value in found.rank_correlation[1:])
-    assert len(found.key_delta_variance) == len(found.value_delta_variance) == 4
-    assert all(value > 0 for value in found.key_delta_variance)
-    for layer in found.attention:
-        assert len(layer) == len(TEXTS) + 1
-        assert sum(layer) == pytest.approx(1, abs=1e-4)
-
-
-def test_the_model_is_left_as_it_was(model: KVModel, found: Inspection) -> None:
-    assert model.hf.config._attn_implementation == "sdpa"
-
-
 def test_pictures(found: Inspection, tmp_path: Path) -> None:
     paths = draw_inspection(found, tmp_path / "new")
     assert [path.name for path in paths] == ["deviation.png", "attention.png", "layers.png"]

@@ -5,14 +5,12 @@ import time
 
 import pytest
 
-from kvrag.chunk import ChunkKey
-from kvrag.errors import ParameterError, StoreUnreachableError
+from kvrag.errors import ParameterError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import StoreWrapper, read_whole
+from kvrag.store.wrapper import read_whole
 from kvrag.testing.records import key_number, record_of
 from kvrag.tune.loading import measure_loading
-from kvrag.tune.stores import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed
@@ -66,14 +64,6 @@ def test_rows_add_up() -> None:
         assert row.over_bound == pytest.approx(row.pipelined_seconds / (1.1 * longer + 0.005))
 
 
-def test_a_policy_without_a_share_has_one_row() -> None:
-    options = PipeliningOptions(
-        prompt=SMALL, gigabytes_per_second=[1.0], policy="none", ratios=[0.0, 0.5], repeats=1
-    )
-    (row,) = measure_pipelining(options)
-    assert row.ratio is None
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -87,11 +77,6 @@ def test_a_policy_without_a_share_has_one_row() -> None:
 def test_wrong_options(wrong: dict) -> None:
     with pytest.raises(ParameterError):
         PipeliningOptions(**wrong)
-
-
-def test_no_chunks() -> None:
-    with pytest.raises(ParameterError, match="1 or more"):
-        LoadPrompt(num_chunks=0)
 
 
 def test_what_loading_costs_is_what_the_line_takes() -> None:
@@ -119,13 +104,6 @@ def test_each_tier_has_a_cost_of_its_own() -> None:
     assert near.of(120, 3) < far.of(120, 3) / 3
 
 
-def test_a_store_that_delivers_nothing_has_no_cost() -> None:
-    with indexed(SMALL, lambda _: None) as (index, _):
-        for key in list(index.store.keys()):
-            index.store.delete(key)
-        assert measure_loading(index, 3) is None
-
-
 @pytest.mark.slow
 def test_the_controller_takes_more_the_slower_the_store() -> None:
     options = ControllerOptions(
@@ -141,30 +119,3 @@ def test_the_controller_takes_more_the_slower_the_store() -> None:
     assert slow.best_seconds < 1.0
     # Of one round the median is the ratio itself.
     assert slow.over_best == pytest.approx(slow.seconds / slow.best_seconds)
-
-
-def test_no_share_keeps_quality() -> None:
-    with pytest.raises(ParameterError, match="the floor"):
-        ControllerOptions(ratios=[0.1], floor=0.2)
-    with pytest.raises(ParameterError, match="no share"):
-        ControllerOptions(policy="none")
-
-
-class Hesitant(StoreWrapper):
-    """Does not answer when it is asked for the first time."""
-
-    num_asked = 0
-
-    def contains(self, key: ChunkKey) -> bool:
-        self.num_asked += 1
-        if self.num_asked == 1:
-            raise StoreUnreachableError("gone for a moment")
-        return self.inner.contains(key)
-
-
-def test_what_a_store_had_is_not_removed_when_it_was_measured() -> None:
-    with indexed(SMALL, lambda _: None) as (index, _):
-        there = set(index.store.keys())
-        with pytest.raises(StoreUnreachableError):
-            _cost_of(index, Hesitant(index.store))
-        assert set(index.store.keys()) == there

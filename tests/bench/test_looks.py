@@ -58,16 +58,3 @@ def test_one_look_serves_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> N
         assert ("ask" in report.seconds) == ("ask" in wanted.seconds)
         assert prompt.seconds >= report.seconds.get("ask", 0.0)
     assert len(looked) == 1
-
-
-def test_who_looks_further_looks_again(bench: Bench) -> None:
-    answerer = Answerer(bench.model, 4)
-    layout = bench.lay_out(bench.prompt(2, 0, 3, 1))
-    looks = Looks(bench.model.spec.num_layers)
-    for spec, seen in (("query:depth=0", 1), ("two_stage:look=0.5", 2), ("query", 4)):
-        assert looks.find(range(seen)) is None
-        fused = answerer.fuse(layout, bench.open_kv, make_repair(spec), looks=looks).fused
-        expected = answerer.fuse(layout, bench.open_kv, make_repair(spec)).fused
-        torch.testing.assert_close(fused.logits, expected.logits)
-        assert looks.find(range(seen)) is not None
-    assert looks.find(range(5)) is None

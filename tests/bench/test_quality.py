@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvrag.codec.registry import get_codec
-from kvrag.errors import KVRagError, ModelLoadError, ParameterError
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.query import QueryPolicy
@@ -23,7 +23,6 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.bank import ChunkBank
-from kvrag_bench.judge.effort import progress
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
@@ -169,13 +168,6 @@ def test_bad_options(
     monkeypatch.setattr(KVModel, "load", load)
     with pytest.raises(KVRagError, match=message):
         run_quality_bench(replace(QualityOptions(), **changed))
-
-
-def test_a_model_without_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model().save_pretrained(tmp_path)
-    monkeypatch.setattr(KVModel, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
-        run_quality_bench(QualityOptions(model=str(tmp_path), num_questions=1))
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(model: KVModel, tmp_path: Path) -> None:
@@ -359,39 +351,3 @@ def test_picture(found: list[QualityRow], tmp_path: Path, codecs: tuple[str, ...
     draw_quality(rows, path)
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert path.stat().st_size > 10_000
-
-
-def test_each_context_has_a_panel(
-    found: list[QualityRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvrag_bench.quality import picture
-
-    titles: list[str] = []
-    draw = picture._draw_gap
-
-    def note(panel: Any, rows: Any, codecs: Any, title: str) -> None:
-        titles.append(title)
-        assert {row.question_type for row in rows} == {"overall"}
-        draw(panel, rows, codecs, title)
-
-    monkeypatch.setattr(picture, "_draw_gap", note)
-    rows = [*found, *(replace(row, context="filler:512") for row in found)]
-    picture.draw_quality(rows, tmp_path / "quality.png")
-    assert titles == ["chunks alone", "chunks after filler:512"]
-
-
-def test_picture_places_are_checked(tmp_path: Path) -> None:
-    from kvrag_bench.quality.picture import check_picture_path
-
-    with pytest.raises(ParameterError, match="ends in"):
-        check_picture_path(tmp_path / "quality.jpg")
-    with pytest.raises(ParameterError, match="no folder"):
-        check_picture_path(tmp_path / "absent" / "quality.png")
-    check_picture_path(tmp_path / "quality.PNG")
-
-
-def test_progress_says_how_long_it_takes() -> None:
-    assert progress(0, 1000, 0.0, 0.0) == "question 1 of 1,000"
-    assert progress(10, 1000, 1.0, 0.01) == "question 11 of 1,000, 2 min left"
-    # The first half of the questions may be a tenth of what there is to read.
-    assert progress(500, 1000, 3.0, 0.1) == "question 501 of 1,000, 27 s left"

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag_bench.judge.bank import ChunkBank
-from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants
 from tests.fusion.test_links import make_links
@@ -68,19 +65,6 @@ def test_compressed_chunks_are_judged_with_policy_none(data: str) -> None:
     assert 0.2 < bytes_per_token["drop:0.75"] / whole < 0.45
     assert len({row.kl for row in rows}) == len(rows)
     assert rows[2].kl < 1e-6  # ratio 1.0: nothing of the stored chunks is left
-
-
-def test_a_bank_lays_out_what_it_stores() -> None:
-    model = KVModel(make_model(), make_tokenizer())
-    bank = ChunkBank(model, TEXTS, [RawCodec()], compression="drop:0.75")
-    layout = bank.lay_out(render("who?", TEXTS, model.tokenizer, True))
-    compacted = bank.compact(layout)
-    assert compacted.plain_token_ids == layout.token_ids
-    for before, after in zip(layout.spans, compacted.spans, strict=True):
-        assert after.num_compressed == before.length
-        record = bank.opener("raw")(after.chunk_id, ())
-        assert record is not None
-        assert record.num_tokens == after.length == -(-before.length // 4)
 
 
 def test_compressed_chunks_without_policy_none_are_refused() -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag_bench.judge.bank import ChunkBank
-from kvrag_bench.judge.questions import Passage, render
+from kvrag_bench.judge.questions import Passage
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
 from kvrag_bench.quality.entrants import QualityOptions
@@ -94,60 +92,6 @@ def test_generated_questions_are_asked_again_without_the_predecessor() -> None:
         # The answer still stands in the prompt; who it is about only in the document.
         (holder,) = [p for p in one.passages if p.before == (missing,)]
         assert whole.answers[0] in holder.text
-
-
-def test_the_same_text_in_two_documents_is_told_apart(model: KVModel) -> None:
-    passages = [Passage(SECOND, (FIRST,)), Passage(SECOND, (THIRD,)), Passage(FIRST)]
-    codecs = [get_codec("raw")]
-    bank = ChunkBank(model, passages, codecs, context="document")
-    prompt = render("who?", [FOURTH, SECOND], model.tokenizer, False)
-    contexts = {
-        bank.lay_out(prompt, [passage]).spans[0].context_ids for passage in (*passages[:2],)
-    }
-    assert len(contexts) == 2
-    alone = ChunkBank(model, passages, codecs)
-    assert alone.lay_out(prompt, passages[:1]).spans[0].context_ids == ()
-
-
-def test_what_ingestion_stores_counts_in_the_bytes(model: KVModel) -> None:
-    passages = [Passage(FIRST), Passage(SECOND, (FIRST,))]
-    sizes = {
-        name: ChunkBank(model, passages, [get_codec("raw")], context=name).stored("raw", passages)
-        for name in ("none", "document", "neighbours", "filler:9")
-    }
-    # The record of a chunk alone, beside a filler, is made by the prompts that begin with it.
-    assert sizes["none"] == sizes["document"] == sizes["filler:9"]
-    assert sizes["neighbours"][0] > 1.4 * sizes["none"][0]
-    assert sizes["neighbours"][1] == sizes["none"][1]
-
-
-def test_no_record_is_computed_twice(model: KVModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[tuple[int, ...]] = []
-    prefill = KVModel.prefill
-
-    def note(self: KVModel, prefix: Any, chunks: Any, *more: Any) -> Any:
-        encoded.extend(map(tuple, chunks))
-        return prefill(self, prefix, chunks, *more)
-
-    monkeypatch.setattr(KVModel, "prefill", note)
-    passages = [Passage(FIRST), Passage(SECOND), Passage(THIRD)]
-    codecs = [get_codec("raw")]
-    prompt = render("who?", [SECOND, FIRST], model.tokenizer, True)
-    filled = ChunkBank(model, passages, codecs, context="filler:9")
-    assert len(encoded) == 3
-    layout = filled.lay_out(prompt)
-    assert [bool(span.context_ids) for span in layout.spans] == [False, True]
-    # Only the chunk that stands first is wanted alone.
-    for _ in range(2):
-        filled.require(layout)
-        assert len(encoded) == 4
-    opened = [filled.opener("raw")(span.chunk_id, span.context_ids) for span in layout.spans]
-    assert None not in opened
-    alone = ChunkBank(model, passages, codecs, beside=filled)
-    assert len(encoded) == 6
-    again = ChunkBank(model, passages, codecs, context="filler:9", beside=alone)
-    assert len(encoded) == 6
-    assert again.stored("raw", passages) == filled.stored("raw", passages)
 
 
 def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:

@@ -12,14 +12,12 @@ import torch
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.linked_rows import insert_links
-from kvrag.fusion.links import FILE_NAME
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
 from kvrag_bench.judge.answers import Answerer
-from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.quality.contest import run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions, contestants, label
+from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.picture import draw_quality
 from tests.fusion.test_links import ORDER, make_links
 from tests.support.models import make_model, make_tokenizer
@@ -73,33 +71,9 @@ def test_each_policy_is_judged_twice(data: str, tmp_path: Path) -> None:
     draw_quality(rows, tmp_path / "quality.png")
 
 
-def test_a_models_folder_brings_its_links(data: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_model(num_hidden_layers=2).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    make_links(KVModel.load(folder)).save(folder / FILE_NAME)
-    options = {
-        "model": str(folder),
-        "data": data,
-        "policies": ("none",),
-        "max_tokens": 2,
-        "controls": False,
-    }
-    rows = run_quality_bench(QualityOptions(**options))
-    assert [row.policy for row in rows] == ["none", "none + links"]
-    off = run_quality_bench(QualityOptions(**options, links="off"))
-    assert [row.policy for row in off] == ["none"]
-
-
 def test_absent_links_are_named_before_anything_is_loaded(data: str) -> None:
     with pytest.raises(LinksError, match="no links at 'absent'"):
         run_quality_bench(QualityOptions(model="./absent", data=data, links="absent"))
-
-
-def test_links_double_the_field() -> None:
-    options = QualityOptions(policies=("none", "boundary"), ratios=(0.1,))
-    assert len(contestants(options, True)) == 2 * len(contestants(options)) == 4
-    assert label(Contestant("none", None, "raw", linked=True)) == "none + links"
 
 
 def test_an_adapter_answers_too() -> None:

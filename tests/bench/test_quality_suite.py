@@ -15,10 +15,8 @@ from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
 from kvrag_bench.judge.answers import Answerer
-from kvrag_bench.judge.effort import Effort
-from kvrag_bench.judge.judging import prompts_that_fit
-from kvrag_bench.quality.contest import part_of, run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions, load_asked, suite_sets
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -108,40 +106,6 @@ def test_a_run_continues_from_its_file(
         run_quality_bench(options(model=model, out=out, max_tokens=3))
 
 
-def test_another_file_is_named(model: KVModel, tmp_path: Path) -> None:
-    out = tmp_path / "notes.jsonl"
-    out.write_text('{"key": "x"}\n')
-    with pytest.raises(ParameterError, match="line 1: not a judgement"):
-        run_quality_bench(options(model=model, out=out))
-    assert out.read_text() == '{"key": "x"}\n'
-
-
-def test_what_judging_cost(model: KVModel, tmp_path: Path) -> None:
-    efforts: list[Effort] = []
-    out = tmp_path / "judged.jsonl"
-    for _ in range(2):
-        run_quality_bench(options(model=model, out=out), on_effort=efforts.append)
-    spent, nothing = efforts
-    assert (spent.num_questions, spent.num_judgements) == (2, 7)
-    assert spent.judging_seconds > spent.plain_seconds > 0
-    assert spent.encoding_seconds > 0
-    times = f"{spent.judging_seconds / spent.plain_seconds:.1f} times its full prefill"
-    assert str(spent).startswith(f"3.5 contestants a question took {times}")
-    assert nothing.num_judgements == 0
-    assert str(nothing) == "nothing was left to judge"
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 9])
-def test_parts_have_about_as_much_to_read(model: KVModel, num_parts: int) -> None:
-    questions = load_asked(options(suite=("biography:2", "needle:2k"), num_questions=3))
-    asked = prompts_that_fit(model, questions, 4, use_chat_template=True)
-    parts = [part_of(asked, number, num_parts) for number in range(num_parts)]
-    assert [one for part in parts for one in part] == asked
-    lengths = [sum(len(one.prompt.text) for one in part) for part in parts]
-    longest = max(len(one.prompt.text) for one in asked)
-    assert max(lengths) < sum(lengths) / num_parts + longest
-
-
 @pytest.mark.slow
 def test_processes_share_the_questions(tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -189,15 +153,6 @@ def test_a_model_in_bfloat16_is_its_own_noise_floor() -> None:
     low = KVModel(make_model(dtype=torch.bfloat16), make_tokenizer(), name="low")
     with pytest.raises(ParameterError, match="bfloat16 already"):
         run_quality_bench(options(model=low, noise_floor=True))
-
-
-def test_names_of_sets() -> None:
-    assert suite_sets(["biography"]) == ["biography:2", "biography:4", "biography:8"]
-    assert suite_sets(["biography:4", "needle:8k"]) == ["biography:4", "needle:8k"]
-    everything = suite_sets(["real"])
-    assert "biography:8" in everything
-    assert not any(name.endswith("8k") for name in everything)
-    assert suite_sets(["real"], "file.json") == [*everything, "musique"]
 
 
 def test_the_interval_of_a_ratio_is_paired() -> None:

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 from kvrag.cli.main import app
 from kvrag.errors import ParameterError
 from kvrag_bench.quality.handbook import handbook_pages
-from kvrag_bench.recognition.lookup import measure_lookup
 from kvrag_bench.recognition.reuse import measure_reuse
 from kvrag_bench.recognition.splitters import ALTERED
 
@@ -24,13 +23,6 @@ def test_text_cut_by_other_splitters_is_reused(tmp_path: Path) -> None:
     assert all(row.whole < 0.6 < row.runs for name, row in altered.items() if "line" in name)
     with pytest.raises(ParameterError, match="no documents"):
         next(measure_reuse(tmp_path, "kvrag-tiny", [], 160, lambda _: None))
-
-
-def test_every_piece_of_a_random_prompt_is_found() -> None:
-    row = measure_lookup(2000, 300, 1000, lambda _: None)
-    assert row.reused == 1.0
-    assert row.num_tokens == 1000
-    assert 8 * 2000 * 273 / 13 < 1.5 * row.size_bytes < 3 * 8 * 2000 * 273 / 13
 
 
 def test_wrong_arguments_of_the_command(tmp_path: Path) -> None:

@@ -21,12 +21,10 @@ from kvrag_bench.regress.results import (
     Results,
     last_before,
     read_releases,
-    release_path,
-    results_here,
     write_results,
 )
 from tests.cli.conftest import Run, run
-from tools.releases import PICTURES, RELEASES, draw
+from tools.releases import PICTURES, RELEASES
 
 __all__ = ["run"]
 
@@ -76,10 +74,6 @@ class TestCompare:
         moved = (value + (0.06 if n % 2 else -0.05) for n, value in enumerate(LOST.values))
         assert verdict(LOST, replace(LOST, values=tuple(moved))) == Verdict.SAME
 
-    def test_other_cases_are_not_compared(self) -> None:
-        (change,) = compare(results(LOST), results(replace(LOST, values=LOST.values[:9])))
-        assert (change.verdict, change.share) == (Verdict.OTHER_CASES, None)
-
     def test_figures_that_one_run_lacks(self) -> None:
         changes = compare(results(TIMED), results(LOST))
         assert [(one.before, one.now, one.verdict) for one in changes] == [
@@ -87,10 +81,6 @@ class TestCompare:
             (TIMED, None, Verdict.GONE),
         ]
         assert [one.verdict for one in compare(None, results(LOST))] == [Verdict.NEW]
-
-    def test_the_share(self) -> None:
-        (change,) = compare(results(TIMED), results(scaled(TIMED, 1.3)))
-        assert change.share == pytest.approx(0.3)
 
 
 class TestFiles:
@@ -103,9 +93,6 @@ class TestFiles:
         assert last_before(found, None) == found[2]
         assert last_before(found, "0.10.0") == found[1]
         assert last_before(found, "0.2.0") is None
-
-    def test_no_folder_no_releases(self, tmp_path: Path) -> None:
-        assert read_releases(tmp_path / "none") == []
 
     @pytest.mark.parametrize(
         ("change", "expected"),
@@ -127,12 +114,6 @@ class TestFiles:
         path.write_text(json.dumps(said))
         with pytest.raises(ParameterError, match=rf"0\.2\.0\.json.*{expected}.*--save 0\.2\.0"):
             read_releases(tmp_path)
-
-    def test_versions_and_folders_that_are_none(self, tmp_path: Path) -> None:
-        with pytest.raises(ParameterError, match=r"'next'.*0\.2\.0"):
-            release_path(tmp_path, "next")
-        with pytest.raises(ParameterError, match="create it"):
-            release_path(tmp_path / "none", "0.2.0")
 
 
 class TestCommand:
@@ -159,15 +140,6 @@ class TestCommand:
         assert done.code == 1
         assert "+50.0%" in done.out
         assert "worse" in done.out
-
-    def test_json(self, run: Run, tmp_path: Path, measured: list[Entry]) -> None:
-        write_results(replace(results_here([LOST]), version="0.1.0"), tmp_path / "0.1.0.json")
-        measured[1] = scaled(LOST, 0.5)
-        done = run("bench", "regress", "--releases", tmp_path, "--json")
-        assert [(one["now"]["name"], one["verdict"]) for one in done.json] == [
-            ("fused", "not measured then"),
-            ("tiny, none", "better"),
-        ]
 
     def test_bad_input_is_named_before_any_work(
         self, run: Run, tmp_path: Path, measured: list[Entry]
@@ -232,14 +204,3 @@ def test_the_pictures_show_every_release() -> None:
             assert (f">{entry.name}<" in picture) == (entry.group == group), entry.name
         for release in releases:
             assert f">{release.version}<" in picture, "run 'python -m tools.releases'"
-
-
-def test_a_picture_of_several_releases(tmp_path: Path) -> None:
-    releases = [results(TIMED), results(TIMED, replace(TIMED, name="new"), version="0.3.0")]
-    path = tmp_path / "speed.svg"
-    draw(releases, SPEED, path)
-    assert path.read_text().count(">0.2.0<") == 1
-    assert path.read_text().count(">0.3.0<") == 2
-    before = path.read_bytes()
-    draw(releases, SPEED, path)
-    assert path.read_bytes() == before

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.errors import ParameterError
 from kvrag_bench.retrieval import RetrievalOptions, RetrievalRow, run_retrieval_bench
 from tests.cli.conftest import Run, run
 
@@ -59,13 +58,6 @@ def test_recall_is_counted(data: Path) -> None:
     assert (rows["sparse"].recall_4, rows["sparse"].recall_10, rows["sparse"].mrr) == (0.5,) * 3
     assert rows["dense"].recall_4 == rows["hybrid"].recall_4 == 1.0
     assert rows["hybrid"].mrr >= max(rows["dense"].mrr, rows["sparse"].mrr)
-
-
-def test_only_the_first_questions(data: Path) -> None:
-    assert rows_of(data, num_questions=1)["dense"].num_questions == 1
-    data.write_text(json.dumps(RECORDS[2:]))
-    with pytest.raises(ParameterError, match="no question of asked has its answer"):
-        rows_of(data)
 
 
 def test_the_command_prints_a_table(run: Run, data: Path) -> None:

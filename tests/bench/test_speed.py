@@ -18,9 +18,8 @@ from kvrag_bench.batch import BatchOptions, run_batch_bench
 from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.ingest import IngestOptions, run_ingest_bench
-from kvrag_bench.memory import peak_bytes
 from kvrag_bench.session import SessionOptions, run_session_bench
-from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.shapes import random_model
 from kvrag_bench.ttft import TTFTOptions, run_ttft_bench
 
 
@@ -66,22 +65,6 @@ def test_ttft_is_paired_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.speedup, row.prefill_speedup) == (2, 4)
 
 
-def test_ttft_over_several_contexts() -> None:
-    options = TTFTOptions(
-        shape="test",
-        num_chunks=2,
-        chunk_tokens=(40,),
-        policies=("none",),
-        repeats=1,
-        contexts=("none", "filler:64"),
-    )
-    rows = list(run_ttft_bench(options))
-    assert [row.context for row in rows] == ["none", "filler:64"]
-    assert rows[0].context_tokens == rows[1].context_tokens == 81
-    with pytest.raises(ParameterError, match="context"):
-        TTFTOptions(contexts=("before",))
-
-
 def test_the_ingest_row_is_a_ratio_of_its_own_figures() -> None:
     rows = run_ingest_bench(
         IngestOptions(
@@ -123,22 +106,6 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_runs() -> None:
     options = TTFTOptions(shape="test", num_chunks=100, chunk_tokens=(500,))
     with pytest.raises(ParameterError, match="do not fit the 4096"):
         next(run_ttft_bench(options))
-
-
-def test_random_texts_have_the_length_asked_for() -> None:
-    model = random_model("test")
-    for length in (1, 7, 100):
-        text = random_text(model, length, seed=length)
-        assert len(model.tokenizer(text, add_special_tokens=False)["input_ids"]) == length
-    known = "qwen2.5-0.5b, 100m, llama-3.1-8b, smollm2-135m, test"
-    with pytest.raises(ParameterError, match=f"unknown shape 'huge'; known: {known}"):
-        random_model("huge")
-
-
-def test_peak_memory_sees_what_was_held_only_for_a_while() -> None:
-    size = 64 * 1024 * 1024
-    found = peak_bytes(lambda: len(bytearray(b"x") * size))
-    assert 0.9 * size < found < 1.5 * size
 
 
 def test_the_floor_grows_with_the_rows_computed(monkeypatch: pytest.MonkeyPatch) -> None:

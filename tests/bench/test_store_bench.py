@@ -10,7 +10,6 @@ from kvrag.store.file import FileStore
 from kvrag_bench.store import crash
 from kvrag_bench.store.contents import content_of, key_of
 from kvrag_bench.store.crash import measure_crashes
-from kvrag_bench.store.million import measure_million
 from kvrag_bench.store.reads import measure_readers, measure_reads
 from kvrag_bench.store.records import key_number, record_number
 from kvrag_bench.store.soak import measure_soak
@@ -39,14 +38,6 @@ def test_readers_notice_wrong_bytes(tmp_path: Path) -> None:
     store.replace(key_number(1), bytes(len(record_number(1, 1000))))
     store.replace(key_number(2), b"short")
     assert measure_readers(url, 4, 1000, 8, 40).num_wrong == 20
-
-
-def test_many_chunks(tmp_path: Path) -> None:
-    row = measure_million(tmp_path, 3000, say)
-    assert row.num_chunks == 3000
-    assert row.num_files == 3000
-    assert row.open_seconds > 0
-    assert row.lookup_seconds > 0
 
 
 def test_crashes(tmp_path: Path) -> None:

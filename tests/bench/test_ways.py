@@ -55,25 +55,6 @@ def test_chunks_are_encoded_after_texts_of_their_own(trial: Trial) -> None:
     )
 
 
-@torch.no_grad()
-def test_a_correction_brings_the_prompt_it_was_fitted_on_nearer(trial: Trial) -> None:
-    alone = trial.encoded_after(())
-    correction = ways.Correction()
-    correction.fit(trial, alone)
-    fresh = trial.free(trial.full)
-    before = (trial.free(alone) - fresh).square().mean()
-    after = (trial.free(correction.apply(trial, alone)) - fresh).square().mean()
-    assert after < 0.7 * before
-
-
-def test_depths_gather_most_relevance_for_their_price() -> None:
-    relevance = torch.tensor([[1.0, 0.1, 3.0], [5.0, 0.1, 0.1], [0.1, 0.1, 0.1]])
-    # Two layers of the first token gather 6, one layer of the third 3.
-    assert ways.nested(relevance, 3).tolist() == [2, 0, 1]
-    assert ways.nested(relevance, 9).sum() <= 9
-    assert ways.nested(relevance, 0).tolist() == [0, 0, 0]
-
-
 def test_a_run_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

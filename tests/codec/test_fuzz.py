@@ -26,9 +26,9 @@ from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.testing.codec_contract import KEY, BytesSource, same_bits
 from tests.codec import forge
 from tests.support.codecs import fit, smooth_kv
-from tests.support.properties import examples
+from tests.support.properties import trials
 
-NUM_RECORDS = int(os.environ.get("KVRAG_FUZZ_RECORDS", examples(10_000)))
+NUM_RECORDS = int(os.environ.get("KVRAG_FUZZ_RECORDS", trials(10_000, 300)))
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=8, dtype=torch.float16)
 NUM_TOKENS = 34  # more than the coder has lanes
 CONFIGS = {

@@ -24,12 +24,11 @@ from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.support.properties import trials
+from tests.support.properties import IS_EXHAUSTIVE
 
 DOCUMENTS = Path(__file__).parents[2] / "examples" / "documents"
 QUESTIONS = Path(__file__).parents[2] / "examples" / "questions.json"
 TOP_K = 4
-TRIALS = range(1000, 1000 + trials(1400))
 COLUMNS = {
     "chunks": (
         *("row", "chunk_id", "source", "ordinal", "text", "token_ids", "token_starts"),
@@ -247,16 +246,10 @@ def run_trials(
     return num_effective
 
 
+@pytest.mark.trials
 def test_flips_in_the_catalog(
     world: tuple[World, KVEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One for each third column; the slow test takes all of them."""
-    numbers = range(0, len(PLACES), 3)
+    """One for each third column, or many everywhere."""
+    numbers = range(1000, 2400) if IS_EXHAUSTIVE else range(0, len(PLACES), 3)
     assert run_trials(*world, tmp_path, numbers, caplog) >= len(numbers) // 2
-
-
-@pytest.mark.slow
-def test_flips_everywhere_in_the_catalog(
-    world: tuple[World, KVEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert run_trials(*world, tmp_path, TRIALS, caplog) >= trials(1000)

@@ -96,10 +96,8 @@ class Ingester:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX")
-@pytest.mark.parametrize("num_kills", [3, pytest.param(trials(60), marks=pytest.mark.slow)])
-def test_killed_at_random_moments_the_index_opens_and_is_completed(
-    tmp_path: Path, num_kills: int
-) -> None:
+@pytest.mark.trials
+def test_killed_at_random_moments_the_index_opens_and_is_completed(tmp_path: Path) -> None:
     model = tiny_model()
     with Index.create(
         tmp_path / "whole", model=model, embedding="hashing", chunk_tokens=64
@@ -115,7 +113,7 @@ def test_killed_at_random_moments_the_index_opens_and_is_completed(
     num_chunks = 0
     ingester = Ingester()
     try:
-        for round_number in range(num_kills):
+        for round_number in range(trials(60, 3)):
             # The first is killed while the index is being made.
             ingester.ingest_and_kill(
                 folder, chance.uniform(0, seconds / 3) if round_number else 0.005

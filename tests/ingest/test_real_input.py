@@ -35,8 +35,9 @@ PASSAGE = (
 
 
 @pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
-@pytest.mark.parametrize("num_passages", [6, pytest.param(trials(250), marks=pytest.mark.slow)])
-def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passages: int) -> None:
+@pytest.mark.trials
+def test_every_musique_passage_is_retrievable(make_index: MakeIndex) -> None:
+    num_passages = trials(250, 6)
     items = json.loads(MUSIQUE.read_text())
     passages = [passage["text"] for item in items for passage in item["ctxs"]][:num_passages]
     assert len(passages) == num_passages

@@ -97,12 +97,9 @@ def text_of(journal: Path) -> str:
     return journal.read_text() if journal.exists() else ""
 
 
-@pytest.mark.parametrize(
-    "num_kills", [3, pytest.param(trials(100), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_killed_writers(
-    tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch, num_kills: int
-) -> None:
+@pytest.mark.trials
+def test_killed_writers(tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_kills = trials(100, 3)
     url = f"file://{tmp_path}/bucket/index"
     views = [tmp_path / "machine0", tmp_path / "machine1"]
     monkeypatch.setenv("KVRAG_VIEWS", str(views[0]))

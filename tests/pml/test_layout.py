@@ -18,7 +18,7 @@ from kvrag.pml.prompt import Import, parse_prompt
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union, flat
 from tests.pml.schemas import schemas
 from tests.support.models import make_tokenizer
-from tests.support.properties import examples
+from tests.support.properties import trials
 
 SCHEMAS = Path(__file__).parent / "schemas"
 TOKENIZER = make_tokenizer()
@@ -88,16 +88,9 @@ def check_layout(markup: str) -> None:
     assert layout.num_positions == end
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(deadline=None, max_examples=trials(1000, 15))
 @given(st.booleans().flatmap(lambda turns: schemas(turns=turns)))
 def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
-    check_layout(markup)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
-@given(st.booleans().flatmap(lambda turns: schemas(turns=turns)))
-def test_many_schemas_stand_where_the_reference_puts_them(markup: str) -> None:
     check_layout(markup)
 
 
@@ -126,16 +119,9 @@ def prompts(draw: st.DrawFn, schema: Schema) -> str:
     return f"<prompt schema='random'{arguments(())}>{body}\nQuestion?</prompt>"
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(deadline=None, max_examples=trials(1000, 15))
 @given(st.data(), st.booleans())
 def test_prompts_never_overlap_and_keep_their_positions(data: st.DataObject, turns: bool) -> None:
-    check_prompt(data, turns)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
-@given(st.data(), st.booleans())
-def test_many_prompts_keep_their_positions(data: st.DataObject, turns: bool) -> None:
     check_prompt(data, turns)
 
 

@@ -25,6 +25,7 @@ from kvrag.testing.bench_top import relative_difference
 from tests.pml.schemas import schemas
 from tests.pml.test_layout import prompts
 from tests.support.models import make_model, make_tokenizer
+from tests.support.properties import trials
 
 SHOTS = """<schema name='s'>
   <system>Be kind. <module name='rules' cache='false'>Today is Friday.</module></system>
@@ -202,18 +203,9 @@ def check_random(data: st.DataObject, folder: Path) -> None:
         assert not fused.report.misses
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=trials(200, 6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_schemas_equal_plain_prefill(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    check_random(data, tmp_path_factory.mktemp("random") / "index")
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_many_random_schemas_equal_plain_prefill(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     check_random(data, tmp_path_factory.mktemp("random") / "index")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +28,7 @@ from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
 from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import Packer
-from kvrag_train.links.data import FileSource, GeneratedSource, LinkItem
+from kvrag_train.links.data import FileSource, LinkItem
 from kvrag_train.links.memory import chosen_precision
 from kvrag_train.links.options import LinkTrainingOptions
 from kvrag_train.links.parameters import LinkParameters
@@ -156,15 +155,6 @@ def test_the_document_that_stands_first_has_no_filler_before_it() -> None:
     first, second = without.chunk_positions[:, 0].tolist()
     assert with_filler.chunk_positions[:, 0].tolist() == [first, second - 8]
     assert torch.equal(with_filler.stored_positions, without.stored_positions)
-
-
-def test_a_filler_longer_than_the_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="filler:999999 and chunk_tokens="):
-        make_trainer(tmp_path, context="filler:999999")
-    with pytest.raises(ParameterError, match=r"context document: expected none or filler"):
-        options(tmp_path, context="document")
-    with pytest.raises(ParameterError, match="anchors are trained without a filler"):
-        options(tmp_path, context="filler:8", anchor_rates=(0.5,))
 
 
 @pytest.mark.parametrize("num_links", [0, 2])
@@ -359,12 +349,6 @@ def test_the_teacher_answers_as_the_plain_pipeline_does(tmp_path: Path) -> None:
         assert trainer.advance()["loss/linked"] >= 0.0
 
 
-def test_another_run_is_not_continued(tmp_path: Path) -> None:
-    make_trainer(tmp_path)._save_checkpoint()
-    with pytest.raises(ParameterError, match="of another run: num_links 2, asked for 1"):
-        make_trainer(tmp_path, num_links=1)
-
-
 @pytest.mark.parametrize("rates", [(), (0.5, 0.75)])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
 def test_layers_computed_twice_give_the_same_gradients(
@@ -437,17 +421,6 @@ def test_training_learns(tmp_path: Path) -> None:
 # -- data -------------------------------------------------------------------------------------
 
 
-def test_documents_of_a_file_are_shuffled_unless_their_order_matters() -> None:
-    tokenizer = make_tokenizer()
-    asked = [replace(q, texts=TEXTS) for q in questions()]
-    orders = {i.texts for i in FileSource(asked, tokenizer).draw(Random(0), 8, 3)}
-    assert len(orders) > 1
-    assert all(sorted(order) == sorted(TEXTS) for order in orders)
-    kept = FileSource(asked, tokenizer, keep_order=True).draw(Random(0), 8, 3)
-    assert {i.texts for i in kept} == {TEXTS}
-    assert all(len(i.prompts) == 3 for i in kept)
-
-
 def test_what_is_held_out_is_never_drawn() -> None:
     source = FileSource(questions(40), make_tokenizer())
     held_out = {p.text for i in source.held_out(99) for p in i.prompts}
@@ -455,32 +428,6 @@ def test_what_is_held_out_is_never_drawn() -> None:
     names = {text.split("keeps ")[1].split("?")[0] for text in held_out}
     drawn = {p.text for i in source.draw(Random(1), 200, 5) for p in i.prompts}
     assert not any(f"keeps {name}?" in text for name in names for text in drawn)
-
-
-def test_questions_over_prose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named 'real': those of four sets, never with a seed that anything is judged with."""
-    from kvrag_train.links import data
-
-    monkeypatch.setattr(data, "_REAL_QUESTIONS_PER_SET", 20)
-    source = data.open_source("real", make_tokenizer())
-    items = [*source.draw(Random(0), 40, 1), *source.held_out(9)]
-    assert {kind for item in items for kind in item.types} == {
-        *("biography 2", "biography 4", "carried", "bridge")
-    }
-    assert all(item.answers[0].strip() and len(item.texts) >= 2 for item in items)
-
-
-def test_generated_items_are_found_again(tmp_path: Path) -> None:
-    """Every document of the generator is laid out as a chunk, in every prompt format."""
-    model = KVModel.load("kvrag-tiny")
-    packer = Packer(model, header_of(options(tmp_path, num_links=1, max_documents=6), model))
-    source = GeneratedSource()
-    for seed in range(4):
-        items = source.draw(Random(seed), 2, 3)
-        batch = packer.pack(items, linked=True)
-        assert (batch.link_rows >= 0).sum() == sum(len(i.texts) + 2 for i in items)
-        assert set(batch.types) <= {kind for i in items for kind in i.types}
-    assert {kind for i in source.held_out(40) for kind in i.types} >= {"carried_over", "inside"}
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import find_links
 from kvrag.models.kv_model import KVModel
-from kvrag_train.links.processes import ALONE, Processes, launched
+from kvrag_train.links.processes import launched
 from tests.support.models import make_model, make_tokenizer
 from tests.support.servers import free_port
 from tests.training.shared_run import asked, train
-from tests.training.test_links import make_trainer, one_thread
+from tests.training.test_links import one_thread
 
 __all__ = ["one_thread"]
 
@@ -268,17 +268,3 @@ def test_without_accelerate_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         launched(None),
     ):
         pass
-
-
-def test_a_command_started_by_hand_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with launched("cpu") as processes:
-        assert processes is ALONE
-
-
-def test_processes_without_rows_are_refused(tmp_path: Path) -> None:
-    from kvrag_train.links.trainer import LinkTrainer
-
-    trainer = make_trainer(tmp_path)
-    with pytest.raises(ParameterError, match="3 rows a step for 4 processes"):
-        LinkTrainer(trainer.options, trainer.model, trainer.source, Processes(count=4))

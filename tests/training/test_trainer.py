@@ -2,20 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 
-from kvrag_corpus import QuestionType, names_of_split
-from kvrag_corpus.questions import Question
-from kvrag_train.batches import IGNORED, Item, pack
 from kvrag_train.checkpoint import save_checkpoint
-from kvrag_train.copying import copying_batch
 from kvrag_train.curriculum import STAGES
 from kvrag_train.growth import grow
-from kvrag_train.prompts import FORMATS
-from kvrag_train.schedule import Schedule
 from kvrag_train.tiny import Trainer, TrainingOptions
 
 
@@ -48,13 +41,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, stage: i
     assert second.progress.step == 1
     second.advance()
     assert torch.equal(weights(first), weights(second))
-
-
-def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
-    run = small_run(tmp_path)
-    save_checkpoint(run.checkpoint, run.model, run.optimizer, run.progress)
-    with pytest.raises(KeyError, match=r"no parameter model\.layers\.1"):
-        Trainer(TrainingOptions(tmp_path, hidden_size=32, num_layers=2))
 
 
 def test_a_new_run_goes_on_from_trained_weights(tmp_path: Path) -> None:
@@ -98,41 +84,3 @@ def test_a_grown_model_computes_what_it_did(tmp_path: Path) -> None:
         for layer, twin in zip(new, (1, 2), strict=True):
             theirs = small.model.layers[twin].self_attn.q_proj.weight
             assert torch.equal(large.model.layers[layer].self_attn.q_proj.weight, theirs)
-
-
-def test_a_layer_that_is_not_there_has_no_twin(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"weights of 1 layers have no layer 1"):
-        grow(small_run(tmp_path).model.state_dict(), [0, 1])
-
-
-def test_two_hops_are_taught_with_the_person_in_between(tmp_path: Path) -> None:
-    tokenizer = small_run(tmp_path).tokenizer
-    subject, between, home = names_of_split("train")[::3000][:3]
-    two_hops = Question(
-        QuestionType.TWO_HOP,
-        f"Where does the friend of {subject} live?",
-        (home, f"{between}: {home}"),
-        (0, 1),
-    )
-    inside = Question(QuestionType.INSIDE, f"Where does {subject} live?", (home,), (0,))
-    for prompt in FORMATS:
-        item = Item((f"The smith fears {subject}.",), (inside, two_hops), prompt)
-        batch = pack([item], tokenizer)
-        for number, wanted in enumerate((f" {home}<eos>", f" {between}: {home}<eos>")):
-            assert tokenizer.decode(batch.targets[batch.question_ids == number]) == wanted
-
-
-def test_copying_learns_the_repetition_only() -> None:
-    input_ids, targets = copying_batch(range(10, 20), 3, 7, Random(0))
-    half = 7
-    assert torch.equal(input_ids[:, :half], input_ids[:, half:])
-    assert (targets[:, :half] == IGNORED).all()
-    assert torch.equal(targets[:, half:-1], input_ids[:, half + 1 :])
-
-
-def test_the_rate_rises_stays_and_falls() -> None:
-    schedule = Schedule(peak=1.0, total_steps=1000, decay_steps=200, warmup_steps=100)
-    assert schedule.rate(0) == pytest.approx(0.01)
-    assert schedule.rate(500) == 1.0
-    assert schedule.rate(900) == pytest.approx(0.5)
-    assert schedule.rate(1000) == pytest.approx(0.02)

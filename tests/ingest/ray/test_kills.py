@@ -26,7 +26,7 @@ from tests.support.properties import trials
 # Ray warns of its own settings, and leaves sockets to the garbage collector.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-NUM_KILLS = int(os.environ.get("KVRAG_TEST_KILLS", trials(30)))
+NUM_KILLS = int(os.environ.get("KVRAG_TEST_KILLS", trials(30, 3)))
 PAUSE = float(os.environ.get("KVRAG_TEST_PAUSE", "10"))
 """Most seconds between two kills."""
 NUM_FILES = 120
