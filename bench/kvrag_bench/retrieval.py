@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
@@ -17,10 +13,8 @@ from kvrag.ingest.folding import asked_words
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import Reranker
 from kvrag.ingest.search import SearchHit
-from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag_bench.judge.datasets import read_questions
-from kvrag_bench.quality.handbook import handbook_folder
+from kvrag_bench.corpora import Case, one_layer, read_corpus, read_handbook
 from kvrag_corpus.real import generate_set
 
 READABLE = "readable"
@@ -36,8 +30,8 @@ class RetrievalOptions:
     Attributes
     ----------
     data
-        Files of questions with their texts (`kvrag_bench.judge.datasets`), and "readable":
-        questions over the handbook and over generated lives.
+        Files of questions with their texts, folders of pages (`kvrag_bench.corpora`), and
+        "readable": questions over the handbook and over generated lives.
     model
         The model whose tokenizer cuts the chunks. Its weights are not needed: KV decides nothing.
     num_questions
@@ -90,22 +84,15 @@ class RetrievalRow:
     tails: float
 
 
-@dataclass(frozen=True)
-class _Case:
-    question: str
-    answers: tuple[str, ...]
-    sources: tuple[str, ...]
-
-
 def run_retrieval_bench(
     options: RetrievalOptions, on_progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[RetrievalRow]:
     """Yield a row for each set, length of chunks and way of searching."""
     reranker = None if options.rerank is None else Reranker(options.rerank)
-    model = _one_layer(options.model)
+    model = one_layer(load_tokenizer(options.model))
     for data in options.data:
         documents, cases = (
-            _readable() if data == READABLE else _of_file(data, options.num_questions)
+            _readable() if data == READABLE else read_corpus(data, options.num_questions)
         )
         for chunk_tokens in options.chunk_tokens:
             on_progress(f"{Path(data).stem}, chunks of {chunk_tokens} tokens")
@@ -123,7 +110,7 @@ def run_retrieval_bench(
 
 
 def _rows(
-    index: Index, data: str, cases: Sequence[_Case], reranker: Reranker | None, num_tails: int
+    index: Index, data: str, cases: Sequence[Case], reranker: Reranker | None, num_tails: int
 ) -> Iterator[RetrievalRow]:
     ways: dict[str, Callable[[str, int], list[SearchHit]]] = {
         "dense": index.search_dense,
@@ -162,7 +149,7 @@ def _rank(hits: Sequence[SearchHit], wanted: set[str]) -> int:
     return next((i for i, hit in enumerate(hits, 1) if hit.chunk.chunk_id in wanted), 0)
 
 
-def _wanted(index: Index, case: _Case) -> set[str]:
+def _wanted(index: Index, case: Case) -> set[str]:
     """Return the chunks of a question's own documents that hold one of its answers."""
     ids = [chunk_id for one in case.sources for chunk_id in index.catalog.chunk_ids_of(one)]
     return {
@@ -176,46 +163,12 @@ def _words(text: str) -> str:
     return " ".join(asked_words(text))
 
 
-def _of_file(data: str, num_questions: int | None) -> tuple[list[Document], list[_Case]]:
-    """Return the different texts of a file as documents, and its questions."""
-    questions = read_questions(data, num_questions)
-    texts = dict.fromkeys(text for one in questions for text in one.texts)
-    sources = {text: f"text {number}" for number, text in enumerate(texts)}
-    cases = [
-        _Case(one.question, one.answers, tuple(sources[text] for text in one.texts))
-        for one in questions
-    ]
-    return [Document(source, text) for text, source in sources.items()], cases
-
-
-def _readable() -> tuple[list[Document], list[_Case]]:
+def _readable() -> tuple[list[Document], list[Case]]:
     """Return the handbook and generated lives, eight to a document, with 200 questions."""
-    folder = handbook_folder()
-    documents = [Document(page.name, page.read_text("utf-8")) for page in folder.glob("*.md")]
-    pages = tuple(one.source for one in documents)
-    rows = json.loads((folder.parent / "handbook-questions.json").read_text("utf-8"))
-    cases = [_Case(row["question"], tuple(row["answers"]), pages) for row in rows]
+    documents, cases = read_handbook()
     for number, asked in enumerate(
         generate_set("biography:8", 2024, _NUM_READABLE - len(cases), prose=(), pages=())
     ):
         documents.append(Document(f"lives {number}", "\n\n".join(asked.chunks)))
-        cases.append(_Case(asked.question, asked.answers, (f"lives {number}",)))
+        cases.append(Case(asked.question, asked.answers, (f"lives {number}",)))
     return documents, cases
-
-
-def _one_layer(name: str) -> KVModel:
-    """Return a model of one thin layer with the tokenizer of another."""
-    tokenizer = load_tokenizer(name)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=8192,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model.eval()  # type: ignore[no-untyped-call]
-    return KVModel(model, tokenizer, name=f"one layer, {name}")

@@ -26,7 +26,8 @@ def bench_quality(
         str | None,
         typer.Option(
             help="Judge on real text: 'real' for all sets of the real suite, or some of them with "
-            "commas, as in 'biography:4,needle'.",
+            "commas, as in 'biography:4,needle'. 'retrieved': a whole corpus is indexed, and each "
+            "question finds its chunks in it.",
             show_default=False,
         ),
     ] = None,
@@ -34,7 +35,9 @@ def bench_quality(
         str,
         typer.Option(
             help="'generated' (unseen names), a JSON file in MuSiQue layout or a JSONL file in "
-            "LongBench layout. With --suite, a MuSiQue file that becomes one of its sets."
+            "LongBench layout. With --suite, a MuSiQue file that becomes one of its sets. With "
+            "'retrieved', such a file, or a folder of pages, whose headings and first sentences "
+            "are asked for. Default there: the handbook of the examples."
         ),
     ] = "generated",
     policies: Annotated[
@@ -49,7 +52,8 @@ def bench_quality(
         typer.Option(
             help="Contexts to encode chunks with, with commas: none, filler[:TOKENS], "
             "corpus[:TOKENS] (passages of questions that are not asked), document[:TOKENS], "
-            "neighbours (see 'kvrag ingest'). With document or neighbours, carried-over questions "
+            "neighbours (see 'kvrag ingest'), and with 'retrieved' similar[:TOKENS] (the nearest "
+            "chunks of other documents). With document or neighbours, carried-over questions "
             "are also asked without their predecessor."
         ),
     ] = "none",
@@ -89,6 +93,13 @@ def bench_quality(
     ] = None,
     max_tokens: o.MaxTokensOption = 16,
     seed: Annotated[int, typer.Option(help="Seed of the generated questions.")] = 2024,
+    top: Annotated[
+        str,
+        typer.Option(help="With 'retrieved': numbers of chunks for each question, with commas."),
+    ] = "4,6,10",
+    chunk_tokens: Annotated[
+        int, typer.Option(min=8, help="With 'retrieved': the longest chunk, in tokens.")
+    ] = 256,
     documents: Annotated[
         int,
         typer.Option(min=1, max=6, help="Chunks of a generated question."),
@@ -98,7 +109,8 @@ def bench_quality(
         typer.Option(
             metavar="FILE.jsonl",
             help="Append each question's judgements to this file. What it holds already is not "
-            "computed again, so a run continues where it stopped.",
+            "computed again, so a run continues where it stopped. 'retrieved' keeps its index "
+            "in a folder beside it.",
             show_default=False,
         ),
     ] = None,
@@ -159,6 +171,8 @@ def bench_quality(
         noise_floor=noise_floor,
         out=out,
         jobs=jobs,
+        tops=lists.numbers(top, "--top"),
+        chunk_tokens=chunk_tokens,
     )
     with console.progress("measuring") as say:
         efforts: list[Effort] = []

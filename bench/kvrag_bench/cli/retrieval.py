@@ -20,7 +20,8 @@ def bench_retrieval(
         typer.Option(
             metavar="NAME,...",
             help="Sets, with commas: 'readable' (200 questions over the handbook and generated "
-            "lives), or files of questions with their texts, such as MuSiQue's.",
+            "lives), files of questions with their texts, such as MuSiQue's, or folders of pages, "
+            "whose headings and first sentences are asked for.",
         ),
     ] = "readable",
     questions: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,11 +16,12 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
-from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, parse_context
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, Context, add_contexts
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
+from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.questions import Passage, RenderedPrompt
 
 # Tokens in one prefill, padding included: enough for full speed, and small next to the weights.
@@ -58,6 +59,8 @@ class ChunkBank:
         again, and what is encoded here joins it.
     corpus_filler
         The text of context ``corpus``.
+    similar
+        For each chunk's text, its text of context ``similar``.
 
     Raises
     ------
@@ -75,6 +78,7 @@ class ChunkBank:
         compression: str = NO_COMPRESSION,
         beside: ChunkBank | None = None,
         corpus_filler: str = "",
+        similar: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
@@ -85,6 +89,7 @@ class ChunkBank:
         )
         self._context = parse_context(context)
         self._corpus_filler = corpus_filler
+        self._similar = similar or {}
         self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
         chosen = parse_compression(compression)
         self._compressor = None if chosen is None else Compressor(model, chosen)
@@ -190,13 +195,17 @@ class ChunkBank:
         earlier = passage.before if self._context.is_of_document else ()
         document = [_tokenised(tokenizer, text) for text in (*earlier, passage.text)]
         room = self.model.max_positions - len(self.prefix_ids)
+        context, filler = self._context, self._corpus_filler
+        if context.name == SIMILAR:
+            # A filler of the documents, but of each chunk's own choice.
+            context, filler = Context(CORPUS, context.num_tokens), self._similar[passage.text]
         *_, last = add_contexts(
             document,
             tokenizer,
-            self._context,
+            context,
             room,
             is_compressed=self._compressor is not None,
-            corpus_filler=self._corpus_filler,
+            corpus_filler=filler,
         )
         # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))

@@ -153,8 +153,8 @@ class Judge:
         text. The comparison of distributions does without.
     say
         Receives a line whenever there is something new to say.
-    corpus_filler
-        The text of context ``corpus``.
+    corpus_filler, similar
+        The texts of contexts ``corpus`` and ``similar`` (`ChunkBank`).
 
     Attributes
     ----------
@@ -174,9 +174,11 @@ class Judge:
         is_generated: Callable[[JudgedQuestion, str], bool] = lambda *_: True,
         say: Callable[[str], None] = lambda _: None,
         corpus_filler: str = "",
+        similar: Mapping[str, str] | None = None,
     ) -> None:
         self._model = model
         self._corpus_filler = corpus_filler
+        self._similar = similar
         self._codecs = codecs
         self._answerer = answerer
         self._links = links
@@ -253,6 +255,7 @@ class Judge:
                 compression,
                 beside.get(compression),
                 self._corpus_filler,
+                self._similar,
             )
             beside.setdefault(compression, bank)
 

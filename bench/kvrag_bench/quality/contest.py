@@ -44,10 +44,12 @@ from kvrag_bench.quality.entrants import (
     everything_again,
     label,
     load_asked,
+    similar_passages,
     unasked_passages,
 )
 from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.results import Results
+from kvrag_bench.quality.retrieved import RETRIEVED
 from kvrag_bench.quality.rows import OVERALL, QualityRow, RowName, make_row
 from kvrag_corpus import generate_corpus
 
@@ -97,12 +99,15 @@ def run_quality_bench(
     say("loading the model")
     model = KVModel.load(options.model, device=options.device, compute=options.compute)
     judged, left_out = judge_questions(model, questions, options, say, on_effort)
-    dataset = options.data if options.data == GENERATED else Path(options.data).name
+    file = "" if options.data == GENERATED else Path(options.data).name
+    dataset = ", ".join(options.suite) or file or GENERATED
+    if RETRIEVED in options.suite:
+        dataset += f" from {file or 'the handbook'}"
     return [
         make_row(
             RowName(
                 model=model.name,
-                dataset=", ".join(options.suite) or dataset,
+                dataset=dataset,
                 question_type=kind,
                 policy=label(contestant),
                 ratio=contestant.ratio,
@@ -239,6 +244,7 @@ class _Run:
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
             say=say,
             corpus_filler=unasked_passages(self._options, texts),
+            similar=similar_passages(self._options),
         )
         for one, judgements in judge.each(missing):
             results.add(one, judgements)
@@ -362,6 +368,8 @@ def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
     For generated questions these are documents of another split. For a file they are the texts of
     its other questions; if those are few, the judged texts too, as an index is fitted to its own.
     """
+    if RETRIEVED in options.suite:
+        return judged  # as an index is fitted to its own
     if options.suite:
         # Another seed's questions are about other people and numbers.
         return [

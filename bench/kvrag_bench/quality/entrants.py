@@ -16,13 +16,15 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, join_passages, parse_context
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, join_passages
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.judging import check_policies
 from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality.datasets import GENERATED, MUSIQUE, load_questions, load_suite
 from kvrag_bench.quality.oracle import ORACLE
+from kvrag_bench.quality.retrieved import RETRIEVED, Found, retrieve
 from kvrag_corpus.real import SETS
 
 LINKED = " + links"
@@ -48,7 +50,8 @@ class QualityOptions:
         ``"generated"`` or the path of a data set (`load_questions`).
     suite
         Sets of the real suite (`suite_sets`); `data` is then a file in MuSiQue layout that becomes
-        one of them, or ``"generated"`` for none. Contestants then write whole
+        one of them, or ``"generated"`` for none. ``retrieved`` alone searches a corpus
+        (`kvrag_bench.quality.retrieved`). Contestants then write whole
         answers only to questions that full prefill answers, which is where they are compared.
     policies, ratios
         Each policy is judged at each ratio, except that ``none`` and policies that state their own
@@ -91,6 +94,8 @@ class QualityOptions:
         A file of judgements (`kvrag_bench.quality.results`): what it has is not judged again.
     jobs
         Number of processes.
+    tops, chunk_tokens
+        Of suite ``retrieved``: numbers of chunks for each question, and their longest.
     """
 
     model: str | KVModel = "kvrag-tiny"
@@ -114,6 +119,8 @@ class QualityOptions:
     noise_floor: bool = False
     out: Path | None = None
     jobs: int = 1
+    tops: Sequence[int] = (4, 6, 10)
+    chunk_tokens: int = 256
 
 
 def label(contestant: Contestant) -> str:
@@ -136,7 +143,10 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     check_policies([name for name in options.policies if name != ORACLE], options.ratios)
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
-        parse_context(name)
+        if parse_context(name).name == SIMILAR and RETRIEVED not in options.suite:
+            raise ParameterError(
+                f"context {name}: only the suite {RETRIEVED!r} has a corpus to choose from"
+            )
     for name in options.evictions:
         make_eviction(name)
     lists = (options.policies, options.codecs, options.contexts, options.compressions)
@@ -194,7 +204,12 @@ def everything_again(options: QualityOptions, entered: Sequence[Contestant]) -> 
 
 
 def load_asked(options: QualityOptions) -> list[JudgedQuestion]:
-    """Return the questions that the options name. Raises as `load_suite` and `load_questions`."""
+    """Return the questions that the options name.
+
+    Raises as `load_suite`, `load_questions` and `retrieve`.
+    """
+    if RETRIEVED in options.suite:
+        return list(_retrieved(options).questions)
     if options.suite:
         file = None if options.data == GENERATED else options.data
         return load_suite(
@@ -212,8 +227,32 @@ def load_asked(options: QualityOptions) -> list[JudgedQuestion]:
     )
 
 
+def _retrieved(options: QualityOptions) -> Found:
+    if len(options.suite) > 1:
+        raise ParameterError(
+            f"set {RETRIEVED!r} is judged alone: its questions have their own index"
+        )
+    return retrieve(
+        None if options.data == GENERATED else options.data,
+        options.model,
+        tuple(options.tops),
+        options.chunk_tokens,
+        tuple(options.contexts),
+        seed=options.seed,
+        num_questions=50 if options.num_questions is None else options.num_questions,
+        beside=options.out,
+    )
+
+
+def similar_passages(options: QualityOptions) -> dict[str, str]:
+    """Return the text of context ``similar`` for each chunk of the suite ``retrieved``."""
+    return _retrieved(options).similar if RETRIEVED in options.suite else {}
+
+
 def unasked_passages(options: QualityOptions, asked: Collection[str]) -> str:
     """Return the text of context ``corpus``: passages of the same sets that no question has.
+
+    Of suite ``retrieved``, those that ingestion chooses.
 
     Parameters
     ----------
@@ -225,6 +264,8 @@ def unasked_passages(options: QualityOptions, asked: Collection[str]) -> str:
     wanted = [one for one in map(parse_context, options.contexts) if one.name == CORPUS]
     if not wanted:
         return ""
+    if RETRIEVED in options.suite:
+        return _retrieved(options).corpus_filler
     # A file's first questions are asked: those after them have other chunks.
     num_read = (options.num_questions or 50) + 8
     others = load_asked(replace(options, seed=options.seed + 1, num_questions=num_read))

@@ -1,0 +1,169 @@
+"""The suite ``retrieved``: a corpus is indexed, and each question finds its chunks in it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvrag.chunk import Chunk, Document, content_hash
+from kvrag.engine.asking import reading_order
+from kvrag.errors import ParameterError
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SEPARATOR
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import load_tokenizer
+from kvrag_bench.corpora import one_layer, read_corpus, read_handbook
+from kvrag_bench.judge.contexts import SIMILAR, parse_context
+from kvrag_bench.judge.questions import JudgedQuestion
+
+RETRIEVED = "retrieved"
+
+# Nearest chunks that are looked at for one that has enough: short ones are passed over too.
+_MOST_SIMILAR = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an index holds of use to judging.
+
+    Attributes
+    ----------
+    questions
+        Each question once for each number of chunks, next to each other.
+    corpus_filler
+        The text of context ``corpus``, as ingestion chooses it; empty if nobody asked for it.
+    similar
+        For each chunk's text its text of context ``similar``; empty if nobody asked for it.
+    """
+
+    questions: tuple[JudgedQuestion, ...]
+    corpus_filler: str = ""
+    similar: dict[str, str] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=1)
+def retrieve(
+    data: str | None,
+    model: str | KVModel,
+    tops: tuple[int, ...],
+    chunk_tokens: int,
+    contexts: tuple[str, ...] = (NO_CONTEXT,),
+    *,
+    seed: int = 2024,
+    num_questions: int = 50,
+    beside: Path | None = None,
+) -> Found:
+    """Index a corpus, and search it for the chunks of questions as ``kvrag query`` does.
+
+    Parameters
+    ----------
+    data
+        The corpus (`read_corpus`); None is the handbook of the examples.
+    model
+        Its tokenizer cuts the chunks.
+    tops
+        Numbers of chunks that a question gets.
+    chunk_tokens
+        Largest number of tokens in a chunk.
+    contexts
+        What chunks will be encoded after (`kvrag_bench.judge.contexts.parse_context`).
+    seed, num_questions
+        Which questions are drawn, and how many; more questions begin with the same ones.
+    beside
+        Keep the index in a folder beside this file, and find it there again; None keeps none.
+
+    Raises
+    ------
+    ParameterError, DocumentError
+        When the corpus cannot be read, or a number is out of range.
+    """
+    if not tops or min(tops) < 1:
+        raise ParameterError(f"top {', '.join(map(str, tops)) or 'empty'}: expected numbers from 1")
+    if num_questions < 1:
+        raise ParameterError(f"{num_questions} questions: expected at least 1")
+    documents, cases = read_handbook() if data is None else read_corpus(data)
+    drawn = Random(seed).sample(cases, len(cases))[:num_questions]
+    parsed = [parse_context(one) for one in contexts]
+    of_corpus = max((one.num_tokens for one in parsed if one.name == CORPUS), default=0)
+    num_similar = max((one.num_tokens for one in parsed if one.name == SIMILAR), default=0)
+    tokenizer = model.tokenizer if isinstance(model, KVModel) else load_tokenizer(model)
+    settings = {
+        "chunk_tokens": chunk_tokens,
+        "context": f"{CORPUS}:{of_corpus}" if of_corpus else NO_CONTEXT,
+    }
+    with _indexed(documents, one_layer(tokenizer), settings, beside) as index:
+
+        @cache
+        def chunks_of(source: str) -> list[Chunk]:
+            return index.get_chunks(index.catalog.chunk_ids_of(source))
+
+        def before(chunk: Chunk) -> tuple[str, ...]:
+            if not any(one.is_of_document for one in parsed):
+                return ()
+            return tuple(one.text for one in chunks_of(chunk.source)[: chunk.ordinal])
+
+        name = "the handbook" if data is None else Path(data).name
+        questions = []
+        similar: dict[str, str] = {}
+        for number, case in enumerate(drawn):
+            hits = [hit.chunk for hit in index.search(case.question, max(tops))]
+            for top in dict.fromkeys(tops):
+                chunks = reading_order(hits[:top])
+                questions.append(
+                    JudgedQuestion(
+                        place=f"{name}, question {number}, top {top}",
+                        type=f"top {top}",
+                        question=case.question,
+                        answers=case.answers,
+                        texts=tuple(chunk.text for chunk in chunks),
+                        before=tuple(map(before, chunks)),
+                    )
+                )
+            for chunk in hits if num_similar else ():
+                if chunk.text not in similar:
+                    similar[chunk.text] = _similar_to(chunk, index, num_similar)
+        return Found(tuple(questions), index.config.corpus_filler, similar)
+
+
+@contextmanager
+def _indexed(
+    documents: Sequence[Document], model: KVModel, settings: Mapping[str, Any], beside: Path | None
+) -> Iterator[Index]:
+    """Open the index of some documents; make it if there is none."""
+    with ExitStack() as stack:
+        if beside is None:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-")), "index")
+        else:
+            texts = [[one.source, one.text] for one in documents]
+            about = json.dumps([texts, settings, model.tokenizer_fingerprint], sort_keys=True)
+            place = beside.with_name(f"{beside.name}.{content_hash(about)[:8]}.index")
+        if place.exists():
+            index = stack.enter_context(Index.open(place, model=model))
+        else:
+            index = stack.enter_context(Index.create(place, model=model, **settings))
+        # Else it is whole: several processes may read it, and only one may write.
+        if len(index.documents()) < len(documents):
+            for failed in index.add(documents).failed:
+                raise ParameterError(f"{failed.source} cannot be indexed: {failed.reason}")
+        yield index
+
+
+def _similar_to(chunk: Chunk, index: Index, num_tokens: int) -> str:
+    """Return the chunks of other documents that are nearest to one, the nearest last."""
+    texts: dict[str, None] = {}
+    num_found = 0
+    others = {"source": {"$ne": chunk.source}}
+    for hit in index.search_dense(chunk.text, _MOST_SIMILAR, filter=others):
+        if num_found >= num_tokens:
+            break
+        if hit.chunk.text != chunk.text and hit.chunk.text not in texts:
+            texts[hit.chunk.text] = None
+            num_found += len(hit.chunk.token_ids)
+    return SEPARATOR.join(reversed(texts))

@@ -1,0 +1,222 @@
+"""Suite ``retrieved``: what is asked of a folder, and prompts of what a search finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.codec.registry import get_codec
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag_bench.corpora import Case, asked_of, read_corpus
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.contexts import parse_context
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions
+from kvrag_bench.quality.retrieved import Found, retrieve
+from tests.cli.conftest import Run, run
+from tests.support.models import make_model, make_tokenizer
+
+__all__ = ["run"]
+
+TOPICS = ("harbour ledger", "tall clock", "salt market", "glass bridge", "winter ferry")
+
+
+def sentence(topic: str, number: int) -> str:
+    return f"The {topic} of part {number} is kept by a person whom nobody in Varn has ever seen."
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    for name in ("north", "south"):
+        parts = (
+            f"<h2>{number}. Of the {topic}, {name}</h2><p>{sentence(topic, number)}</p>"
+            for number, topic in enumerate(TOPICS, 1)
+        )
+        (folder / f"{name}.html").write_text(f"<h1>{name}</h1>{''.join(parts)}", "utf-8")
+    (folder / "notes.txt").write_text("The same again.")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[KVModel]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    random = make_model(num_hidden_layers=2, max_position_embeddings=4096)
+    yield KVModel(random, make_tokenizer(), name="random")
+    torch.set_num_threads(before)
+
+
+def found(data: Path, model: KVModel, **changed: Any) -> Found:
+    given: dict[str, Any] = {"tops": (1, 3), "chunk_tokens": 48, "num_questions": 4}
+    return retrieve(str(data), model, **{**given, **changed})
+
+
+def test_headings_and_first_sentences_are_asked_for(pages: Path) -> None:
+    documents, cases = read_corpus(str(pages))
+    # Where there are HTML pages, other files are copies of them.
+    assert [one.source for one in documents] == ["north.html", "south.html"]
+    first = sentence("harbour ledger", 1)
+    begun, rest = first[: first.index(" a person")], first[first.index("a person") :]
+    assert cases[:2] == [
+        Case("Of the harbour ledger, north?", (first,), ("north.html",)),
+        Case(f"{begun} ...", (rest,), ("north.html",)),
+    ]
+    assert len(cases) == 2 * 2 * len(TOPICS)
+
+
+@pytest.mark.parametrize(
+    ("text", "questions"),
+    [
+        # A heading that stands twice says nothing, and neither does a single word.
+        (f"# Of it\n\n{sentence('a', 1)}\n\n# Of it\n\n{sentence('b', 2)}", 2),
+        (f"# It\n\n{sentence('a', 1)}", 1),
+        (f"# Chapter 3. Of it\n\n{sentence('a', 1)}", 2),
+        # Lists, code and short sentences are passed over, up to the next heading.
+        (f"# Of it\n\n- {sentence('a', 1)}\n\nToo short.\n\n{sentence('b', 1)}", 2),
+        (f"# Of it\n\nToo short.\n\n# Of that\n\n{sentence('b', 1)}", 2),
+        ("Nothing to ask for.", 0),
+    ],
+)
+def test_what_is_asked_for(text: str, questions: int) -> None:
+    cases = list(asked_of([Document("page", text)]))
+    assert len(cases) == questions
+    assert not any(one.question.startswith(("Chapter", "It?", "Too")) for one in cases)
+
+
+def test_prompts_hold_what_a_search_finds(pages: Path, model: KVModel) -> None:
+    asked = found(pages, model).questions
+    assert [one.type for one in asked] == ["top 1", "top 3"] * 4
+    for alone, together in zip(asked[::2], asked[1::2], strict=True):
+        assert alone.question == together.question
+        # The best chunk is in both; the best document stands last.
+        assert len(alone.texts) == 1
+        assert len(together.texts) == 3
+        assert alone.texts[0] in together.texts
+    # More questions begin with the same ones; another seed draws others.
+    assert found(pages, model, num_questions=6).questions[: len(asked)] == asked
+    assert {one.question for one in found(pages, model, seed=1).questions} != {
+        one.question for one in asked
+    }
+
+
+def test_earlier_chunks_are_given_where_a_context_holds_them(pages: Path, model: KVModel) -> None:
+    assert not any(map(any, (one.before for one in found(pages, model).questions)))
+    for one in found(pages, model, contexts=("none", "document")).questions:
+        for passage in one.passages:
+            assert passage.text not in passage.before
+    assert any(any(one.before) for one in found(pages, model, contexts=("document",)).questions)
+
+
+def test_texts_of_contexts_are_of_the_corpus(pages: Path, model: KVModel) -> None:
+    nothing = found(pages, model)
+    assert (nothing.corpus_filler, nothing.similar) == ("", {})
+    texts = found(pages, model, contexts=("corpus:32", "similar:40"), chunk_tokens=256)
+    assert texts.corpus_filler.startswith("# ")
+    assert set(texts.similar) == {text for one in texts.questions for text in one.texts}
+    for chunk, before in texts.similar.items():
+        assert chunk not in before
+        # There are two documents, and it is the other one.
+        assert ("north" in chunk) != ("north" in before)
+
+
+def test_an_index_is_kept_for_the_next_run(
+    pages: Path, model: KVModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "judged.jsonl"
+    first = found(pages, model, beside=out)
+    monkeypatch.setattr(Index, "create", lambda *_, **__: pytest.fail("was made already"))
+    more = found(pages, model, beside=out, num_questions=6)
+    assert more.questions[: len(first.questions)] == first.questions
+    # Another text is another corpus.
+    (pages / "north.html").write_text("<h1>north</h1>", "utf-8")
+    with pytest.raises(BaseException, match="was made already"):
+        found(pages, model, beside=out)
+
+
+def test_chunks_are_encoded_after_their_own_text(model: KVModel) -> None:
+    similar = {"one of them": "what is near", "another": "what else is near, and longer"}
+    bank = ChunkBank(model, list(similar), [get_codec("raw")], context="similar:4", similar=similar)
+    (first, second) = bank._chunks.values()
+    for chunk in (first, second):
+        # Alone where it stands first in a prompt, as after a filler.
+        before, alone = chunk.contexts
+        assert alone == ()
+        written = model.tokenizer(similar[chunk.text] + "\n\n", add_special_tokens=False)
+        assert list(before) == written["input_ids"][-4:]
+    assert first.contexts != second.contexts
+
+
+def test_rows_of_the_suite(pages: Path, model: KVModel, tmp_path: Path) -> None:
+    rows = run_quality_bench(
+        QualityOptions(
+            model=model,
+            data=str(pages),
+            suite=("retrieved",),
+            policies=("none", "two_stage"),
+            ratios=(0.3,),
+            contexts=("none", "corpus:16", "similar:16"),
+            num_questions=2,
+            max_tokens=4,
+            tops=(2, 3),
+            chunk_tokens=48,
+            out=tmp_path / "judged.jsonl",
+        )
+    )
+    by_name = {(one.policy, one.context): one for one in rows if one.question_type == "overall"}
+    assert len(by_name) == 2 * 3 + 2
+    assert {one.question_type for one in rows} == {"overall", "top 2", "top 3"}
+    assert {one.dataset for one in rows} == {"retrieved from pages"}
+    plain = by_name["none", "none"]
+    assert plain.num_questions == 4
+    assert by_name["boundary", "none"].kl < 1e-6 < plain.kl
+    assert len({by_name["none", one].kl for one in ("none", "corpus:16", "similar:16")}) == 3
+    assert len((tmp_path / "judged.jsonl").read_bytes().splitlines()) == 4 * 7 + 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"suite": ("retrieved", "bridge")}, "judged alone"),
+        ({"tops": ()}, "top empty: expected numbers from 1"),
+        ({"tops": (0,)}, "top 0"),
+        ({"num_questions": 0}, "0 questions"),
+        ({"data": "nowhere"}, "no data set at 'nowhere'"),
+        ({"suite": ("bridge",), "contexts": ("similar",)}, "only the suite 'retrieved'"),
+        ({"contexts": ("similar:x",)}, "context 'filler:x'"),
+    ],
+)
+def test_what_cannot_be_asked(model: KVModel, changed: dict[str, Any], message: str) -> None:
+    options = {"model": model, "suite": ("retrieved",), **changed}
+    with pytest.raises(ParameterError, match=message):
+        run_quality_bench(QualityOptions(**options))
+
+
+def test_a_folder_without_headings(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="no document in this folder"):
+        read_corpus(str(tmp_path))
+    (tmp_path / "page.txt").write_text("No heading.")
+    with pytest.raises(ParameterError, match="none of its 1 documents has a heading"):
+        read_corpus(str(tmp_path))
+
+
+def test_the_command(run: Run, pages: Path) -> None:
+    options = "--suite retrieved --top 2 --chunk-tokens 48 --questions 1 --policies none --json"
+    done = run("bench", "quality", "--data", pages, *options.split())
+    assert done.code == 0, done.err
+    assert {row["question_type"] for row in json.loads(done.out)} == {"overall", "top 2"}
+
+
+def test_names_of_contexts() -> None:
+    assert str(parse_context("similar")) == "similar:512"
+    assert str(parse_context("similar:9")) == "similar:9"
+    assert parse_context("none").name == "none"
