@@ -252,7 +252,7 @@ def similar_passages(options: QualityOptions) -> dict[str, str]:
 def unasked_passages(options: QualityOptions, asked: Collection[str]) -> str:
     """Return the text of context ``corpus``: passages of the same sets that no question has.
 
-    Of suite ``retrieved``, those that ingestion chooses.
+    For suite ``retrieved`` they are those that ingestion chooses.
 
     Parameters
     ----------
