@@ -21,7 +21,7 @@ from kvrag.ingest.calibrations import FILE_NAME as CALIBRATION
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
-from kvrag.ingest.maintenance import FOLDER as KEPT
+from kvrag.ingest.maintenance import KEPT_FOLDER as KEPT
 from kvrag.ingest.maintenance import kept_keys
 from kvrag.ingest.profiles import read_profile
 from kvrag.loading.price_list import read_prices

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import DocumentError, ParameterError, ProfileError
+from kvrag.foreign import document_failures
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.healing import audit_rows
 from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS
@@ -164,15 +166,30 @@ class CodecFitter:
         say: Callable[[str], None],
         num_tokens: int = SAMPLE_TOKENS,
     ) -> Profile:
-        from kvrag.ingest.coding import fit_to
+        """Fit a codec to a sample of chunks, given their lengths and what returns their KV."""
+        from kvrag.codec.base import check_kv
+        from kvrag.codec.config import choose_codec
+        from kvrag.codec.fitting import fit_profile
+        from kvrag.ingest.coding import spread_evenly
 
-        config = self._storage.config
-        return fit_to(
-            codec,
-            lengths,
-            kv_of,
-            spec=config.spec,
-            model_fingerprint=config.model_fingerprint,
-            on_progress=say,
-            num_tokens=num_tokens,
-        )
+        choice, config = choose_codec(codec), self._storage.config
+        if choice.config is None:
+            raise ParameterError(f"codec {shown(codec)} needs no profile")
+        sample = spread_evenly(lengths, num_tokens)
+        reasons: list[str] = []
+
+        def computed() -> Iterator[ChunkKV]:
+            for done, number in enumerate(sample):
+                say(f"computing chunk {done + 1:,} of {len(sample):,} of the sample")
+                # One that fails is left out here, and refused when its record is made.
+                with document_failures(reasons.append):
+                    kv = kv_of(number)
+                    try:
+                        check_kv(kv)
+                    except ParameterError as error:  # NaN or infinity
+                        raise DocumentError(str(error)) from error
+                    yield kv
+            if sample and len(reasons) == len(sample):
+                raise DocumentError(f"no chunk of the sample can be used: {reasons[0]}")
+
+        return fit_profile(choice.config, config.spec, config.model_fingerprint, computed(), say)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME, write_atomically
-from kvrag.ingest.profiles import ProfileFolder
-from kvrag.ingest.report import GcReport, IndexStats, RecordProblem, Report, VerifyReport
+from kvrag.ingest.report import (
+    GcReport,
+    IndexStats,
+    RecodeReport,
+    RecordProblem,
+    Report,
+    VerifyReport,
+)
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.vectorheader import ROW_BYTES, vector_stats
 from kvrag.recordformat import check_record
@@ -28,38 +34,30 @@ from kvrag.store.capabilities import Flushes, capability
 from kvrag.store.wrapper import read_whole
 
 if TYPE_CHECKING:
-    from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.healing import Audit
-    from kvrag.kvcache import KVSpec
+    from kvrag.kvcache import ChunkKV
 
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
 _MAX_CATALOG_PROBLEMS = 20  # reported one by one
 _MISSING = "missing"
 
+Progress = Callable[[int, int], None]
+"""Called with the number of finished records, and the number of all."""
+
 
 def verify_records(
-    catalog: Catalog,
-    store: Store,
-    coding: RecordCoding,
-    spec: KVSpec,
-    *,
-    home: Store,
+    storage: Storage,
     audit: Audit,
-    num_rows: Callable[[int], int],
     repair: Callable[[ChunkKey], None] | None,
-    on_progress: Callable[[int, int], None] | None,
+    on_progress: Progress | None,
 ) -> VerifyReport:
     """Read every layer of every record that a chunk refers to; an optional one may be missing.
 
     Parameters
     ----------
-    home
-        The store that must have the records: `store`, or the tier of it that all machines share.
     audit
         The result of the check of the catalog's rows against their checksums.
-    num_rows
-        Returns the rows of KV that a chunk with a given number of tokens must have.
     repair
         Replaces the record of a key; None only reports.
     on_progress
@@ -71,19 +69,21 @@ def verify_records(
     num_records = num_repaired = 0
     size_bytes = 0
     for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
-        size, reason = _read_record(key, num_rows(num_tokens), store, coding, spec)
-        if reason is None and home is not store and not home.contains(key):
+        size, reason = _read_record(storage, key, num_tokens)
+        is_there = storage.home is storage.store or storage.home.contains(key)
+        if reason is None and not is_there:
             reason = _MISSING
         is_left_out = reason == _MISSING and key not in audit.needed
         num_records += not is_left_out
         size_bytes += size
         if reason is not None and not is_left_out:
             problems.extend(
-                RecordProblem(*place, key.digest, reason) for place in catalog.places_of_key(key)
+                RecordProblem(*place, key.digest, reason)
+                for place in storage.catalog.places_of_key(key)
             )
             if repair is not None:
                 repair(key)
-                _, still = _read_record(key, num_rows(num_tokens), store, coding, spec)
+                _, still = _read_record(storage, key, num_tokens)
                 num_repaired += still is None
         if on_progress is not None:
             on_progress(num_done, len(needed))
@@ -106,18 +106,17 @@ def first_of(problems: list[str]) -> tuple[str, ...]:
     return (*problems[:_MAX_CATALOG_PROBLEMS], f"and {num_more:,} more")
 
 
-def _read_record(
-    key: ChunkKey, num_tokens: int, store: Store, coding: RecordCoding, spec: KVSpec
-) -> tuple[int, str | None]:
+def _read_record(storage: Storage, key: ChunkKey, num_tokens: int) -> tuple[int, str | None]:
     """Return the number of bytes read, and what is wrong with the record, or None."""
+    spec, num_rows = storage.config.spec, storage.num_rows(num_tokens)
     try:
-        record = store.open(key)
+        record = storage.store.open(key)
         if record is None:
             return 0, _MISSING
         with contextlib.closing(record):
-            encoded = coding.open(key, record, spec)
-            if encoded.num_tokens != num_tokens:
-                return 0, f"holds {encoded.num_tokens} tokens, expected {num_tokens}"
+            encoded = storage.coding.open(key, record, spec)
+            if encoded.num_tokens != num_rows:
+                return 0, f"holds {encoded.num_tokens} tokens, expected {num_rows}"
             for layer_index in range(spec.num_layers):
                 encoded.read_layer(layer_index)
             return encoded.size_bytes, None
@@ -125,15 +124,7 @@ def _read_record(
         return 0, str(error)
 
 
-def collect_garbage(
-    folder: Path,
-    store: Store,
-    profiles: ProfileFolder,
-    profile_hash: str,
-    *,
-    needed: Collection[str],
-    keeps_unknown: bool,
-) -> GcReport:
+def collect_garbage(storage: Storage, needed: Collection[str], *, keeps_unknown: bool) -> GcReport:
     """Remove unneeded records, profiles that no record needs, and files of killed processes.
 
     The caller holds the writer's lock: a record is stored before its chunk is in the catalog.
@@ -145,6 +136,7 @@ def collect_garbage(
     keeps_unknown
         Keep records that this index does not need: other indexes share the store.
     """
+    store, folder, profiles = storage.store, storage.path, storage.profiles
     num_records, size_bytes = (0, 0) if keeps_unknown else remove_others(store, needed)
     num_temporary = store.collect_garbage(_TEMPORARY_AGE_SECONDS if keeps_unknown else 0.0)
     newest = time.time() - _TEMPORARY_AGE_SECONDS
@@ -155,7 +147,7 @@ def collect_garbage(
             if path.stat().st_mtime < newest:
                 path.unlink()
                 num_temporary += 1
-    unused = set(profiles.hashes()) - {profile_hash}
+    unused = set(profiles.hashes()) - {storage.config.profile}
     if unused:
         unused -= _profiles_in_use(store, needed)
     for one in unused:
@@ -185,6 +177,82 @@ def _profiles_in_use(store: Store, needed: Collection[str]) -> set[str]:
                 with contextlib.closing(record):
                     used.add(RecordReader(record, key).header.profile)
     return used
+
+
+def recode_records(
+    storage: Storage,
+    needed: Mapping[ChunkKey, int],
+    compute: Callable[[ChunkKey], ChunkKV],
+    on_progress: Progress | None,
+) -> RecodeReport:
+    """Rewrite every record with the index's codec; each is replaced in one step.
+
+    Records that decode exactly are converted. KV of lossy, damaged and missing records is
+    computed again.
+
+    Parameters
+    ----------
+    needed
+        Number of tokens for each key.
+    compute
+        Computes the KV of a key with the model.
+    """
+    from kvrag.ingest.coding import read_exact
+
+    started = time.perf_counter()
+    store, coding = storage.store, storage.coding
+    size_before = size_after = num_recoded = num_computed = 0
+    for number, (key, num_tokens) in enumerate(sorted(needed.items())):
+        if on_progress is not None:
+            on_progress(number, len(needed))
+        old_bytes, is_done = _coded_already(storage, key)
+        size_before += old_bytes
+        if is_done:
+            size_after += old_bytes
+            continue
+        kv = read_exact(key, num_tokens, store, coding, storage.config.spec)
+        if kv is None:
+            kv = compute(key)
+            num_computed += 1
+        record = coding.codec.encode(key, kv)
+        store.replace(key, record)
+        size_after += len(record)
+        num_recoded += 1
+    return RecodeReport(
+        codec=coding.label,
+        num_records=len(needed),
+        num_recoded=num_recoded,
+        num_computed=num_computed,
+        size_bytes_before=size_before,
+        size_bytes=size_after,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def check_room(storage: Storage, needed: Mapping[ChunkKey, int], codec: str) -> None:
+    """Raise StoreError if the disk has no room for all records in another codec."""
+    per_token = replace(storage.config, codec=codec).expected_bytes_per_token
+    more = sum(needed.values()) * per_token - storage.store.size_bytes()
+    free = shutil.disk_usage(storage.path).free
+    if more > free:
+        raise StoreError(
+            f"records in codec {codec} need about {more / 1e6:,.0f} MB more in {storage.path}, "
+            f"and {free / 1e6:,.0f} MB are free; free some space, or choose a smaller codec"
+        )
+
+
+def _coded_already(storage: Storage, key: ChunkKey) -> tuple[int, bool]:
+    """Return a record's size in bytes, and whether it already has the wanted coding."""
+    from kvrag.codec.container import RecordReader
+
+    try:
+        record = storage.store.open(key)
+        if record is None:
+            return 0, False
+        with contextlib.closing(record):
+            return record.size_bytes, storage.coding.writes(RecordReader(record, key).header)
+    except (RecordError, StoreError):
+        return 0, False
 
 
 class Guest(Protocol):
@@ -226,7 +294,7 @@ def copy_records(
     keys: Collection[ChunkKey],
     source: Store,
     target: Store,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Progress | None = None,
     optional: Collection[ChunkKey] = (),
 ) -> MoveReport:
     """Copy sound records; sound records that are already there stay.
@@ -303,7 +371,7 @@ def _read(key: ChunkKey, source: Store) -> bytes | None:
     return content
 
 
-FOLDER = "kept"
+KEPT_FOLDER = "kept"
 _VERSION = 1
 
 
@@ -324,7 +392,7 @@ def kept_keys(folder: Path) -> dict[str, int]:
         When a list cannot be read.
     """
     found: dict[str, int] = {}
-    for path in sorted((folder / FOLDER).glob("[!.]*.json")):
+    for path in sorted((folder / KEPT_FOLDER).glob("[!.]*.json")):
         try:
             with open_regular(path) as file:  # of any size: kvrag wrote it
                 content = json.load(file)

@@ -17,7 +17,7 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
 from kvrag.ingest import lock
-from kvrag.ingest.maintenance import FOLDER, write_kept
+from kvrag.ingest.maintenance import KEPT_FOLDER, write_kept
 from kvrag.ingest.stages import BackgroundWriter
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Passages:
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise ParameterError(f"name {shown(name)}: expected letters, digits, '_', '.' and '-'")
-        return self.index.path / FOLDER / f"{name}.json"
+        return self.index.path / KEPT_FOLDER / f"{name}.json"
 
 
 def _as_chunk(passage: Passage) -> Chunk:

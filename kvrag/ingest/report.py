@@ -45,13 +45,13 @@ class IngestProgress(Report):
     stage: str
     num_documents_done: int
     num_documents: int
-    num_tokens_done: int
-    num_tokens: int
-    size_bytes_done: int
-    size_bytes_estimate: int
-    seconds: float
-    tokens_per_second: float
-    eta_seconds: float | None
+    num_tokens_done: int = 0
+    num_tokens: int = 0
+    size_bytes_done: int = 0
+    size_bytes_estimate: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    eta_seconds: float | None = None
     doing: str = ""
 
 

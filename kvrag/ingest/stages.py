@@ -17,8 +17,9 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -77,15 +78,15 @@ class Run:
     ----------
     storage, encoders
         Of the index.
-    config
-        The settings of the index; in a dry run with a filler that is not recorded.
     codec_for
         Returns the codec for new records, and fits it to a sample of chunks first if necessary;
         its second argument receives lines of progress.
-    cutter, parser
-        Split documents into chunks, and read files within limits.
+    parser
+        Reads files within limits.
     sources
         The given files and documents.
+    config
+        The settings of the index; in a dry run with a filler that is not recorded.
     force
         Read every file, even an unchanged one.
     dry_run
@@ -101,20 +102,38 @@ class Run:
 
     storage: Storage
     encoders: Encoders
-    config: IndexConfig
     codec_for: Callable[[list[Chunk], Callable[[str], None]], Codec]
-    cutter: Cutter
     parser: Parser
     sources: Sources
-    force: bool
-    dry_run: bool
-    on_progress: Callable[[IngestProgress], None] | None
-    mend: Callable[[], bool]
+    config: IndexConfig
+    force: bool = False
+    dry_run: bool = False
+    on_progress: Callable[[IngestProgress], None] | None = None
+    mend: Callable[[], bool] = lambda: False
     outcome: Outcome = field(default_factory=Outcome)
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Splits documents into chunks."""
+        return Cutter(self.encoders, self.config)
 
 
 Runner = Callable[[Run], Plan]
 """Carries out an ingestion: returns what was planned, and in a dry run writes nothing."""
+
+
+def windows(documents: Iterable[PlannedDocument]) -> Iterator[list[PlannedDocument]]:
+    """Yield documents in groups of `COMMIT_TOKENS` or a little more, which are written together."""
+    window: list[PlannedDocument] = []
+    num_tokens = 0
+    for document in documents:
+        window.append(document)
+        num_tokens += document.num_tokens
+        if num_tokens >= COMMIT_TOKENS:
+            yield window
+            window, num_tokens = [], 0
+    if window:
+        yield window
 
 
 class CutAgain:

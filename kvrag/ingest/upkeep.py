@@ -28,12 +28,14 @@ from kvrag.ingest.healing import (
 from kvrag.ingest.maintenance import (
     Guest,
     MoveReport,
+    check_room,
     clear_left,
     collect_garbage,
     copy_records,
     first_of,
     is_same_store,
     kept_keys,
+    recode_records,
     remove_others,
     verify_records,
 )
@@ -172,11 +174,10 @@ class Upkeep:
             When another process is writing to the index.
         """
         from kvrag.codec.config import choose_codec
-        from kvrag.ingest.coding import check_profile, check_room, recode_records
+        from kvrag.ingest.coding import check_profile
 
         choice = choose_codec(codec)
         storage, fitter = self._storage, self._fitter
-        spec = storage.config.spec
         with lock.writer_lock(storage.path):
             storage.reload_codec()
             if profile is not None and choice.config is None:
@@ -189,18 +190,12 @@ class Upkeep:
                     codec, needed, on_profile
                 )
             if profile is not None:
-                check_profile(profile, codec, spec, storage.config.model_fingerprint)
+                config = storage.config
+                check_profile(profile, codec, config.spec, config.model_fingerprint)
             if not storage.is_store_shared:
-                check_room(needed, storage.store, choice, spec, storage.path)
+                check_room(storage, needed, choice.label)
             storage.use_codec(codec, profile)
-            return recode_records(
-                needed,
-                storage.store,
-                storage.coding,
-                spec,
-                compute=fitter.compute,
-                on_progress=on_progress,
-            )
+            return recode_records(storage, needed, fitter.compute, on_progress)
 
     def codec_for(self, chunks: list[Chunk]) -> Codec:
         """Return the codec for records of chunks; fits its profile to them if necessary.
@@ -301,14 +296,8 @@ class Upkeep:
                     all_records=delete_shared or storage.log.owns(storage.config.store),
                 )
             needed = self._needed_keys()
-            report = collect_garbage(
-                storage.path,
-                storage.store,
-                storage.profiles,
-                storage.config.profile,
-                needed=needed,
-                keeps_unknown=storage.is_store_shared and not delete_shared,
-            )
+            keeps_unknown = storage.is_store_shared and not delete_shared
+            report = collect_garbage(storage, needed, keeps_unknown=keeps_unknown)
             if storage.config.store:
                 report = self._tidy_left(report, needed)
             storage.refresh_vectors()
@@ -349,17 +338,8 @@ class Upkeep:
                 audit = audit_catalog(storage)
             if storage.log is not None and of_store and not audit.problems:
                 storage.log.mend()
-        report = verify_records(
-            storage.catalog,
-            storage.store,
-            storage.coding,
-            storage.config.spec,
-            home=storage.home,
-            audit=audit,
-            num_rows=storage.num_rows,
-            repair=self._fitter.repair if repair else None,
-            on_progress=on_progress,
-        )
+        mend = self._fitter.repair if repair else None
+        report = verify_records(storage, audit, mend, on_progress)
         is_mended = repair and (storage.log is None or not storage.log.damage())
         report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
         if not report.catalog_problems and (words := storage.catalog.check_words(repair=repair)):

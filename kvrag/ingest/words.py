@@ -23,6 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import xxhash
+
 from kvrag.errors import StoreError
 from kvrag.ingest.filters import Filter, values_of
 from kvrag.ingest.folding import asked_words, is_spaceless, words_of
@@ -40,8 +42,8 @@ CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row)) W
 # A question with more words is a document; further words would find little more.
 _MAX_WORDS = 256
 _BATCH = 1 << 20
-_VERSION = b"4"
-_OLDER = (b"3",)  # sound, but made again before it is used
+_VERSION = b"5"
+_OLDER = (b"4", b"3")  # sound, but made again before it is used
 _TAIL_BYTES = 2 * CHECKSUM_BYTES  # version of the catalog, seal of the file
 
 
@@ -214,7 +216,7 @@ class WordIndex:
 
         `copy` gets what is before them.
         """
-        digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        digest = _digest_of(version)
         try:
             with open_regular(self._path) as file:
                 left = os.fstat(file.fileno()).st_size - _TAIL_BYTES
@@ -249,7 +251,7 @@ class WordIndex:
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute("PRAGMA secure_delete = ON")
                 self._fill(connection, texts)
-            digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+            digest = _digest_of(_VERSION)
             with temporary.open("r+b") as file:
                 while part := file.read(_BATCH):
                     digest.update(part)
@@ -291,6 +293,12 @@ class WordIndex:
 
 _WHERE = "SELECT row FROM of WHERE {}"
 _OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
+
+
+def _digest_of(version: bytes) -> Any:
+    """Return what digests a file: whole files are read at each change, so it must be fast."""
+    is_old = version in _OLDER
+    return hashlib.blake2b(digest_size=CHECKSUM_BYTES) if is_old else xxhash.xxh3_128()
 
 
 def any_word_of(question: str) -> str:

@@ -43,6 +43,7 @@ from kvrag.ingest.stages import (
     RecordMaker,
     Run,
     Runner,
+    windows,
 )
 from kvrag.ingest.storage import Storage
 
@@ -86,8 +87,11 @@ class Writer:
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
         with parser, lock_taken:
+            run = replace(
+                self._run_of(sources, parser), force=force, dry_run=dry_run, on_progress=on_progress
+            )
             try:
-                return self._add(sources, parser, dry_run, force, on_progress, runner)
+                return self._add(run, runner or run_here)
             except BaseException:
                 if not dry_run:  # what was committed before needs its records
                     with contextlib.suppress(Exception):
@@ -97,7 +101,8 @@ class Writer:
     def read_again(self, paths: Sequence[str]) -> IngestReport:
         """Read files again, even unchanged ones; the caller holds the writer's lock."""
         with Parser(None, None) as parser:
-            return self._add(Sources(list(paths), [], {}, []), parser, False, True, None, None)
+            run = self._run_of(Sources(list(paths), [], {}, []), parser)
+            return self._add(replace(run, force=True), run_here)
 
     def delete(self, sources: Sequence[str], chunk_ids: Sequence[str]) -> int:
         """Remove documents and single chunks (`Index.delete`)."""
@@ -124,18 +129,15 @@ class Writer:
 
     # -- private -----------------------------------------------------------------------------
 
-    def _add(
-        self,
-        sources: Sources,
-        parser: Parser,
-        dry_run: bool,
-        force: bool,
-        on_progress: Progress | None,
-        runner: Runner | None,
-    ) -> IngestReport:
+    def _run_of(self, sources: Sources, parser: Parser) -> Run:
+        storage = self._storage
+        codec_for = self._fitter.codec_for
+        return Run(storage, self._encoders, codec_for, parser, sources, storage.config)
+
+    def _add(self, run: Run, runner: Runner) -> IngestReport:
         """Do the work of `add`; except in a dry run, the caller holds the writer's lock."""
         started = time.perf_counter()
-        storage, encoders = self._storage, self._encoders
+        storage, dry_run = self._storage, run.dry_run
         catalog = storage.catalog
         if storage.log is not None and not dry_run:
             storage.log.begin()
@@ -154,21 +156,9 @@ class Writer:
             before = self._heal_first()
             return True
 
-        config = self._with_passages(sources, parser, dry_run)
-        run = Run(
-            storage=storage,
-            encoders=encoders,
-            config=config,
-            codec_for=self._fitter.codec_for,
-            cutter=Cutter(encoders, config),
-            parser=parser,
-            sources=sources,
-            force=force or not is_sound,
-            dry_run=dry_run,
-            on_progress=on_progress,
-            mend=mend,
-        )
-        plan = (runner or run_here)(run)
+        config = self._with_passages(run)
+        run = replace(run, config=config, force=run.force or not is_sound, mend=mend)
+        plan = runner(run)
         note = "" if dry_run else self._finish(run, plan, before)
         self._is_swept = self._is_swept or not dry_run
         return self._report(run, plan, note, started)
@@ -232,15 +222,15 @@ class Writer:
         self.read_again(mend_catalog(self._storage, self._encoders))
         return before
 
-    def _with_passages(self, sources: Sources, parser: Parser, dry_run: bool) -> IndexConfig:
+    def _with_passages(self, run: Run) -> IndexConfig:
         """Return the settings with the filler of context ``corpus``, chosen once and kept."""
         storage = self._storage
         config = storage.config
         if config.context != CORPUS or config.corpus_filler:
             return config
         cut = Cutter(self._encoders, config).cut
-        found = choose_passages(sources, parser, config.context_tokens, cut)
-        if found and not dry_run:
+        found = choose_passages(run.sources, run.parser, config.context_tokens, cut)
+        if found and not run.dry_run:
             storage.save_config({"corpus_filler": found})
             return storage.config
         return replace(config, corpus_filler=found)
@@ -329,12 +319,7 @@ def _plan(run: Run) -> Plan:
                     stage="read",
                     num_documents_done=num_done,
                     num_documents=num_inputs,
-                    num_tokens_done=0,
-                    num_tokens=0,
-                    size_bytes_done=0,
-                    size_bytes_estimate=0,
                     seconds=seconds,
-                    tokens_per_second=0.0,
                     eta_seconds=seconds * (num_inputs - num_done) / num_done,
                 )
             )
@@ -389,26 +374,19 @@ class _Computing:
         if first:
             self._run.storage.apply(first)
         with BackgroundWriter() as writer:
-            for window in self._windows():
+            for window in windows(self._documents()):
                 self._run_window(window, writer)
         self._committer.list_failures()
         self._run.outcome.seconds = time.perf_counter() - self._started
         self._report()
 
-    def _windows(self) -> Iterator[list[PlannedDocument]]:
-        window: list[PlannedDocument] = []
-        num_tokens = 0
+    def _documents(self) -> Iterator[PlannedDocument]:
+        """Yield the planned documents with their chunks, or with the reason why they have none."""
         for document in self._plan.documents:
             self._cut_again(document)
             if document.reason:
                 self._num_tokens -= document.num_tokens
-            window.append(document)
-            num_tokens += sum(len(chunk.token_ids) for chunk in document.chunks)
-            if num_tokens >= stages.COMMIT_TOKENS:
-                yield window
-                window, num_tokens = [], 0
-        if window:
-            yield window
+            yield document
 
     def _run_window(self, window: list[PlannedDocument], writer: BackgroundWriter) -> None:
         run, maker, key_of = self._run, self._maker, self._run.storage.key_of

@@ -13,7 +13,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
 from kvrag.fusion.loss import MISS_ABSENT
 from kvrag.ingest.index import Index
-from kvrag.ingest.maintenance import FOLDER
+from kvrag.ingest.maintenance import KEPT_FOLDER
 from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
@@ -128,7 +128,7 @@ def test_gc_keeps_what_a_schema_needs_until_it_is_forgotten(pml: PMLEngine) -> N
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"version":1,"keys":{"x":1}}', b"[" * 10**6])
 def test_gc_trusts_no_damaged_list(pml: PMLEngine, content: bytes) -> None:
     pml.encode(WHOLE)
-    (pml.engine.index.path / FOLDER / "pml-s.json").write_bytes(content)
+    (pml.engine.index.path / KEPT_FOLDER / "pml-s.json").write_bytes(content)
     with pytest.raises(IndexFormatError, match="not a list of kept records"):
         pml.engine.index.upkeep.gc()
     pml.encode(WHOLE)

@@ -22,15 +22,14 @@ from kvrag.errors import ClusterError, ParameterError
 from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.contexts import CORPUS
-from kvrag.ingest.plan import Plan, PlannedDocument, find_gone
+from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
-from kvrag.ingest.stages import COMMIT_TOKENS, Run, lacking
+from kvrag.ingest.stages import Run, lacking, windows
 from kvrag.store.capabilities import tiers_of
 from kvrag.store.extras import require
 
 if TYPE_CHECKING:
-    from kvrag.chunk import Chunk
     from kvrag.ingest.index import Index
     from kvrag.ingest.limits import ParseLimits
     from kvrag.ingest.ray.packets import Packet
@@ -286,21 +285,12 @@ class RayRunner:
         storage = run.storage
         if storage.coding.needs_profile:
             home = tiers_of(storage.store)[-1]
-            missing: list[Chunk] = []
-            window: list[PlannedDocument] = []
-            num_tokens = 0
             with contextlib.closing(packets()) as made:
-                for document in assemble(one for packet in made for one in packet.plan.documents):
-                    window.append(document)
-                    num_tokens += document.num_tokens
-                    if num_tokens >= COMMIT_TOKENS:
-                        missing = [one for _, one in lacking(window, storage.key_of, home)]
-                        window, num_tokens = [], 0
-                        if missing:
-                            break
-            missing = missing or [one for _, one in lacking(window, storage.key_of, home)]
-            if missing:
-                run.codec_for(missing, lambda _: None)
+                documents = assemble(one for packet in made for one in packet.plan.documents)
+                for window in windows(documents):
+                    if missing := lacking(window, storage.key_of, home):
+                        run.codec_for([chunk for _, chunk in missing], lambda _: None)
+                        break
         coding = storage.coding
         if coding.needs_profile:
             return coding.present_codec.name, b""

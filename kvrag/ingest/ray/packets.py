@@ -20,7 +20,7 @@ from kvrag.errors import StoreError
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import Change, FileState, pack_contexts, pack_ids, pack_json, unpack_chunk
-from kvrag.ingest.stages import COMMIT_TOKENS, Committer, Outcome, Run
+from kvrag.ingest.stages import Committer, Outcome, Run, windows
 from kvrag.store.capabilities import tiers_of
 
 _CHUNK = pa.struct(
@@ -205,28 +205,19 @@ class Collector:
         self._change = Change(
             forget_files=plan.gone_files[:], remove=plan.removed[:], put_files=plan.touched[:]
         )
-        self._waiting: list[PlannedDocument] = []
         self.cpu_seconds = 0.0
 
     def collect(self, packets: Iterable[Packet]) -> None:
         """Take all packets, in order. Raises StoreError; what was committed before stays."""
-        num_tokens = 0
         parts = self._parts(packets)
         if self._run.dry_run:  # their chunks stay where they were counted
             for part in parts:
                 if self._note(part) and part.reason:
                     self._committer.fail(part)
-            self._committer.list_failures()
-            return
-        for document in assemble(parts):
-            if not self._note(document):
-                continue
-            self._waiting.append(document)
-            num_tokens += document.num_tokens
-            if num_tokens >= COMMIT_TOKENS:
-                self._commit()
-                num_tokens = 0
-        self._commit()
+        else:
+            for window in windows(filter(self._note, assemble(parts))):
+                self._commit(window)
+            self._commit([])  # what the last packets say beside their documents
         self._committer.list_failures()
 
     def _parts(self, packets: Iterable[Packet]) -> Iterator[PlannedDocument]:
@@ -290,6 +281,6 @@ class Collector:
         change.forget_files += news.gone_files
         change.put_files += news.touched
 
-    def _commit(self) -> None:
-        self._committer.commit(self._waiting, self._change)
-        self._waiting, self._change = [], Change()
+    def _commit(self, documents: list[PlannedDocument]) -> None:
+        self._committer.commit(documents, self._change)
+        self._change = Change()
