@@ -10,18 +10,17 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import kvrag
 
 ROOT = Path(__file__).parent.parent
-HEAVY = (
-    "torch",
-    "transformers",
-    "numpy",
-    "faiss",
-    "sentence_transformers",
-    "langchain_core",
-    "llama_index",
+FRAMEWORKS = (
+    *("langchain_core", "llama_index", "sentence_transformers", "faiss"),
+    *("pypdfium2", "lxml", "ray", "pyarrow"),
 )
+HEAVY = (*FRAMEWORKS, "torch", "transformers", "numpy")
+EXTRAS = ("redis", "obstore", "cryptography", "prometheus_client", "boto3")
 
 
 def run_python(code: str) -> str:
@@ -38,14 +37,27 @@ def project_of(folder: Path) -> dict[str, Any]:
     return dict(tomllib.loads((folder / "pyproject.toml").read_text())["project"])
 
 
-def heavy_modules_after(code: str) -> list[str]:
-    """Return the heavy packages that are loaded once `code` has run."""
-    probe = f"\nimport sys; print('|', *[m for m in {HEAVY!r} if m in sys.modules])"
+def loaded_after(code: str, packages: tuple[str, ...]) -> list[str]:
+    """Return the packages that are loaded once `code` has run."""
+    probe = f"\nimport sys; print('|', *[m for m in {packages!r} if m in sys.modules])"
     return run_python(code + probe).rpartition("|")[2].split()
 
 
-def test_import_loads_no_heavy_package() -> None:
-    assert heavy_modules_after("import kvrag") == []
+@pytest.mark.parametrize(
+    ("code", "packages"),
+    [
+        ("import kvrag", HEAVY),
+        ("import kvrag.store.registry", (*HEAVY, *EXTRAS)),
+        (
+            "from kvrag.weights.sources import find_gguf; find_gguf('org/name'); "
+            "import kvrag.weights.cache",
+            ("torch", "gguf"),
+        ),
+        ("import kvrag.ingest.index, kvrag.ingest.ray, kvrag.cli.ingest", FRAMEWORKS),
+    ],
+)
+def test_imports_load_no_heavy_package(code: str, packages: tuple[str, ...]) -> None:
+    assert loaded_after(code, packages) == []
 
 
 def test_imports_point_down() -> None:

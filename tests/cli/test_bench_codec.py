@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +8,6 @@ import pytest
 from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
 from tests.cli.conftest import Run
 
-FIELDS = {
-    "source",
-    "preset",
-    "level",
-    "num_tokens",
-    "bits_per_element",
-    "bytes_per_token",
-    "relative_error",
-    "entropy_bits",
-    "encode_symbols_per_second",
-    "decode_symbols_per_second",
-    "threads",
-    "baseline",
-}
 ROWS = [
     CodecRow(PRESET, "kvrag-tiny", "transform", "1/2", 250, 1.23456, 12345.0, 1e-5, 0.1, 1.2),
     CodecRow(BASELINE, "kvrag-tiny", "cachegen-public-16", "x0.25", 250, 12.5, 1200.0, 0.5, 0.6),
@@ -53,16 +37,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return received
 
 
-def test_json_is_a_list_of_rows(run: Run, asked: list[Any]) -> None:
-    done = run("bench", "codec", "--json")
-    assert done.code == 0, done.err
-    assert len(done.json) == len(ROWS)
-    assert set(done.json[0]) == {field.name for field in fields(CodecRow)}
-    assert set(done.json[0]) > FIELDS
-    assert asked[0].parts == ("rate", "designs", "speed", "decode")
-    assert asked[0].chunk_tokens == (100, 250, 500)
-
-
 def test_tables_for_a_person_fit_100_columns(run: Run, asked: list[Any]) -> None:
     done = run("bench", "codec", "--parts", "rate,speed", "--chunk-tokens", "7, 9")
     assert done.code == 0, done.err
@@ -70,21 +44,6 @@ def test_tables_for_a_person_fit_100_columns(run: Run, asked: list[Any]) -> None
     for expected in ("transform:1/2", "8.00x", "31.25x", "transform:1, 4 layers", "2.00%"):
         assert expected in done.out
     assert max(len(line.rstrip()) for line in done.out.splitlines()) <= 100
-
-
-def test_a_picture(run: Run, asked: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "curves.png"
-    done = run("bench", "codec", "--out", path)
-    assert done.code == 0, done.err
-    assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_defaults_are_those_of_the_bench(run: Run, asked: list[Any]) -> None:
-    from kvrag_bench.codec.options import CodecBenchOptions
-
-    done = run("bench", "codec", "--json")
-    assert done.code == 0, done.err
-    assert asked[0] == CodecBenchOptions()
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,13 @@
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
-from kvrag_bench.eviction import EvictionBenchRow
 from tests.cli.conftest import Run
 
 SMALL = (
     *("bench", "eviction", "--random-shape", "test", "--tokens", "120", "--steps", "2"),
     *("--eviction", "corm:window=8:recent=8,streaming:share=0.25"),
 )
-
-
-def test_json_is_a_list_of_rows(run: Run) -> None:
-    done = run(*SMALL, "--json")
-    assert done.code == 0, done.err
-    assert [row["num_tokens"] for row in done.json] == [120, 120]
-    assert set(done.json[0]) == {field.name for field in fields(EvictionBenchRow)}
 
 
 def test_table_for_a_person(run: Run) -> None:

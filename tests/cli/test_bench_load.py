@@ -10,18 +10,6 @@ SMALL = (
 )
 
 
-def test_json_is_a_list_of_rows(run: Run) -> None:
-    done = run(*SMALL, "--json")
-    assert done.code == 0, done.err
-    (row,) = done.json["pipelining"]
-    assert row["policy"] == "deviation"
-    assert row["ratio"] == 0.5
-    assert row["pipelined_seconds"] > 0
-    (row,) = done.json["controller"]
-    assert row["policy"] == "boundary"
-    assert row["ratio"] == row["best_ratio"] == 0.5
-
-
 def test_table_for_a_person(run: Run) -> None:
     done = run(*SMALL)
     assert done.code == 0, done.err

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrag_bench.quality.rows import QualityRow
 from tests.cli.conftest import Run
 
 CONTEXTS = [
@@ -24,25 +22,6 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_is_a_list_of_rows(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "quality.png"
-    done = run(
-        *("bench", "quality", "--model", model_folder, "--data", data, "--json"),
-        *("--policies", "none,deviation", "--ratios", "0.5, 1", "--picture", picture),
-    )
-    assert done.code == 0, done.err
-    assert [(row["policy"], row["ratio"]) for row in done.json] == [
-        ("none", None),
-        ("deviation", 0.5),
-        ("deviation", 1.0),
-        ("no document", None),
-        ("boundary", 1.0),
-    ]
-    assert [row["num_questions"] for row in done.json] == [2, 2, 2, 2, 1]
-    assert set(done.json[0]) == {field.name for field in fields(QualityRow)}
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
 def test_table_for_a_person(run: Run, model_folder: Path, data: Path) -> None:
     done = run(
         *("bench", "quality", "--model", model_folder, "--data", data, "--questions", 1),
@@ -55,18 +34,6 @@ def test_table_for_a_person(run: Run, model_folder: Path, data: Path) -> None:
     assert "+0.0 (+0.0 to +0.0)" in done.out
     # The policy, and the question without its documents.
     assert "2.0 contestants a question took" in done.out
-
-
-def test_table_with_eviction(run: Run, model_folder: Path, data: Path) -> None:
-    done = run(
-        *("bench", "quality", "--model", model_folder, "--data", data, "--questions", 1),
-        *("--policies", "deviation", "--ratios", "1", "--max-tokens", 3),
-        *("--eviction", "none,streaming:share=0.5"),
-    )
-    assert done.code == 0, done.err
-    assert "kept" in done.out
-    assert "to full cache (95 %)" in done.out
-    assert "deviation 100%, streaming:share=0.5" in done.out
 
 
 @pytest.mark.parametrize(

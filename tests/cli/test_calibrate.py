@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,37 +68,6 @@ def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: 
     answered = run(*asked)
     assert answered.code == 0, answered.err
     assert answered.json["report"]["expected_loss"] is not None
-
-
-def test_what_says_itself_what_it_spends_is_measured_once(run: Run, index_folder: Path) -> None:
-    policies = "boundary:tokens=4,query:ratio=0.9,seam"
-    small = (
-        "--questions",
-        2,
-        "--max-tokens",
-        "2",
-        "--ratios",
-        "0.1,0.2",
-        "--policies",
-        f"{policies}",
-    )
-    done = run("calibrate", "-i", index_folder, *small, "--json")
-    assert done.code == 0, done.err
-    assert [(one["policy"], one["ratio"]) for one in done.json["policies"]] == [
-        ("boundary:tokens=4", None),
-        ("query:ratio=0.9", None),
-        ("seam", 0.1),
-        ("seam", 0.2),
-    ]
-    done = run("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2)
-    assert done.code == 0, done.err
-
-
-def test_json_is_what_is_kept(run: Run, index_folder: Path) -> None:
-    done = run("calibrate", "-i", index_folder, *SMALL, "--json")
-    assert done.code == 0, done.err
-    assert done.json == json.loads((index_folder / "calibration.json").read_text())
-    assert {policy["policy"] for policy in done.json["policies"]} == {"none", "query"}
 
 
 def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path) -> None:

@@ -213,13 +213,6 @@ def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
     assert 1 <= done.err.count("the model's window is full: forgot") <= 6
 
 
-def test_session_bytes_are_sizes(run: Run, index_folder: Path) -> None:
-    done = run("chat", "--index", index_folder, "--session-bytes", "much", stdin="")
-    assert done.code != 0
-    assert "expected bytes as in 20GB or 512MiB" in " ".join(done.err.split())
-    assert run("chat", "--index", index_folder, "--session-bytes", "64MiB", stdin="").code == 0
-
-
 def test_turns_come_back_from_the_store(
     run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,19 +127,6 @@ def test_the_index_is_where_chat_looks(
     assert again.json["ingest"]["num_tokens_computed"] == 0
 
 
-def test_another_folder_is_named_for_what_comes_next(
-    run: Run, documents: Path, questions: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    kept = tmp_path / "kept"
-    done = run(
-        *("demo", "--documents", documents, "--questions", questions, "--model", model_folder),
-        *("-n", 1, "--index", kept),
-    )
-    assert done.code == 0, done.err
-    assert f"kvrag chat --index {kept}" in done.out
-    assert run("ls", "--index", kept).code == 0
-
-
 def test_documents_of_others_are_left_alone(
     run: Run, documents: Path, questions: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -200,11 +187,6 @@ def test_bad_question_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(KVRagError, match="bad"):
         read_questions(path)
-
-
-def test_missing_question_file(tmp_path: Path) -> None:
-    with pytest.raises(KVRagError, match="none"):
-        read_questions(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(

@@ -136,11 +136,6 @@ def test_without_torch_the_rest_is_still_checked(tmp_path: Path) -> None:
     assert found["numpy"]["status"] == "ok"
 
 
-def test_forced_offline_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE" in findings(run)["network"].detail
-
-
 def test_an_empty_index_is_not_this_folder(run: Run) -> None:
     done = run("doctor", "--index", "")
     assert done.code == 2

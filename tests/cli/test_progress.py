@@ -41,13 +41,6 @@ def test_lines_come_every_few_seconds(now: list[float], capsys: pytest.CaptureFi
     assert "\x1b" not in err
 
 
-def test_short_work_says_nothing(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with console.progress("working") as say:
-        now[0] = 4.9
-        say("nearly done")
-    assert capsys.readouterr() == ("", "")
-
-
 def test_ingestion_tells_tokens(
     now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,26 +66,6 @@ def test_ingestion_tells_tokens(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "reading: 6 of 20 documents"
     assert lines[-1] == "computing: 1,500 of 6,000 tokens, 125 tokens/s, 36.00 s left"
-
-
-@pytest.mark.parametrize(
-    ("num_documents", "expected"), [(3, ["computing: 3 of 3 documents"]), (0, [])]
-)
-def test_nothing_to_compute_shows_no_tokens(
-    now: list[float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    num_documents: int,
-    expected: list[str],
-) -> None:
-    from kvrag.cli.progress import IngestBar
-
-    with IngestBar(tmp_path) as bar:
-        now[0] = 6.0
-        bar.update(
-            IngestProgress("compute", num_documents, num_documents, 0, 0, 0, 0, 6.0, 0.0, 0.0)
-        )
-    assert capsys.readouterr().err.splitlines() == expected
 
 
 def test_the_end_tells_no_time_left(

@@ -75,11 +75,6 @@ def test_plain_for_a_person(run: Run, index_folder: Path) -> None:
     assert "full prefill" in done.out
 
 
-def test_k_chunks_are_used(run: Run, index_folder: Path) -> None:
-    done = run("query", "--index", index_folder, QUESTION, "-k", 1, "--max-tokens", 2, "--json")
-    assert len(done.json["sources"]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -127,13 +122,6 @@ def test_missing_index(run: Run, tmp_path: Path) -> None:
     assert "kvrag ingest" in done.err
 
 
-def test_foreign_folder_is_no_index(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_text('{"name": "something else"}')
-    done = run("query", "--index", tmp_path, QUESTION)
-    assert done.code == 1
-    assert "index.json" in done.err
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -166,12 +154,6 @@ def test_another_model_is_refused(run: Run, index_folder: Path, tmp_path: Path) 
     assert done.code == 1
     assert "model" in done.err
     assert "Traceback" not in done.err
-
-
-def test_missing_model_folder(run: Run, index_folder: Path, tmp_path: Path) -> None:
-    done = run("query", "--index", index_folder, QUESTION, "--model", tmp_path / "gone")
-    assert done.code == 1
-    assert "gone" in done.err
 
 
 def test_prompt_longer_than_the_context(run: Run, index_folder: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import kvrag
 import kvrag_bench.cli
 import kvrag_train.cli
 from kvrag.cli import main
-from kvrag.ingest.config import IndexConfig
 from tests.cli.conftest import Run
 
 HEAVY = [
@@ -86,7 +84,6 @@ def ran(*arguments: object, folder: Path | None = None) -> tuple[int, list[str],
     ("command", "code"),
     [
         (["ls"], 0),
-        (["stats"], 0),
         (["gc"], 0),
         (["search", "--sparse", "harbour"], 0),
         (["rm", "harbour.txt"], 1),
@@ -96,29 +93,16 @@ def test_what_needs_no_model_loads_none(index_folder: Path, command: list[str], 
     assert ran(*command, "--index", index_folder)[:2] == (code, [])
 
 
-@pytest.mark.parametrize("codec", ["transform:1", "cachegen:3", "lossless"])
-def test_no_codec_loads_what_decodes_it(index_folder: Path, codec: str) -> None:
-    replace(IndexConfig.load(index_folder), codec=codec).save(index_folder)
-    assert ran("ls", "--index", index_folder)[:2] == (0, [])
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (["--version"], 0),
         (["--help"], 0),
         (["query", "--help"], 0),
-        (["bench", "--help"], 0),
         (["ls"], 1),
         (["ingset"], 2),
-        (["query", "who?", "--no-such-option"], 2),
-        (["ls", "--index", "/nonexistent"], 1),
         (["query", "who?", "--ratio", "7"], 2),
-        (["query", "who?", "--max-tokens", "-1"], 2),
-        (["query", "who?", "--ttft", "0"], 2),
         (["query", "who?", "--policy", "nonsense"], 2),
-        (["query", "who?", "--temperature", "-1"], 2),
-        (["ingest", "README.md", "--chunk-tokens", "1"], 2),
         (["ingest", "README.md", "--codec", "nonsense"], 1),
         (["ingest", "README.md", "--store", "s4://x"], 1),
     ],
@@ -136,7 +120,6 @@ ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_train")
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
-        (["bench"], "bench"),
         (["bench", "--help"], "bench"),
         (["bench", "ttft", "--repeats", "1"], "bench"),
         (["train", "links", "--out", "run"], "train"),

@@ -179,15 +179,6 @@ def test_names_of_indexes_that_no_folder_can_have(run: Run, tmp_path: Path) -> N
         assert message(run, "ls", "-i", name).startswith(f"error: path '{str(name)[:100]}")
 
 
-def test_choose_store_says_what_is_wrong_with_a_store(
-    run: Run, index_folder: Path, tmp_path: Path
-) -> None:
-    said = message(run, "choose-store", "-i", index_folder, "--stores", f"s4://x|file:{tmp_path}")
-    assert "a store is file:PATH" in said
-    assert "'s4://x'" in said
-    assert "price" not in said
-
-
 def test_ingest_into_memory(run: Run, tmp_path: Path, documents: Path, model_folder: Path) -> None:
     from kvrag.ingest.index import Index
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvrag.codec.base import Codec
 from kvrag.codec.config import choose_codec
-from kvrag.codec.names import LEVELS, PLAIN, expected_bytes_per_token, parse_codec
+from kvrag.codec.names import PLAIN, expected_bytes_per_token, parse_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
@@ -111,25 +111,6 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, module: str, message: str)
             get_codec("mirror")
         with pytest.raises(RecordError, match=re.escape(place)):  # a miss, not the end of a prompt
             RecordOpener(no_profile, "").open(KEY, BytesSource(record), spec_of())
-
-
-@pytest.mark.parametrize("name", ["raw", "lossless", "transform"])
-def test_a_built_in_codec_stays_kvrags_own(tmp_path: Path, name: str) -> None:
-    before = choose_codec(name)
-    with installed(
-        tmp_path, "mirror_codec", MIRROR, {f"kvrag.codecs: {name}": "mirror_codec:MirrorCodec"}
-    ):
-        assert choose_codec(name) == before
-        assert type(get_codec("raw")) is RawCodec
-
-
-def test_nothing_is_looked_for_where_a_name_is_kvrags(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
-        raise AssertionError("looked for entry points")
-
-    monkeypatch.setattr("importlib.metadata.entry_points", fail)
-    for name in ("raw", *LEVELS):
-        choose_codec(name)
 
 
 @pytest.mark.parametrize("name", list(PLAIN.built_in))

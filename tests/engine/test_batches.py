@@ -119,9 +119,7 @@ def test_any_interleaving_of_streams_gives_the_same_texts(
     assert engine._scheduler.num_open == 0
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "mistral-sliding", "gpt2", "falcon-alibi", "bloom"]
-)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "falcon-alibi"])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers in float32 are the same, whether or not rows go together."""
     model = KVModel(make_model(family), make_tokenizer())

@@ -279,14 +279,6 @@ def test_a_ratio_for_the_default_policy_does_not_leak_into_another(index: Index)
     assert engine.fuse(PROMPT, policy="boundary").report.policy == "boundary(tokens=16)"
 
 
-def test_a_call_says_anew_what_is_spent(index: Index) -> None:
-    engine = KVEngine(index, policy="boundary", boundary_tokens=4)
-    assert engine.fuse(PROMPT).report.policy == "boundary(tokens=4)"
-    assert engine.fuse(PROMPT, ratio=0.5).report.policy == "boundary(ratio=0.5)"
-    with pytest.raises(ParameterError, match="both set the ratio"):
-        KVEngine(index, policy="query:ratio=0.5", ratio=0.1)
-
-
 def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -> None:
     with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
         index.add([Document(source="text", text=TEXTS[0])])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,6 @@ def test_the_prompts_ids_are_refused_behind_links(index: Index) -> None:
     ids = torch.tensor([engine.prompt_ids(PROMPT)])
     with pytest.raises(ParameterError, match=r"1 rows are left .* generate\(\*\*fused.to_generate"):
         index.model.hf.generate(ids, **{CACHE_ARGUMENT: cache}, max_new_tokens=2)
-
-
-def test_positions_left_out_are_nothing_for_transformers(index: Index) -> None:
-    fused = KVEngine(index).fuse(PROMPT)
-    positions = tuple(range(7, 7 + fused.kv.num_tokens))
-    gapped = replace(fused, layout=replace(fused.layout, positions=positions))
-    with pytest.raises(ParameterError, match="positions have gaps"):
-        gapped.to_generate()
 
 
 def test_links_change_nothing_where_nothing_is_reused(index: Index) -> None:

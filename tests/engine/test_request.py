@@ -32,11 +32,6 @@ def test_an_option_or_a_request_give_the_same(index: Index) -> None:
     assert last.answer.usage.completion_tokens <= 2
 
 
-def test_options_beside_a_request_are_refused(index: Index) -> None:
-    with pytest.raises(ParameterError, match="ratio given with a Request"):
-        KVEngine(index).generate(Request(PROMPT), ratio=0.5)
-
-
 def test_an_unknown_option_is_named(index: Index) -> None:
     with pytest.raises(ParameterError, match="unknown option rato; a request takes boundary"):
         KVEngine(index).generate(PROMPT, rato=0.5)

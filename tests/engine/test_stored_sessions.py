@@ -24,13 +24,12 @@ from kvrag.models.kv_model import KVModel
 from kvrag.store.base import StoredRecord
 from kvrag.store.registry import open_store
 from kvrag.store.wrapper import StoreWrapper
-from kvrag.testing.bench_top import TEXTS, relative_difference
+from kvrag.testing.bench_top import TEXTS
 from kvrag.testing.store_contract import stored
 from tests.engine.test_sessions import (
     QUESTIONS,
     Asked,
     Conversations,
-    GivenPicks,
     ask,
     next_of,
     root_of,
@@ -132,20 +131,6 @@ def test_an_answer_is_that_of_a_conversation_in_memory(
     assert set(store.keys()) - others == chunk_keys(conversations.index)
 
 
-def test_turns_are_as_if_fused_anew_with_the_same_picks(index: Index) -> None:
-    engine = storing(index, policy="query", ratio=0.3)
-    prompt, picks = root_of((1, 0, 2), QUESTIONS[0]), list[int]()
-    for number, following in enumerate([(), (3,), (2, 1)]):
-        asked = tell(engine, prompt)
-        assert (asked.report.num_kept > 0) is (number > 0)
-        picks += asked.picks
-        anew = engine.fuse(prompt, policy=GivenPicks(tuple(picks)))
-        assert relative_difference(asked.logits, anew.logits) < 1e-4
-        prompt = next_of(prompt, asked.text, following, QUESTIONS[number])
-    assert engine.kept_bytes == 0
-    assert len(kept_of(engine)) == 1
-
-
 def test_what_is_in_memory_is_not_read(own: Index) -> None:
     engine = storing(own, session_bytes=ROOM)
     prompt = root_of((0, 1), QUESTIONS[0])
@@ -165,16 +150,6 @@ def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
     own.store = store = _Counting(own.store)
     asked = tell(engine, "Use nothing of it.", session="ines")
     assert (asked.report.num_kept, store.opened.count(kept.key)) == (0, 0)
-
-
-def test_sessions_share_nothing(own: Index) -> None:
-    engine = storing(own)
-    prompt = root_of((0, 1), QUESTIONS[0])
-    for session in ("ines", "tomas", None):
-        assert tell(engine, prompt, session=session).report.num_kept == 0
-    assert len({kept.key for kept in kept_of(engine)}) == 3
-    for session in ("ines", "tomas", None):
-        assert tell(engine, prompt, session=session).report.num_kept > 50
 
 
 def test_two_engines_share_nothing(own: Index) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import make_choice, takes_ratio
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.fusion.repair import make_repair
 from tests.support.distributions import installed
@@ -74,13 +73,6 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, module: str, message: str)
         pytest.raises(ParameterError, match=f"{place}: expected .*{message}"),
     ):
         make_choice("last")
-
-
-def test_a_built_in_policy_stays_kvrags_own(tmp_path: Path) -> None:
-    with installed(
-        tmp_path, "last_policy", LAST, {"kvrag.policies: none": "last_policy:LastPolicy"}
-    ):
-        assert isinstance(make_repair("none").policy, NonePolicy)
 
 
 @pytest.mark.parametrize("name", list(POLICIES.built_in))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -188,17 +186,6 @@ def test_pdfs_that_hide_their_text_are_refused(tmp_path: Path) -> None:
     make_pdf(tmp_path / "locked.pdf", password="secret")
     with pytest.raises(DocumentError, match=r"encrypted; remove its password"):
         next(load_bytes("/locked.pdf", (tmp_path / "locked.pdf").read_bytes()))
-
-
-def test_importing_ingestion_loads_no_framework() -> None:
-    code = (
-        "import sys, kvrag.ingest.index\n"
-        "heavy = {'langchain_core', 'llama_index', 'sentence_transformers', 'faiss', "
-        "'pypdfium2', 'lxml'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_half_precision_is_stored_as_it_is(make_index: MakeIndex, docs: Path) -> None:

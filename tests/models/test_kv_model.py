@@ -81,13 +81,6 @@ def test_settings_count_when_they_change_kv(name: str, value: object, changes: b
     assert (model_fingerprint(model) != before) == changes
 
 
-def test_truncation_of_the_last_call_is_not_part_of_the_tokenizer() -> None:
-    tokenizer = copy.deepcopy(make_tokenizer())
-    before = tokenizer_fingerprint(tokenizer)
-    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_fingerprint(tokenizer) == before
-
-
 def test_others_may_use_the_tokenizer_meanwhile() -> None:
     tokenizer = copy.deepcopy(make_tokenizer())
     model = KVModel(make_model(), tokenizer)

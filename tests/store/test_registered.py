@@ -16,7 +16,7 @@ from kvrag.plugins import Table
 from kvrag.store import capabilities
 from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
-from kvrag.store.capabilities import Limits, capability, tiers_of
+from kvrag.store.capabilities import capability, tiers_of
 from kvrag.store.limited import LimitedStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import REMOTE, open_store
@@ -153,19 +153,6 @@ def test_a_reserved_name_of_another_use_is_refused(
         assert importlib.import_module("lake_kv").CLOSED == ["lake://north"]
 
 
-def test_a_reserved_name_may_have_its_use(tmp_path: Path) -> None:
-    lines = (
-        "is_in_memory = True\n    limit_bytes = 1000\n    derive = lambda self, _: b'k' * 32\n"
-        "    damage = lambda self: []\n    mend = lambda self: None"
-    )
-    module = f"{LAKE}\nclass Odd(LakeStore):\n    {lines}\n"
-    with (
-        installed(tmp_path, "lake_kv", module, {"kvrag.stores: lake": "lake_kv:Odd"}),
-        closing(open_store("lake://north")) as store,
-    ):
-        assert capability(store, Limits) is capability(store, RemoteStore)
-
-
 def test_every_capability_is_checked_and_named_as_reserved() -> None:
     kinds = [
         one
@@ -242,12 +229,6 @@ def test_nothing_is_looked_for_where_a_name_is_kvrags(monkeypatch: pytest.Monkey
     assert REMOTE["http"].__name__ == "HttpStore"
     with pytest.raises(ParameterError):
         open_store("x:y")
-
-
-@pytest.mark.parametrize("scheme", list(REMOTE.built_in))
-def test_the_table_names_what_is_there(scheme: str) -> None:
-    module, _, name = REMOTE.built_in[scheme].partition(":")
-    assert issubclass(getattr(importlib.import_module(module), name), RemoteStore)
 
 
 def test_a_table_lists_kvrags_own_and_then_the_others(tmp_path: Path) -> None:

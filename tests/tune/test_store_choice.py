@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.loading.price_list import EXAMPLES, Price, parse_prices, price_of, read_prices
+from kvrag.loading.price_list import Price, parse_prices, price_of
 from kvrag.tune.stores import Offer, choose_store
 
 FAST = Offer("file:/ssd", 0.002, 1.0, 80.0)
@@ -39,13 +37,6 @@ def test_what_a_month_costs() -> None:
     assert price.month(2 * 10**9, 1000, 0) == pytest.approx(0.04)
 
 
-def test_the_examples_are_a_table() -> None:
-    prices = parse_prices(EXAMPLES, "examples")
-    for url in ("file:/a", "memory:", "redis://h/0", "s3://b", "gs://b", "az://c", "http://h"):
-        assert price_of(url, prices, "examples").gb_month > 0
-    assert "EXAMPLES" in EXAMPLES
-
-
 def test_the_longest_name_counts() -> None:
     prices = parse_prices('["s3:"]\ngb_month = 1\n["s3://cold/"]\ngb_month = 0.5\n', "x")
     assert price_of("s3://cold/kv", prices, "x").gb_month == 0.5
@@ -74,11 +65,3 @@ def test_the_longest_name_counts() -> None:
 def test_tables_that_are_none(text: str) -> None:
     with pytest.raises(ParameterError, match=r"^prices.toml: "):
         parse_prices(text, "prices.toml")
-
-
-def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="cannot be read"):
-        read_prices(tmp_path / "absent.toml")
-    (tmp_path / "latin.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ParameterError, match="cannot be read"):
-        read_prices(tmp_path / "latin.toml")

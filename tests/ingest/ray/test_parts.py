@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -358,14 +356,6 @@ def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
 def test_what_is_no_dataset_is_refused(tmp_path: Path, wrong: Any) -> None:
     with tiny_index(tmp_path) as index, pytest.raises(ParameterError, match="expected a dataset"):
         ingest(wrong, index)
-
-
-def test_nothing_of_kvrag_imports_ray_by_itself() -> None:
-    code = (
-        "import sys, kvrag, kvrag.ingest.index, kvrag.ingest.ray, kvrag.cli.ingest; "
-        "sys.exit('ray' in sys.modules or 'pyarrow' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
