@@ -77,7 +77,7 @@ def index_into(
     from kvrag.cli.progress import IngestBar
     from kvrag.ingest.checks import check_lasting
     from kvrag.store.registry import check_kind, without_password
-    from kvrag.weights.known import check_model
+    from kvrag.weights.cache import check_model
 
     if store is not None:
         if store.split("|")[-1].startswith("memory:"):
@@ -179,7 +179,7 @@ def _tell_default_embedding() -> None:
 
 def _only_model() -> str:
     """Return the model that is installed, if it is one. Raises ParameterError."""
-    from kvrag.weights.known import ready_models
+    from kvrag.weights.cache import ready_models
     from kvrag.weights.named import NAMED_MODELS
 
     found = ready_models()

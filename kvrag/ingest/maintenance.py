@@ -454,7 +454,7 @@ def stats_of(storage: Storage) -> IndexStats:
         num_vectors=num_vectors,
         vectors_memory_bytes=cached.memory_bytes if cached.is_graph else compared_bytes,
         has_graph=cached.is_graph,
-        generation=storage.catalog.generation(),
+        generation=storage.catalog.version()[0],
     )
 
 

@@ -21,7 +21,7 @@ from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.foreign import document_failures
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.cutting import Cutter
+from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.files import check_regular, find_files, printable, read_file, resolve_path
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
 from kvrag.ingest.loaders import AsCut, NoTextError, check_source, to_document

@@ -16,11 +16,10 @@ row; it needs a new `SCHEMA_VERSION`.
 from __future__ import annotations
 
 import hashlib
-import operator
 import re
 import sqlite3
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -142,22 +141,31 @@ class Checksums:
             )
             for name in (*_COVERED, "whole", "words")
         }
-        self._layouts = {name: _layout_of(covered) for name, covered in _COVERED.items()}
+        self._kinds = {
+            name: [one.partition(":")[2] for one in covered.split()]
+            for name, covered in _COVERED.items()
+        }
 
     def of(self, name: str, values: Sequence[Any]) -> bytes:
         """Return the checksum of a row: ``state``, ``file``, ``document``, ``chunk``, ``vector``.
 
         The values are those that the checksum covers, in order. Raises an error of their types.
         """
-        pick, optional, first_text, first_content, pack = self._layouts[name]
-        is_there = [values[place] is not None for place in optional]
-        if not all(is_there):
-            values = ["" if n in optional and one is None else one for n, one in enumerate(values)]
-        found = pick(values)
-        parts = [*map(str.encode, found[first_text:first_content]), *found[first_content:]]
-        return self._digest(
-            name, pack(*found[:first_text], *is_there, *map(len, parts)), b"".join(parts)
-        )
+        numbers, is_there, texts, contents = [], [], [], []
+        for kind, value in zip(self._kinds[name], values, strict=True):
+            if kind == "i":
+                numbers.append(value)
+            elif kind == "b":
+                contents.append(value)
+            else:
+                if kind == "o":
+                    is_there.append(value is not None)
+                    value = "" if value is None else value
+                texts.append(str.encode(value))
+        # Each kind in the row's order.
+        parts = [*texts, *contents]
+        numbers += [*is_there, *map(len, parts)]
+        return self._digest(name, struct.pack(f"<{len(numbers)}q", *numbers), b"".join(parts))
 
     def is_right(self, name: str, row: Sequence[Any]) -> bool:
         """Return whether a row, whose last value is its checksum, is what was written."""
@@ -178,32 +186,6 @@ class Checksums:
         digest.update(numbers)
         digest.update(content)
         return bytes(digest.digest())
-
-
-class _Layout(NamedTuple):
-    """How a row becomes bytes: integers, then texts, then bytes, each kind in the row's order."""
-
-    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
-    optional: list[int]
-    first_text: int
-    first_content: int
-    pack: Callable[..., bytes]
-
-
-def _layout_of(covered: str) -> _Layout:
-    """Return the layout of a row of `_COVERED`."""
-    kinds = [one.partition(":")[2] for one in covered.split()]
-    numbers, texts, optional, contents = (
-        [place for place, kind in enumerate(kinds) if kind in wanted]
-        for wanted in ("i", "to", "o", "b")
-    )
-    return _Layout(
-        operator.itemgetter(*numbers, *texts, *contents),
-        optional,
-        len(numbers),
-        len(numbers) + len(texts),
-        struct.Struct(f"<{len(kinds) + len(optional)}q").pack,
-    )
 
 
 class StoredDocument(NamedTuple):

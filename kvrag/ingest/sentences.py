@@ -11,7 +11,7 @@ from typing import Any
 from kvrag import arguments, foreign
 from kvrag.errors import ModelLoadError, ParameterError
 from kvrag.regularfile import read_regular, require_regular_files
-from kvrag.weights.known import HUB_SECONDS
+from kvrag.weights.cache import HUB_SECONDS
 
 _OWN = "sentence_transformers."
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Self
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.foreign import document_failures
+from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import read_file
 from kvrag.ingest.parsing import Parser

@@ -124,7 +124,7 @@ class Storage(OfProcess):
     def refresh(self) -> int:
         """Bring the view of a shared index up to date; return the catalog's generation."""
         self.require_open()
-        return self.catalog.generation() if self.log is None else self.log.refresh()
+        return self.catalog.version()[0] if self.log is None else self.log.refresh()
 
     def refresh_vectors(self) -> None:
         """Bring a graph of the vectors up to date, or make it if there are many of them now.
@@ -353,7 +353,7 @@ class Follower:
         self._thread.join()
 
     def _run(self) -> None:
-        version = self._storage.catalog.generation()
+        version = self._storage.catalog.version()[0]
         has_failed = False
         while not self._is_ended.wait(self._seconds):
             try:

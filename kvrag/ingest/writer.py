@@ -16,9 +16,9 @@ from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
 from kvrag.foreign import document_failures
 from kvrag.ingest import lock, stages
+from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, join_passages
-from kvrag.ingest.cutting import Cutter
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import read_file
 from kvrag.ingest.fitter import CodecFitter

@@ -26,8 +26,7 @@ from kvrag.models.tokens import encode, num_equal
 from kvrag.models.weightfiles import check_sizes
 from kvrag.native import instruction_set
 from kvrag.regularfile import require_regular_files
-from kvrag.weights.cache import convert
-from kvrag.weights.known import EXPECTED_MODEL, check_hub, like
+from kvrag.weights.cache import EXPECTED_MODEL, check_hub, convert, like
 from kvrag.weights.named import EMBEDDED_MODEL
 from kvrag.weights.sources import find_gguf
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.weights import named
-from kvrag.weights.known import ready_models
+from kvrag.weights.cache import ready_models
 from tests.cli.conftest import Run
 
 
@@ -51,13 +51,13 @@ def test_the_only_installed_model_is_taken_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = ("ingest", documents, "-i", tmp_path / "i", "--embedding", "hashing")
-    monkeypatch.setattr("kvrag.weights.known.ready_models", lambda: [str(model_folder)])
+    monkeypatch.setattr("kvrag.weights.cache.ready_models", lambda: [str(model_folder)])
     done = run(*asked)
     assert done.code == 0, done.err
     assert done.err.count(f"uses {model_folder}") == 1
     assert run("stats", "-i", tmp_path / "i", "--json").json["model"] == str(model_folder)
     # Which model an index has is decided once.
-    monkeypatch.setattr("kvrag.weights.known.ready_models", list)
+    monkeypatch.setattr("kvrag.weights.cache.ready_models", list)
     again = run(*asked)
     assert again.code == 0
     assert "--model" not in again.err

@@ -352,11 +352,11 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
     with stranger(shared):
         catalog = Catalog(shared)
         assert catalog._stamp is not None  # else this tests nothing
-        assert (catalog.generation(), catalog.counts()[0]) == (3, 3)
+        assert (catalog.version()[0], catalog.counts()[0]) == (3, 3)
     for end in (4, 60):  # a page more, and many
         write(shared, catalog.counts()[0], end)
         with stranger(shared):
-            assert (catalog.generation(), catalog.counts()[0]) == (end, end)
+            assert (catalog.version()[0], catalog.counts()[0]) == (end, end)
             assert catalog.damage() == []
             assert catalog.digest_of(f"d{end - 1}") == ""
     # While the writer has the catalog open, and after it was killed.
@@ -369,13 +369,13 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
         assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
         with stranger(shared):
-            assert (catalog.generation(), catalog.counts()[0]) == (70, 70)
+            assert (catalog.version()[0], catalog.counts()[0]) == (70, 70)
         writer.communicate()
     with stranger(shared):
-        assert (catalog.generation(), catalog.counts()[0]) == (70, 70)
+        assert (catalog.version()[0], catalog.counts()[0]) == (70, 70)
     write(shared, 70, 71)
     with stranger(shared):
-        assert (catalog.generation(), catalog.counts()[0]) == (71, 71)
+        assert (catalog.version()[0], catalog.counts()[0]) == (71, 71)
         assert catalog.damage() == []
         catalog.close()
 

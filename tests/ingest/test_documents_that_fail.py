@@ -18,7 +18,7 @@ from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import DocumentError, ParameterError, StoreError
 from kvrag.ingest import files, plan
-from kvrag.ingest.cutting import Cutter
+from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.embedding import HashingEmbedding, Vectors
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index

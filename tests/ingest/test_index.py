@@ -66,15 +66,15 @@ def test_unchanged_files_cost_no_model_time(
     monkeypatch.setattr(type(index.embedding), "embed", lambda self, texts: np.zeros((0, 1024)))
     assert names(index.add(docs).unchanged) == names(first.added)
     os.utime(docs / "ledger.txt", ns=(1, 1))  # content decides, not time
-    generation = index.catalog.generation()
+    generation = index.catalog.version()[0]
     again = index.add(docs)
     assert names(again.unchanged) == names(first.added)
     assert not again.added
     assert not again.changed
     assert again.num_tokens_computed == 0
-    assert index.catalog.generation() == generation + 1
+    assert index.catalog.version()[0] == generation + 1
     index.add(docs)
-    assert index.catalog.generation() == generation + 1  # the new time was noted
+    assert index.catalog.version()[0] == generation + 1  # the new time was noted
 
 
 def test_changed_and_deleted_files_are_replaced_and_collected(index: Index, docs: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from kvrag.chunk import Chunk, Document, Mark
 from kvrag.foreign import document_failures
-from kvrag.ingest.cutting import Cutter
+from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
 from kvrag.ingest.plan import Known, Plan, PlannedDocument, Planner, Sources, document_digest
 from kvrag.ingest.ray.packets import Packet, against_second, pack, split

@@ -135,13 +135,13 @@ class SharedLog:
     def _refresh(self, *, is_listed: bool = False) -> Manifest:
         """Bring the view up to date; list all versions if the next one alone would not do."""
         catalog = self._storage.catalog
-        version = catalog.generation()
+        version = catalog.version()[0]
         head = self._newest(version, is_listed=is_listed)
         if self._head is None or head.config != self._head.config:
             self._adopt(head)
         if not self._leads_to(version, head):
             self._build(head)
-            version = catalog.generation()
+            version = catalog.version()[0]
         note_applied(self._storage.path, head.names())
         for delta in [one for one in head.deltas if version < one.version]:
             if not self._carry_out(delta):
@@ -149,10 +149,10 @@ class SharedLog:
                 for again in head.behind_base:
                     self._carry_out(again)
                 break
-        if catalog.generation() != head.version:
+        if catalog.version()[0] != head.version:
             raise IndexFormatError(
                 f"the log of {self._place} lacks a change between its versions "
-                f"{catalog.generation()} and {head.version}: run 'kvrag verify --repair' on a "
+                f"{catalog.version()[0]} and {head.version}: run 'kvrag verify --repair' on a "
                 "machine that has answered at the newest version"
             )
         self._head = head
@@ -217,7 +217,7 @@ class SharedLog:
             catalog.write(change)
         except IndexFormatError:
             return False
-        return catalog.generation() == delta.version
+        return catalog.version()[0] == delta.version
 
     def _change_of(self, delta: Delta) -> Change:
         if delta.content is None:
