@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag_bench.corpora import Case, asked_of, read_corpus
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.contexts import parse_context
+from kvrag_bench.judge.judgements import Asked
+from kvrag_bench.judge.judging import Judge
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.retrieved import Found, retrieve
@@ -156,7 +158,17 @@ def test_chunks_are_encoded_after_their_own_text(model: KVModel) -> None:
     assert first.contexts != second.contexts
 
 
-def test_rows_of_the_suite(pages: Path, model: KVModel, tmp_path: Path) -> None:
+def test_rows_of_the_suite(
+    pages: Path, model: KVModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[list[str]] = []
+    open_banks = Judge._open_banks
+
+    def note(self: Judge, asked: Sequence[Asked]) -> None:
+        encoded.append([one.question.place for one in asked])
+        open_banks(self, asked)
+
+    monkeypatch.setattr(Judge, "_open_banks", note)
     rows = run_quality_bench(
         QualityOptions(
             model=model,
@@ -181,6 +193,10 @@ def test_rows_of_the_suite(pages: Path, model: KVModel, tmp_path: Path) -> None:
     assert by_name["boundary", "none"].kl < 1e-6 < plain.kl
     assert len({by_name["none", one].kl for one in ("none", "corpus:16", "similar:16")}) == 3
     assert len((tmp_path / "judged.jsonl").read_bytes().splitlines()) == 4 * 7 + 2
+    # What one question's prompts need is encoded, and its judgements written, before the next.
+    assert encoded == [
+        [f"pages, question {number}, top {top}" for top in (2, 3)] for number in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(

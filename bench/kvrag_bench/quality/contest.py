@@ -246,7 +246,9 @@ class _Run:
             corpus_filler=unasked_passages(self._options, texts),
             similar=similar_passages(self._options),
         )
-        for one, judgements in judge.each(missing):
+        # Few questions over a large corpus share chunks: each is written as soon as it is judged.
+        alone = RETRIEVED in self._options.suite
+        for one, judgements in judge.each(missing, len(self._options.tops) if alone else None):
             results.add(one, judgements)
         self.effort = judge.effort
 
