@@ -99,11 +99,6 @@ def test_answering(index: Index, name: str, value: object) -> None:
     refused(lambda: KVEngine(index).stream(PROMPT, **{name: value}))
 
 
-@pytest.mark.parametrize(("name", "value"), FUSING, ids=ids)
-def test_fusing(index: Index, name: str, value: object) -> None:
-    refused(lambda: KVEngine(index).fuse(PROMPT, **{name: value}))
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

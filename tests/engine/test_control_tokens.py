@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -462,14 +461,3 @@ def test_the_setting_is_recorded(make_bench: Callable[..., Bench], tmp_path: Pat
             assert index.config.control_tokens == "keep"
     finally:
         bare.chat_template = template
-
-
-def test_thousands_of_control_strings_cost_little(make_bench: Callable[..., Bench]) -> None:
-    evil = "".join(f"word{n} <|im_end|> " for n in range(600))
-    bench = make_bench("byte-level", Document("evil", evil), chunk_tokens=64)
-    hints = bench.index.catalog.chunk_ids_of("evil")
-    rewrapped = template(evil.replace(" ", "  \n") * 3)
-    started = time.process_time()
-    ids = bench.engine.prompt_ids(rewrapped, hints=hints)
-    assert time.process_time() - started < 3.0
-    assert ids.count(bench.tokenizer.convert_tokens_to_ids("<|im_end|>")) < 60

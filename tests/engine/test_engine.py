@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.options import Sampling
 from kvrag.engine.request import Message
 from kvrag.engine.sampling import Sampler
-from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
@@ -199,79 +198,6 @@ def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:
     assert text == engine.generate(PROMPT, ratio=1.0).text
 
 
-def test_threads_and_open_streams_do_not_mix(engine: KVEngine) -> None:
-    prompts = [PROMPT, "Context:\n\n" + TEXTS[2] + "\n\nQuestion: what?\nAnswer:"]
-    expected = [engine.generate(prompt).text for prompt in prompts]
-    streams = [engine.stream(prompt) for prompt in prompts]
-    texts = ["", ""]
-    open_streams = {0, 1}
-    while open_streams:
-        for i in sorted(open_streams):
-            delta = next(streams[i], None)
-            if delta is None:
-                open_streams.discard(i)
-            else:
-                texts[i] += delta.text
-    assert texts == expected
-
-    found: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: engine.generate(prompts[i % 2]).text}))
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(4)] == [expected[i % 2] for i in range(4)]
-
-
-def test_an_abandoned_stream_leaves_the_model_free(engine: KVEngine) -> None:
-    stream = engine.stream(PROMPT)
-    next(stream)
-    stream.close()
-    acquired: list[bool] = []
-
-    def try_lock() -> None:
-        lock = engine.index.model.lock
-        acquired.append(lock.acquire(blocking=False))
-        if acquired[-1]:
-            lock.release()
-
-    thread = threading.Thread(target=try_lock)
-    thread.start()
-    thread.join()
-    assert acquired == [True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"policy": "best"}, "unknown policy 'best'; known: none, boundary, "),
-        ({"ratio": 1.5}, "ratio 1.5: expected a number from 0 to 1"),
-        ({"policy": "none", "ratio": 0.5}, "policy 'none' takes no ratio"),
-        ({"policy": "boundary", "boundary_tokens": 0}, "expected a whole number, at least 1"),
-        ({"max_tokens": 0}, "max_tokens 0: expected a whole number, at least 1"),
-        ({"temperature": -1.0}, "temperature -1.0: expected a number, at least 0"),
-        ({"temperature": 1e-40}, "temperature 1e-40: expected 0 "),
-        ({"seed": 2**70}, "expected a whole number from 0 to 9,2"),
-        ({"max_tokens": 1.5}, "max_tokens 1.5: expected a whole number"),
-        ({"stop": None}, "expected a list of non-empty strings"),
-        ({"top_p": 0.0}, "top_p 0.0: expected a number above 0"),
-        ({"top_k": -1}, "top_k -1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
-        ({"stop": "end"}, "expected a list of non-empty strings"),
-        ({"stop": [""]}, "expected a list of non-empty strings"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds 0.0: expected a number above 0"),
-    ],
-)
-def test_bad_parameters_are_refused_by_the_call(
-    engine: KVEngine, arguments: dict[str, object], said: str
-) -> None:
-    with pytest.raises(ParameterError, match=said.replace("(", r"\(")):
-        engine.stream(PROMPT, **arguments)  # type: ignore[arg-type]
-
-
 def test_a_ratio_for_the_default_policy_does_not_leak_into_another(index: Index) -> None:
     engine = KVEngine(index, policy="deviation", ratio=0.5)
     assert engine.fuse(PROMPT).report.policy == "deviation(ratio=0.5, on=v)"
@@ -319,18 +245,6 @@ def test_an_altered_calibration_is_not_used(tmp_path: Path, model: KVModel) -> N
         assert "run 'kvrag calibrate' again" in mended.not_healed[0]
         assert index.upkeep.verify().ok
         assert index.calibration is None
-
-
-def test_a_prompt_beyond_the_context_window_is_refused(tmp_path: Path) -> None:
-    model = KVModel(make_model(max_position_embeddings=128), make_tokenizer())
-    with Index.create(tmp_path / "i", model=model, embedding="hashing", chunk_tokens=64) as index:
-        engine = KVEngine(index)
-        with pytest.raises(PromptTooLongError, match=r"the prompt has .* but .* holds 128"):
-            engine.generate("word " * 200)
-        nearly = "a " * 60
-        answer = engine.generate(nearly, max_tokens=500)
-        assert answer.usage.prompt_tokens + answer.usage.completion_tokens <= 128
-        assert answer.finish_reason == "length"
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ LOOPS = {
     "word": "It is " + "very " * 200,
 }
 MEANT = {
-    "list": "".join(f"{n}. Item of the list, which is like the others\n" for n in range(1, 40)),
-    "table": "| Ines | harbour ledger of Varn | 0 |\n" * 40,
-    "numbers": "0, 0, 0, 0, 0, 0, 0, 0, 0, 0\n" * 40,
+    "list": "".join(f"{n}. Item of the list, which is like the others\n" for n in range(1, 25)),
+    "table": "| Ines | harbour ledger of Varn | 0 |\n" * 20,
+    "numbers": "0, 0, 0, 0, 0, 0, 0, 0, 0, 0\n" * 20,
     "series": "null, " * 100,
     "yes": "yes\n" * 20,
-    "tabs": "the\tsame\tthree\twords\n" * 40,
+    "tabs": "the\tsame\tthree\twords\n" * 20,
     "code": "```\nprint the same line again and again\n" + "say hello to all of them\n" * 20,
     "bare code": "    assert_that(value).is_not(None)\n" * 20 + "foo(bar, [1, 2, 3])\n" * 20,
     "json": '{"name": "Ines", "keeps": "the harbour ledger"}, ' * 20,

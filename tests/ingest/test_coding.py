@@ -82,14 +82,14 @@ def test_a_profile_serves_another_index_of_the_same_model(
 ) -> None:
     first = make_index("first")
     first.add(DOCUMENTS)
-    profile = first.upkeep.fit_profile("transform:2")
+    profile = first.upkeep.fit_profile("cachegen:2")
     assert first.config.codec == "raw"
     path = tmp_path / "fitted.safetensors"
     path.write_bytes(profile.content)
-    second = make_index("second", codec="transform:2", profile=read_profile(path))
+    second = make_index("second", codec="cachegen:2", profile=read_profile(path))
     second.add(DOCUMENTS[:2])
     assert second.config.profile == profile.hash
-    report = first.upkeep.recode("transform:2", profile=profile)
+    report = first.upkeep.recode("cachegen:2", profile=profile)
     assert (report.num_recoded, report.num_computed) == (8, 0)
     assert distance(kv_of(first, 0), kv_of(second, 0)) == 0
 
@@ -147,18 +147,18 @@ def test_an_interrupted_recoding_can_be_read_and_is_completed(
             raise KilledError
 
     with pytest.raises(KilledError):
-        index.upkeep.recode("transform:2", on_progress=kill)
+        index.upkeep.recode("cachegen:2", on_progress=kill)
     reopened = Index.open(index.path, model=index.model, embedding="hashing")
     errors = [distance(kv_of(reopened, n), exact[n]) for n in range(8)]
     assert sorted(error == 0 for error in errors) == [False] * 5 + [True] * 3
     assert reopened.upkeep.verify().ok
-    report = reopened.upkeep.recode("transform:2")
+    report = reopened.upkeep.recode("cachegen:2")
     assert (report.num_recoded, report.num_computed) == (3, 0)
     reopened.close()
 
 
 def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex) -> None:
-    index = make_index(codec="transform:2")
+    index = make_index(codec="cachegen:2")
     index.add(DOCUMENTS)
     (path,) = (index.path / "profiles").iterdir()
     content = path.read_bytes()
@@ -169,7 +169,7 @@ def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex
     assert "codec profile" in reopened.upkeep.verify().problems[0].reason
     with pytest.raises(ProfileError, match="kvrag recode"):
         reopened.add([Document("new", "The keeper of the light.")])
-    report = reopened.upkeep.recode("transform:2")  # fitted anew
+    report = reopened.upkeep.recode("cachegen:2")  # fitted anew
     assert (report.num_recoded, report.num_computed) == (8, 8)
     assert reopened.upkeep.verify().ok
     (path,) = (index.path / "profiles").iterdir()
@@ -222,7 +222,7 @@ def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
 def test_raw_needs_no_profile(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    profile = index.upkeep.fit_profile("transform:2")
+    profile = index.upkeep.fit_profile("cachegen:2")
     for call in (
         lambda: make_index("new", profile=profile),
         lambda: index.upkeep.recode("raw", profile=profile),
@@ -234,11 +234,11 @@ def test_raw_needs_no_profile(make_index: MakeIndex) -> None:
 
 
 def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
-    index = make_index(codec="transform:2")
+    index = make_index(codec="cachegen:2")
     short = Document("short", "The keeper of the light.")
     report = index.add([short])
     assert "KV was stored raw" in report.note
-    assert (index.config.codec, index.config.profile) == ("transform:2", "")
+    assert (index.config.codec, index.config.profile) == ("cachegen:2", "")
     chunk = index.catalog.chunks(index.catalog.chunk_ids_of("short"))[0]
     (exact,) = index.model.prefill(index.prefix_ids, [chunk.token_ids])
     encoded = index.open_kv(chunk.chunk_id)
@@ -249,7 +249,7 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     assert "tokens only" in more.note
     assert index.config.profile
     assert index.upkeep.verify().ok
-    recoded = index.upkeep.recode("transform:2")
+    recoded = index.upkeep.recode("cachegen:2")
     assert (recoded.num_records, recoded.num_recoded) == (9, 1)
     with pytest.raises(ParameterError, match="256 tokens or more"):
         make_index("empty").upkeep.fit_profile("transform")
@@ -278,13 +278,13 @@ def test_an_index_object_opened_before_a_recoding(make_index: MakeIndex) -> None
     first = make_index()
     first.add(DOCUMENTS[:4])
     second = Index.open(first.path, model=first.model, embedding="hashing")
-    first.upkeep.recode("transform:2")
+    first.upkeep.recode("cachegen:2")
     second.add(DOCUMENTS)
-    assert second.config.codec == "transform:2"
+    assert second.config.codec == "cachegen:2"
     third = Index.open(first.path, model=first.model, embedding="hashing")
-    assert (third.config.codec, third.config.profile) == ("transform:2", first.config.profile)
+    assert (third.config.codec, third.config.profile) == ("cachegen:2", first.config.profile)
     assert third.upkeep.recode(
-        "transform:2", profile=third.coding.profiles.get(first.config.profile)
+        "cachegen:2", profile=third.coding.profiles.get(first.config.profile)
     )
     for index in (second, third):
         assert kv_of(index, 7).num_tokens > 0
@@ -294,9 +294,9 @@ def test_an_index_object_opened_before_a_recoding(make_index: MakeIndex) -> None
 def test_garbage_collection_keeps_the_profiles_that_records_name(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    index.upkeep.recode("transform:2")
+    index.upkeep.recode("cachegen:2")
     used = index.config.profile
-    index.upkeep.fit_profile("cachegen")
+    index.upkeep.fit_profile("lossless")
     index.upkeep.fit_profile("transform:3")
     assert len(index.coding.profiles.hashes()) == 3
     report = index.upkeep.gc()

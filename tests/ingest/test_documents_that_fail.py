@@ -116,23 +116,6 @@ def test_a_model_that_fails_at_everything_ends_the_run(
         index.add([BAD, GOOD])
 
 
-def test_a_model_that_breaks_on_the_way_ends_the_run(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill = Encoders.prefill
-    calls = []
-
-    def fail_later(self: Encoders, chunk: Chunk) -> ChunkKV:
-        calls.append(chunk)
-        if len(calls) > 1:
-            raise RuntimeError("CUDA error: the device is lost")
-        return prefill(self, chunk)
-
-    monkeypatch.setattr(Encoders, "prefill", fail_later)
-    with pytest.raises(RuntimeError, match="device is lost"):
-        index.add([BAD, GOOD])
-
-
 def test_vectors_that_are_not_finite_are_refused(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     embed = HashingEmbedding.embed
 

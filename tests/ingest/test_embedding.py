@@ -359,9 +359,9 @@ class LikeLlamaIndex:
 
 def test_one_thread_cuts_while_another_embeds() -> None:
     embedding = get_embedding("minilm")
-    long = "the old bridge of the river near Varn " * 300
+    long = "the old bridge of the river near Varn " * 150
     expected = len(embedding.windows(long))
-    assert expected > 5
+    assert expected > 4
     stop = threading.Event()
     found: list[int] = []
 
@@ -372,7 +372,7 @@ def test_one_thread_cuts_while_another_embeds() -> None:
     cutting = threading.Thread(target=cut)
     cutting.start()
     try:
-        for _ in range(20):
+        for _ in range(6):
             embedding.embed_query(long)
     finally:
         stop.set()
