@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import Future
 from contextlib import aclosing
 from contextvars import Context, copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -354,7 +355,8 @@ class KVEngine(OfProcess):
         self.require_here()  # here: the batch's own thread is the parent's
         context = copy_context()
         starts = [
-            partial(self._start_later, context, one, options) for one in checked_batch(prompts)
+            Start(partial(self._start_later, context, one, options))
+            for one in checked_batch(prompts)
         ]
         answers = waiting.answers(self._scheduler, starts)
         errors = [one for one in answers if isinstance(one, Exception)]
@@ -425,7 +427,7 @@ class KVEngine(OfProcess):
             allowed = self._allowed(request)
         layout_seconds = time.perf_counter() - started
 
-        def start(begun: float) -> Slices[OpenAnswer]:
+        def fuse(begun: float) -> Slices[OpenAnswer]:
             fused, release = yield from self._fuser.fuse(
                 request, choice, laid_out, layout_seconds, keeps=eviction is None
             )
@@ -442,7 +444,7 @@ class KVEngine(OfProcess):
                 release,
             )
 
-        return start
+        return Start(fuse, self._fuser.due_seconds(request, choice, laid_out.layout))
 
     def _allowed(self, request: Request) -> Allowed | None:
         """Return which tokens may follow; to make it may take a second, too long for a step."""
@@ -461,7 +463,7 @@ class KVEngine(OfProcess):
             started = time.perf_counter()
             start = context.run(self._start_now, prompt, options)
             seconds = time.perf_counter() - started
-            return lambda begun: start(begun + seconds)
+            return replace(start, fuse=lambda begun: start.fuse(begun + seconds))
 
         return threads.start(read, threads.READING)
 
@@ -473,7 +475,7 @@ class KVEngine(OfProcess):
         start = context.run(self._start_now, prompt, options)
         seconds = time.perf_counter() - started
         yield False  # reading is one slice
-        return (yield from start(begun + seconds))
+        return (yield from start.fuse(begun + seconds))
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to the first token."""

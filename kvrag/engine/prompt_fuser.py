@@ -27,8 +27,11 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
+from kvrag.fusion.policies.base import PromptRows, planned_rows
+from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.fusion.reasons import counted
+from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
@@ -89,6 +92,17 @@ class PromptFuser:
     def stream_counts(self) -> Mapping[str, Any]:
         """See `KVEngine.stream_counts`."""
         return self._estimates.link.counts()
+
+    def due_seconds(self, request: Request, choice: Choice, layout: Layout) -> float:
+        """Return how soon an answer should begin: its target, or what computing its rows takes."""
+        if request.ttft is not None:
+            return request.ttft
+        num_tokens, num_layers = len(layout.token_ids), self._index.model.spec.num_layers
+        prompt = PromptRows(num_tokens, num_layers, layout.spans)
+        num_fresh = num_tokens - prompt.num_reused
+        # A controller has not chosen yet.
+        policy = choice.policy if isinstance(choice, Repair) else NonePolicy()
+        return self._estimates.computing.seconds(planned_rows(policy, prompt, num_fresh)) or 0.0
 
     def fuse(
         self,

@@ -1,7 +1,9 @@
 """Continuous batching: answers join and leave a running batch between two steps of decoding.
 
 A step computes one token of every running answer together. Prompts that join are fused beside it, a
-slice before each step, so that no running answer waits for a whole prompt.
+few slices before each step, so that no running answer waits for a whole prompt. The more prompts
+wait, the more slices: otherwise each answer has ended before the next one joins, and every step
+reads the weights for one token. While one prompt waits for its stored KV, another is computed.
 
 One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
 wait, a thread of the scheduler's own does, which ends with their last answer.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
@@ -28,9 +30,28 @@ from kvrag.fusion.slices import Slices
 from kvrag.process import working
 
 _REST_SECONDS = 0.05
+# How long prompts may hold up running answers for each token: nobody reads faster.
+_PACE_SECONDS = 0.25
+# Prompts that wait for their stored KV before no other one begins: buffers take memory.
+_MOST_SLOW = 2
 
-Start = Callable[[float], Slices[OpenAnswer]]
-"""Reads and fuses a prompt; takes the time, by `time.perf_counter`, at which it was submitted."""
+
+@dataclass(frozen=True)
+class Start:
+    """A prompt that can be fused.
+
+    Attributes
+    ----------
+    fuse
+        Fuses it; takes the time, by `time.perf_counter`, at which it was submitted.
+    due_seconds
+        How long after that its answer should begin: its target, or what it takes alone. The prompt
+        that is due first is fused first, so a short one does not wait for long ones before it, and
+        a long one not for ever.
+    """
+
+    fuse: Callable[[float], Slices[OpenAnswer]]
+    due_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -62,9 +83,19 @@ class Job:
         """Whether fusing may begin."""
         return not isinstance(self.start, Future) or self.start.done()
 
+    @property
+    def due(self) -> float:
+        """When the answer of a prompt that is read should begin."""
+        start = self.start
+        if isinstance(start, Future):
+            if start.cancelled() or start.exception() is not None:
+                return self.submitted  # told at once
+            start = start.result()
+        return self.submitted + start.due_seconds
+
 
 class Scheduler:
-    """Writes the answers of one engine, several at a time: first read, first served.
+    """Writes the answers of one engine, several at a time: first due, first served.
 
     Parameters
     ----------
@@ -75,7 +106,7 @@ class Scheduler:
     def __init__(self, max_batch: int = MAX_BATCH) -> None:
         self._max_batch = max_batch
         self._waiting: deque[Job] = deque()
-        self._joining: Job | None = None
+        self._joining: list[Job] = []
         self._running: list[Job] = []
         self._cancelled: deque[Job] = deque()
         # Only the thread that drives touches jobs that have begun.
@@ -88,7 +119,7 @@ class Scheduler:
     @property
     def num_open(self) -> int:
         """Number of answers that are waiting, joining or running."""
-        return len(self._waiting) + (self._joining is not None) + len(self._running)
+        return len(self._waiting) + len(self._joining) + len(self._running)
 
     def submit(self, job: Job, *, in_background: bool = False) -> None:
         """Queue a job.
@@ -169,14 +200,14 @@ class Scheduler:
                     return
 
     def _advance(self) -> None:
-        """Fuse a slice of the prompt that joins, then write one token of each running answer."""
+        """Fuse slices of the prompts that join, then write one token of each running answer."""
         with working():
             self._drop_cancelled()
             self._fuse()
             if self._running:
                 self._step()
                 return
-        if self._joining is None:
+        if not self._joining:
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._cancelled or any(job.is_read for job in self._waiting),
@@ -190,49 +221,71 @@ class Scheduler:
                 self._end(job)
 
     def _fuse(self) -> None:
-        """Fuse for about as long as a step takes; without a running answer, one slice.
+        """Fuse for some steps' time; without a running answer, one slice.
 
         If nobody reads pieces of the running answers, fuse all prompts first: the sooner they
         join, the more answers share each step.
         """
         begun = slice_begun = time.perf_counter()
-        while self._has_joining():
-            is_slow = self._fuse_slice()
+        while self._fuse_slice():
             now = time.perf_counter()
             # A further slice is likely to take as long as this one.
             expected = now + (now - slice_begun)
-            if is_slow or not self._running or self._cancelled:
+            if not self._running or self._cancelled:
                 return
             is_read = any(job.is_streamed for job in self._running)
-            if is_read and expected > begun + self._step_seconds:
+            if is_read and expected > begun + self._share():
                 return
             slice_begun = now
 
-    def _has_joining(self) -> bool:
-        if self._joining is None and len(self._running) < self._max_batch:
-            with self._changed:
-                self._joining = next((job for job in self._waiting if job.is_read), None)
-                if self._joining is not None:
-                    self._waiting.remove(self._joining)
-        return self._joining is not None
+    def _share(self) -> float:
+        """Return how long to fuse before a step: a step's time for each prompt that waits."""
+        with self._changed:
+            num_waiting = len(self._joining) + sum(job.is_read for job in self._waiting)
+        step = self._step_seconds
+        return max(step, min(num_waiting * step, _PACE_SECONDS))
 
     def _fuse_slice(self) -> bool:
-        """Return whether the slice waits for stored KV, which may take long."""
-        job = self._joining
-        assert job is not None
+        """Fuse a slice of a prompt; return whether there was one that did not wait for stored KV.
+
+        While no answer is running either, wait for what comes first.
+        """
+        slow: list[Job] = []
+        while (job := self._next_due(slow)) is not None:
+            if not self._slice_of(job, waits=False):
+                return True
+            slow.append(job)
+        if slow and not self._running:
+            self._slice_of(slow[0], waits=True)
+        return False
+
+    def _next_due(self, slow: Sequence[Job]) -> Job | None:
+        """Return the prompt to fuse next, besides slow ones; it joins if it has not."""
+        with self._changed:
+            ready = [job for job in self._joining if job not in slow]
+            has_room = len(self._joining) + len(self._running) < self._max_batch
+            if has_room and len(slow) < _MOST_SLOW:
+                ready += [job for job in self._waiting if job.is_read]
+            job = min(ready, key=lambda one: one.due, default=None)
+            if job is not None and job in self._waiting:
+                self._waiting.remove(job)
+                self._joining.append(job)
+        return job
+
+    def _slice_of(self, job: Job, *, waits: bool) -> bool:
+        """Fuse a slice; return whether the prompt waits for stored KV, which may take long."""
         try:
             if job.fusing is None:
                 start = job.start.result() if isinstance(job.start, Future) else job.start
-                job.fusing = start(job.submitted)
+                job.fusing = start.fuse(job.submitted)
                 return next(job.fusing)
-            return job.fusing.send(not self._running)
+            return job.fusing.send(waits)
         except StopIteration as done:
             job.answer = done.value
-            self._joining = None
+            self._joining.remove(job)
             self._running.append(job)
             self._take(job)
         except Exception as error:
-            self._joining = None
             self._end(job, error)
         except BaseException:
             # The thread that drives was interrupted; another one begins again.
@@ -315,10 +368,9 @@ class Scheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
             self._background.discard(job)
-        if job is self._joining:
-            self._joining = None
-        if job in self._running:
-            self._running.remove(job)
+        for jobs in (self._joining, self._running):
+            if job in jobs:
+                jobs.remove(job)
         try:
             if job.fusing is not None:
                 job.fusing.close()

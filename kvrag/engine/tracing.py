@@ -10,6 +10,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -78,7 +79,7 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
         except Exception as error:
             _fail(begin(), error)
             raise
-        return lambda begun: _traced(begin(), start(begun), content)
+        return replace(start, fuse=lambda begun: _traced(begin(), start.fuse(begun), content))
 
     @functools.wraps(search)
     def traced_search(self: Index, query: str, k: int = 4, **options: Any) -> list[SearchHit]:

@@ -262,7 +262,7 @@ def execute(
     try:
         # Loading starts before the model is free: another prompt may be using it.
         num_layers = max(model.layer_stop, plan.question_layers.stop)
-        yield from _begin(loader, plan, fused, tables[:num_layers])
+        yield from _begin(loader, plan, fused, tables[:num_layers], clock)
     finally:
         clock.lap("load")
     rows_by_layer = []
@@ -294,7 +294,7 @@ def execute(
     size = slice_rows(model.device)
     for layer_index, table in enumerate(tables[: model.layer_stop]):
         if layer_index >= asked.stop:
-            yield from until(partial(loader.has_layer, layer_index))
+            yield from until(partial(loader.has_layer, layer_index), clock)
             with torch.no_grad():
                 loader.load_layer(layer_index)
             clock.lap("load")
@@ -369,7 +369,11 @@ def _forward_slice(
 
 
 def _begin(
-    loader: SpanLoader, plan: FusePlan, fused: FusedKV, tables: Sequence[RotaryTable]
+    loader: SpanLoader,
+    plan: FusePlan,
+    fused: FusedKV,
+    tables: Sequence[RotaryTable],
+    clock: Clock,
 ) -> Slices[None]:
     """Open the plan's records, and begin to load them."""
     unneeded = dict.fromkeys(plan.inexact, plan.num_whole_layers)
@@ -379,7 +383,7 @@ def _begin(
         loader.stream(fused, tables)
 
     if loader.waits:
-        yield from in_background(bring)
+        yield from in_background(bring, clock)
     else:
         bring()
     loader.begin(fused, tables, unneeded)

@@ -124,7 +124,7 @@ def ask(
     for layer_index in range(attention.layers.stop):
         table = tables[layer_index]
         clock.lap("ask")
-        yield from until(partial(loader.has_layer, layer_index))
+        yield from until(partial(loader.has_layer, layer_index), clock)
         with torch.no_grad():
             loader.load_layer(layer_index)
         clock.lap("load")

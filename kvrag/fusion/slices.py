@@ -48,8 +48,8 @@ class Clock:
         self._last = time.perf_counter()
 
     def move(self, stage: str, other: str, seconds: float) -> None:
-        """Count seconds of a stage as another's."""
-        self.seconds[stage] -= seconds
+        """Count seconds as another stage's; nobody may have waited for them in this one."""
+        self.seconds[stage] = max(0.0, self.seconds[stage] - seconds)
         self.seconds[other] += seconds
 
 
@@ -90,20 +90,20 @@ def in_one_slice(work: Callable[[], T]) -> Slices[T]:
     return work()
 
 
-def in_background(work: Callable[[], None]) -> Slices[None]:
+def in_background(work: Callable[[], None], clock: Clock) -> Slices[None]:
     """Do work in another thread; raise what it raises. The work has ended when this ends."""
     future: Future[None] = threads.start(work)
     try:
-        while not future.done():
-            if (yield True):
-                break
+        yield from until(future.done, clock)
         future.result()
     finally:
         threads.end([future])
 
 
-def until(is_here: Callable[[], bool]) -> Slices[None]:
-    """Pause until something is here, or the caller wants to wait for it."""
+def until(is_here: Callable[[], bool], clock: Clock) -> Slices[None]:
+    """Pause until something is here, or the caller wants to wait for it: only that is counted."""
     while not is_here():
-        if (yield True):
+        must_wait = yield True
+        clock.resume()
+        if must_wait:
             return

@@ -7,21 +7,27 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
-from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.errors import ParameterError, PromptTooLongError, RecordError
 from kvrag.fusion import decoding
 from kvrag.fusion.decoding import RowDecoder
+from kvrag.fusion.loader import SpanLoader
+from kvrag.fusion.report import FusionReport
+from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models.compiled import CompiledLayers
@@ -117,6 +123,94 @@ def test_any_interleaving_of_streams_gives_the_same_texts(
     for number, (place, stream) in streams.items():
         assert texts[number] + "".join(one.text for one in stream) == alone[place]
     assert engine._scheduler.num_open == 0
+
+
+# How prompts that are fused beside each other may differ.
+REPAIRS: list[dict[str, Any]] = [
+    *({"policy": name} for name in ("none", "two_stage", "boundary", "gradual", "query")),
+    {"policy": "deviation", "ratio": 1.0},
+    {"policy": "none:temperature=0.7:scale=0.8"},
+    {"reuse": False},
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-sliding"])
+def family_engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KVEngine]:
+    model = KVModel(make_model(request.param), make_tokenizer())
+    folder = tmp_path_factory.mktemp("family") / "index"
+    with Index.create(folder, model=model, embedding="hashing") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        yield KVEngine(index, max_tokens=2, session_bytes=0, load_threads=1)
+
+
+def fused_of(answer: OpenAnswer) -> tuple[list[torch.Tensor], FusionReport]:
+    """Return an answer's first logits and its prompt's KV, and give the buffer back."""
+    assert answer.logits is not None
+    kv = answer._fused.kv
+    rows = [one[0, :, : kv.num_tokens].clone() for one in (*kv.keys, *kv.values)]
+    report = replace(answer._fused.report, seconds={}, hidden_load_seconds=0.0)
+    found = [answer.logits.clone(), *rows]
+    answer.close()
+    return found, report
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(data=st.data())
+def test_prompts_fused_beside_each_other_are_those_fused_alone(
+    family_engine: KVEngine, data: st.DataObject
+) -> None:
+    """Whatever slice comes next, logits, KV and counts are the same to the bit."""
+    engine = family_engine
+    numbers = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(REPAIRS) - 1))
+    asked = data.draw(st.lists(numbers, min_size=2, max_size=4))
+    starts = [engine._start_now(PROMPTS[n], REPAIRS[k]) for n, k in asked]
+    alone = [fused_of(whole(start.fuse(0.0))) for start in starts]
+    works = {number: start.fuse(0.0) for number, start in enumerate(starts)}
+    left = data.draw(st.integers(-1, len(starts) - 1))  # whose client leaves
+    together: dict[int, OpenAnswer] = {}
+    begun: set[int] = set()
+    while works:
+        number = data.draw(st.sampled_from(sorted(works)))
+        waits = data.draw(st.booleans())
+        try:
+            if number not in begun:
+                begun.add(number)
+                next(works[number])
+            elif number == left:
+                works.pop(number).close()
+            else:
+                works[number].send(waits)
+        except StopIteration as done:
+            together[number] = done.value
+            del works[number]
+    for number, answer in together.items():
+        found, expected = fused_of(answer), alone[number]
+        assert all(one.equal(other) for one, other in zip(found[0], expected[0], strict=True))
+        assert found[1] == expected[1]
+
+
+def test_damage_in_one_prompt_harms_no_other_that_is_fused_beside_it(
+    family_engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = family_engine
+    alone = [engine.generate(prompt, policy="none") for prompt in PROMPTS[:3]]
+    place = SpanLoader._place
+    cursed: list[Any] = []
+
+    def damaged(self: SpanLoader, spans: Any, layer_index: int, *given: Any) -> None:
+        if layer_index == 1 and not cursed:
+            cursed.append(self)
+            raise RecordError("a layer of one record is damaged")
+        place(self, spans, layer_index, *given)
+
+    monkeypatch.setattr(SpanLoader, "_place", damaged)
+    together = engine.generate_batch(PROMPTS[:3], policy="none")
+    misses = [bool(one.report.misses) for one in together]
+    assert misses.count(True) == 1
+    for was_lost, one, other in zip(misses, together, alone, strict=True):
+        assert was_lost or one.text == other.text
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "falcon-alibi"])

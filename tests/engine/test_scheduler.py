@@ -1,0 +1,195 @@
+"""The scheduler alone: which prompt is fused next, for how long, and what a failure costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvrag.engine import scheduler as scheduling
+from kvrag.engine.scheduler import Job, Scheduler, Start
+from kvrag.fusion.slices import Slices
+
+SLICE, STEP = 0.01, 0.02
+
+
+class Clock:
+    """Time goes on only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Written:
+    """An answer of some tokens, as the scheduler sees it."""
+
+    logits, coming, decoder, token = None, None, None, 0
+    is_done = False
+
+    def __init__(self, num_tokens: int) -> None:
+        self.left = num_tokens
+
+    def end_if_late(self) -> None:
+        return None
+
+    def take(self) -> list[Any]:
+        self.logits, self.left = None, self.left - 1
+        self.is_done = self.left <= 0
+        return []
+
+    def close(self, error: Exception | None = None) -> None:
+        pass
+
+
+class Script:
+    """Prompts of some slices, and what happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_batch: int = 8) -> None:
+        self.clock = Clock()
+        self.happened: list[str] = []
+        self.errors: dict[str, Exception] = {}
+        self.scheduler = Scheduler(max_batch)
+        monkeypatch.setattr(scheduling, "time", self.clock)
+        monkeypatch.setattr(scheduling, "step_all", self.step)
+
+    def step(self, steps: Sequence[Any]) -> list[Any]:
+        self.clock.now += STEP
+        self.happened.append("|")
+        return [object() for _ in steps]
+
+    def submit(
+        self,
+        name: str,
+        num_slices: int,
+        *,
+        num_tokens: int = 1,
+        due: float | None = None,
+        is_here: Callable[[], bool] = lambda: True,
+        error: Exception | None = None,
+    ) -> Job:
+        def fuse(_: float) -> Slices[Any]:
+            try:
+                for _ in range(num_slices):
+                    while not is_here():
+                        if (yield True):
+                            self.happened.append(f"({name})")
+                            break
+                    self.clock.now += SLICE
+                    self.happened.append(name)
+                    if error is not None:
+                        raise error
+                    yield False
+                return Written(num_tokens)
+            finally:
+                self.happened.append(f"{name}.")
+
+        def tell(event: Any) -> None:
+            self.errors[name] = event
+
+        job = Job(Start(fuse, num_slices * SLICE if due is None else due), tell)
+        self.scheduler.submit(job)
+        return job
+
+    def run(self) -> str:
+        self.scheduler.wait_until(lambda: self.scheduler.num_open == 0)
+        return "".join(self.happened)
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch)
+    long = [script.submit(name, 20) for name in "abcdefgh"[:4]]
+    script.scheduler.wait_until(lambda: False, once=True)
+    short = script.submit("s", 2)
+    told = script.run()
+    assert told.startswith("ass")
+    assert all(job.is_ended for job in (*long, short))
+
+
+def test_a_long_prompt_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts that come after it is due are fused after it."""
+    script = Script(monkeypatch)
+    long = script.submit("l", 10)
+    for number in range(60):
+        script.submit(str(number % 10), 2)
+        script.scheduler.wait_until(lambda: False, once=True)
+    assert long.is_ended
+
+
+def test_targets_order_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch)
+    for name, due in (("a", 9.0), ("b", 1.0), ("c", 3.0)):
+        script.submit(name, 2, due=due)
+    assert script.run().replace("|", "") == "bbb.ccc.aaa."
+
+
+def test_one_prompt_is_computed_while_another_waits_for_stored_kv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = Script(monkeypatch)
+    here: set[str] = set()
+    script.submit("a", 2, due=0.0, is_here=lambda: "a" in here)
+    script.submit("b", 2, due=1.0)
+    script.scheduler.wait_until(lambda: "b." in script.happened)
+    assert "a" not in script.happened
+    here.add("a")
+    assert script.run().endswith("aaa.")
+
+
+def test_few_prompts_wait_for_stored_kv_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all wait, the first one is waited for, and no further one takes a buffer."""
+    script = Script(monkeypatch)
+    for name, due in (("a", 0.0), ("b", 1.0), ("c", 2.0)):
+        script.submit(name, 1, due=due, is_here=lambda: False)
+    script.scheduler.wait_until(lambda: False, once=True)
+    assert (script.happened, len(script.scheduler._joining)) == (["(a)", "a"], 2)
+    told = script.run()
+    assert told.index("(a)a") < told.index("(b)b") < told.index("(c)c")
+
+
+def test_the_more_prompts_wait_the_longer_they_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a step's time before each step, up to a limit."""
+    most = []
+    for num_waiting in (1, 3, 7):
+        script = Script(monkeypatch)
+        script.submit("r", 1, num_tokens=1000)
+        script.scheduler.wait_until(lambda: False, once=True)
+        script.scheduler.wait_until(lambda: False, once=True)
+        script.happened.clear()
+        for _ in range(num_waiting):
+            script.submit("w", 1000)
+        for _ in range(12):
+            script.scheduler.wait_until(lambda: False, once=True)
+        most.append(max(map(len, "".join(script.happened).split("|"))))
+    assert most == [2, 6, 14]
+    monkeypatch.setattr(scheduling, "_PACE_SECONDS", 5 * SLICE)
+    script.happened.clear()
+    for _ in range(3):
+        script.scheduler.wait_until(lambda: False, once=True)
+    assert max(map(len, "".join(script.happened).split("|"))) == 5
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), ValueError("damaged")])
+def test_a_failure_is_told_to_its_own_prompt_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(monkeypatch)
+    jobs = [script.submit(name, 3, due=1.0) for name in "ab"]
+    bad = script.submit("x", 3, due=0.0, error=error)
+    assert script.run().startswith("xx.aaaa.bbbb.")
+    assert script.errors == {"x": error}
+    assert all(job.is_ended for job in (*jobs, bad))
+
+
+def test_a_cancelled_prompt_leaves_while_others_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch)
+    script.submit("a", 3)
+    gone = script.submit("g", 5, due=0.0)
+    script.scheduler.wait_until(lambda: False, once=True)
+    script.scheduler.cancel(gone)
+    assert script.happened == ["g", "g."]
+    assert script.run() == "gg.aaaa."
+    assert script.errors == {}
