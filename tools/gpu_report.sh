@@ -80,7 +80,16 @@ stage rates 50 "$python" "$out/rates.py" "$device"
 # Kernels over rows: how far they are from PyTorch, and what a layer takes.
 [ "$device" = cpu ] && export TRITON_INTERPRET=1
 stage kernels 50 "$python" tools/gpu_kernels.py "$device"
+# Chunks from host memory, from page-locked memory, from the card's.
+tiers() {
+	local name=$1 limit=$2
+	shift 2
+	for memory in none pinned card; do
+		bench "$name-$memory" "$limit" ttft --memory "$memory" --policies none,two_stage "$@"
+	done
+}
 if [ -n "$small" ]; then
+	tiers tiers-small 100 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1
 	bench ttft-small 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
 	bench decode-small 120 decode --random-shape test
 	exit 0
@@ -88,6 +97,7 @@ fi
 tests="tests/native/test_gpu.py tests/codec/test_on_gpu.py tests/engine/test_gpu.py"
 stage tests 60 "$python" -m pytest -q -x -p no:cacheprovider $tests
 bench ttft-8b-5k 90 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 3 --policies none,boundary,two_stage
+tiers tiers-8b-5k 45 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2
 bench ttft-qwen 45 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 3 --policies none,two_stage
 KVRAG_GPU_KERNELS=off bench ttft-qwen-modules 30 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies two_stage
 bench ttft-smollm2 45 ttft --random-shape smollm2-135m --chunk-tokens 340 --repeats 3 --policies none,two_stage

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kvrag.fusion import placement as placing
+from kvrag.fusion import staging
 from kvrag.fusion.placement import Placement
 from kvrag.loading import threads
 from kvrag.loading.pinned import buffers, copy_stream
@@ -368,21 +369,25 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    """Return memory that is said to be page-locked."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 def _is_ready(name: str, *_: object, **__: object) -> bool:
     """Return whether a kernel is pretended."""
     return name == "place" and os.environ.get(tiled.VARIABLE, "").lower() not in ("off", "0")
 
 
-def _place(
-    placement: Placement, staged: CardTensor, num_skipped: int, layers: range, table: RotaryTable
-) -> None:
+def _place(placement: Placement, number: int, layers: range, table: RotaryTable) -> None:
     """Count one launch, and do with PyTorch what it does."""
-    counts = staged.counts
+    counts = table.cos.counts  # type: ignore[attr-defined]
     counts.note(counts.launches, "place")
     with counts.computing(), patch.object(tiled, "is_ready", lambda *_, **__: False):
         keys, values = _held((placement.keys, placement.values))
-        held = Placement(placement.parts, keys, values, (), lambda numbers: numbers)
-        held.place(staged.held, num_skipped, layers, RotaryTable(*_held((table.cos, table.sin))))
+        parts = [replace(one, memory=_held(one.memory)) for one in placement.groups[number]]
+        held = Placement([parts], keys, values, (), lambda numbers: numbers)
+        held.place(0, layers, RotaryTable(*_held((table.cos, table.sin))))
 
 
 @contextmanager
@@ -391,12 +396,12 @@ def pretended_card() -> Iterator[Counts]:
     counts = Counts()
     start = threads.start
 
-    def started(work: Callable[[], None]) -> Any:
+    def started(work: Callable[[], None], kind: str = threads.LOADING) -> Any:
         def run() -> None:
             with _Making(counts), _Operations(counts):
                 work()
 
-        return start(run)
+        return start(run, kind)
 
     def stream(*_: object, **__: object) -> _Stream:
         return _Stream(counts)
@@ -422,6 +427,8 @@ def pretended_card() -> Iterator[Counts]:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))
+        stack.enter_context(patch.object(staging, "free_bytes", lambda _: (1 << 40, 1 << 40)))
+        stack.enter_context(patch.object(staging, "registered", _host_memory))
         for name in ("are_ready", "is_right"):
             stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))

@@ -21,7 +21,7 @@ from kvrag.fusion.slices import Clock
 from kvrag.models.kv_model import KVModel
 from kvrag_bench import shapes
 from kvrag_bench.card import Counts, pretended_card, to_card
-from kvrag_bench.setting import temporary_index
+from kvrag_bench.setting import room_in, temporary_index
 
 _NARROW = {"intermediate_size": 128, "vocab_size": 5000, "num_key_value_heads": 2}
 _HEAD_DIM = 16
@@ -85,6 +85,7 @@ def count_launches(
     chunk_tokens: int = 500,
     question_tokens: int = 30,
     repeats: int = 4,
+    memory: str = "none",
 ) -> LaunchesRow:
     """Return what fusing a prompt starts.
 
@@ -98,12 +99,15 @@ def count_launches(
         The prompt.
     repeats
         Runs. The counts are the last one's, and the least time of the host counts.
+    memory
+        Where earlier runs leave the chunks' KV: one of `kvrag_bench.setting.MEMORIES`.
 
     Raises
     ------
     ParameterError
-        For an unknown shape or policy.
+        For an unknown shape, policy or memory.
     """
+    kept = room_in(memory)
     torch.set_num_threads(1)
     model = narrow_model(shape)
     texts = [shapes.random_text(model, chunk_tokens, seed=i) for i in range(num_chunks)]
@@ -115,7 +119,7 @@ def count_launches(
         KVEngine(index, session_bytes=0).fuse(prompt, policy="none")  # makes first places
         with pretended_card() as counts, _by_stage(counts):
             to_card(model.hf, counts)
-            engine = KVEngine(index, session_bytes=0)
+            engine = KVEngine(index, session_bytes=0, **kept)
             runs = [_run(engine, prompt, options, counts) for _ in range(repeats)]
     fused, host_seconds = min(runs, key=lambda one: one[1])
     num_layers = model.spec.num_layers

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
+from kvrag.arguments import shown
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+
+MEMORIES = ("none", "pinned", "card")
+"""Where a prompt on a card may find chunks besides the store."""
 
 
 @contextmanager
@@ -66,3 +70,16 @@ def require_one_thread(benchmark: str) -> None:
 def chosen_clock(processor_time: bool) -> Callable[[], float]:
     """Return the clock of the process's processor time, or that of the wall."""
     return time.process_time if processor_time else time.perf_counter
+
+
+def room_in(memory: str) -> dict[str, int]:
+    """Return the options of an engine that keeps chunks in one kind of memory, or in none.
+
+    Raises
+    ------
+    ParameterError
+        If `memory` is none of `MEMORIES`.
+    """
+    if memory not in MEMORIES:
+        raise ParameterError(f"memory {shown(memory)}: expected one of {', '.join(MEMORIES)}")
+    return {f"{one}_bytes": (memory == one) << 40 for one in MEMORIES[1:]}

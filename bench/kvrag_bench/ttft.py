@@ -24,7 +24,7 @@ from kvrag.ingest.contexts import parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.memory import peak_bytes
-from kvrag_bench.setting import require_room, temporary_index
+from kvrag_bench.setting import require_room, room_in, temporary_index
 from kvrag_bench.shapes import chosen_model, random_text
 from kvrag_bench.work import operations_needed, operations_spent
 
@@ -62,6 +62,8 @@ class TTFTOptions:
         Where the model runs, such as ``"cuda"``; None means the CPU.
     never_slower
         Measure prices first, and let the engine compute prompts as a whole by them.
+    memory
+        Where earlier runs leave the chunks' KV on a card: one of `kvrag_bench.setting.MEMORIES`.
     """
 
     model: str | None = None
@@ -76,6 +78,7 @@ class TTFTOptions:
     compute: str | None = None
     device: str | None = None
     never_slower: bool = False
+    memory: str = "none"
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.question_tokens, self.repeats, *self.chunk_tokens)
@@ -84,6 +87,7 @@ class TTFTOptions:
                 "bench ttft: chunks, tokens and repeats must be 1 or more, and at least one chunk "
                 "length, one policy and one context must be given"
             )
+        room_in(self.memory)
         for policy in self.policies:
             make_choice(policy)
         for context in self.contexts:
@@ -189,7 +193,13 @@ def _rows(
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
         engines = [
-            KVEngine(index, session_bytes=0, never_slower=options.never_slower) for index in indexes
+            KVEngine(
+                index,
+                session_bytes=0,
+                never_slower=options.never_slower,
+                **room_in(options.memory),
+            )
+            for index in indexes
         ]
         asked = [_Asked(e, prompt, p, options) for p in options.policies for e in engines]
         rounds = []

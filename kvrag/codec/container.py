@@ -184,6 +184,8 @@ class RecordReader:
 
     Attributes
     ----------
+    key
+        As given.
     header
         The header's contents.
     bytes_read
@@ -199,7 +201,7 @@ class RecordReader:
 
     def __init__(self, source: ByteSource, key: ChunkKey) -> None:
         self._source = source
-        self._key = key
+        self.key = key
         self._fetched: list[tuple[int, bytearray]] = []
         self.bytes_read = 0
         self.header = self._read_header()
@@ -413,8 +415,8 @@ class RecordReader:
             self.refuse("checksum of the header", f"{expected:016x}", f"{found:016x}")
 
         # From here on the header is as written, but not necessarily by kvrag.
-        if digest.hex() != self._key.digest:
-            self.refuse("chunk key", self._key.digest, digest.hex())
+        if digest.hex() != self.key.digest:
+            self.refuse("chunk key", self.key.digest, digest.hex())
         name = codec.rstrip(b"\0")
         if not name or not name.isascii() or not name.decode("ascii").isprintable():
             self.refuse("codec name", "printable ASCII", repr(name))
@@ -472,5 +474,5 @@ class RecordReader:
     def refuse(self, what: str, expected: str, found: str, remedy: str = _REMEDY) -> NoReturn:
         """Raise a RecordError about this record."""
         raise RecordError(
-            f"record {self._key}: {what}: expected {expected}, found {found}; {remedy}"
+            f"record {self.key}: {what}: expected {expected}, found {found}; {remedy}"
         )

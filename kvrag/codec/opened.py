@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 
 import torch
 
@@ -23,6 +24,11 @@ class OpenedRecord(ABC):
     def num_tokens(self) -> int:
         """T."""
         return self._reader.header.num_tokens
+
+    @property
+    def identity(self) -> Hashable:
+        """What the record is, content included: its key, and checksums of all that it holds."""
+        return self._reader.key, self._reader.header
 
     @property
     def size_bytes(self) -> int:

@@ -88,14 +88,10 @@ class RawChunk(OpenedRecord):
         return keys, values
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of the elements."""
-        return self._reader.header.spec.dtype
-
-    @property
-    def padded_layer_bytes(self) -> int:
-        """Bytes of a layer: keys ``[H, T, D]``, values ``[H, T, D]``, and padding."""
-        return self._reader.header.blocks[0].padded_bytes
+    def stored_layer(self) -> tuple[torch.dtype, int]:
+        """The type of the elements, and bytes of a layer: keys, values ``[H, T, D]``, padding."""
+        header = self._reader.header
+        return header.spec.dtype, header.blocks[0].padded_bytes
 
     def read_layers(self, layers: range, buffer: memoryview) -> None:
         """Read layers that follow each other, in one read. Raises as `read_layer` does.
@@ -105,7 +101,7 @@ class RawChunk(OpenedRecord):
         layers
             The layers, at least one.
         buffer
-            `padded_layer_bytes` for each of them.
+            The bytes of `stored_layer` for each of them.
         """
         check_layer_index(layers[-1], len(self._reader.header.blocks))
         self._reader.read_blocks(layers, buffer)

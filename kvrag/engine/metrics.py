@@ -23,7 +23,8 @@ class IndexCollector:
     In addition to the metrics of `StoreCollector`: ``kvrag_prompts_total``,
     ``kvrag_full_prefills_total``, ``kvrag_tokens_total`` (label ``kind``),
     ``kvrag_chunks_total`` (``outcome``: loaded, computed by decision, or made),
-    ``kvrag_misses_total`` (``reason``), ``kvrag_seconds_total`` (``stage``),
+    ``kvrag_misses_total`` (``reason``), ``kvrag_hot_chunks_total`` and ``kvrag_hot_bytes_total``
+    (``memory``: the card's, or page-locked), ``kvrag_seconds_total`` (``stage``),
     ``kvrag_stream_chunks_total`` (``level``) and ``kvrag_stream_deadlines_total`` (``outcome``).
 
     Parameters

@@ -246,6 +246,22 @@ class EngineOptions:
         least=0,
         is_bytes=True,
     )
+    card_bytes: int | None = option(
+        None,
+        "Room on a graphics card for the KV of chunks, which later prompts take from there; the "
+        "least recently used leaves first. By default a fourth of what is free at the first "
+        "prompt; 0 keeps none. Without a card it does nothing.",
+        least=0,
+        is_bytes=True,
+    )
+    pinned_bytes: int | None = option(
+        None,
+        "Page-locked memory of the host, which a card reads by itself, for KV that the card has no "
+        "room for. By default an eighth of the memory; 0 keeps none. Without a card it does "
+        "nothing.",
+        least=0,
+        is_bytes=True,
+    )
     store_patience: float | None = option(
         None,
         "Seconds that a prompt gives each stored chunk before it computes what is not loaded, and "

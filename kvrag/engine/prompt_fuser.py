@@ -33,6 +33,7 @@ from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Clock, Slices
+from kvrag.fusion.staging import HotTiers
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
@@ -76,6 +77,7 @@ class PromptFuser:
         self._estimates = StreamEstimates()
         self._waited = Pace()
         self.buffers = BufferPool()
+        self._hot = HotTiers(options.card_bytes, options.pinned_bytes)
         room = options.session_store_bytes
         self.stored = StoredSessions(index, room, self.buffers.give_back)
         self.sessions = Sessions(options.session_bytes, self.stored.write)
@@ -329,11 +331,12 @@ class PromptFuser:
         streaming = None
         if request.ttft is not None:
             streaming = self._streaming(request.ttft, layout_seconds)
+        hot = self._hot.of_prompt(index.model.device, index.store)
         if is_placed:  # by markup, or for another engine, which may compute faster or slower
-            return Loading(num_threads, None, streaming)
+            return Loading(num_threads, None, streaming, hot=hot)
         rows = self._row_prices()
         pricing = None if rows is None else Pricing(rows, self._waited)
-        return Loading(num_threads, index.tier_of, streaming, pricing)
+        return Loading(num_threads, index.tier_of, streaming, pricing, hot)
 
     def _row_prices(self) -> RowPrices | None:
         """Return what computing costs, if it was measured: the first estimate for deadlines too."""

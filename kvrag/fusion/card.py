@@ -8,21 +8,19 @@ may be written again. The host waits for the card only where a reader is two buf
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.codec.header import padded_size
-from kvrag.codec.raw import RawChunk
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.placement import Part, Placement
-from kvrag.kvcache import FusedKV, KVSpec
+from kvrag.fusion.staging import Hot, HotRecords, Source
+from kvrag.kvcache import FusedKV
 from kvrag.loading.pinned import buffers, copy_stream, start_copy
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.rotary import RotaryTable
@@ -32,7 +30,6 @@ GROUP_LAYERS = 8
 AHEAD = 2
 """How many groups may be read before the prompt needs them."""
 _SLOT_BYTES = 256 << 20
-_READ_BYTES = 32 << 20
 
 Bring = Callable[[RecordId, int], None]
 """Reads a layer of a record, decodes it, and places it in the prompt's rows."""
@@ -40,17 +37,18 @@ Bring = Callable[[RecordId, int], None]
 
 @dataclass(frozen=True)
 class _Lane:
-    """A record, and its layers' places in a slot: `stride` elements each, from `offset` on."""
+    """A record, and its layers' places: in memory that stays, or in a slot from `offset` on."""
 
     record_id: RecordId
-    record: EncodedChunk
+    source: Source
+    hot: Hot | None
     offset: int
-    stride: int
     first_layer: int
 
     @property
-    def decodes_on_gpu(self) -> bool:
-        return bool(getattr(self.record, "decodes_on_gpu", False))
+    def is_staged(self) -> bool:
+        """Whether the layers pass through slots."""
+        return self.hot is None and not self.source.decodes_on_gpu
 
 
 class CardReading:
@@ -74,6 +72,8 @@ class CardReading:
         For records whose codec decodes on the card.
     seconds
         For each record, gets the seconds that reading took.
+    hot
+        What stays on the card for later prompts; None: nothing.
     """
 
     def __init__(
@@ -86,21 +86,24 @@ class CardReading:
         num_threads: int,
         bring: Bring,
         seconds: dict[RecordId, float],
+        hot: HotRecords | None = None,
     ) -> None:
         self._spans, self._firsts = spans, first_layers
         self._fused, self._tables = fused, tables
         self._bring, self._seconds = bring, seconds
         self._device = fused.storage.device
-        self._lanes, size = _lanes(records, spans, first_layers, fused.spec)
+        self._lanes, size = self._lanes_of(records, hot)
         edges = {0, len(tables), *first_layers.values()}
         most = min(GROUP_LAYERS, _SLOT_BYTES // max(1, size * fused.spec.dtype.itemsize))
+        if all(lane.hot is not None and lane.hot.is_whole for lane in self._lanes):
+            most = len(tables)  # nothing to wait for
         edges |= set(range(0, len(tables), max(1, most)))
         starts = sorted(edge for edge in edges if edge <= len(tables))
         self._groups = [range(*ends) for ends in pairwise(starts)]
         self._starts = starts[:-1]
-        self._copying = copy_stream(self._device)
         # The stream that computes the prompt: it places, and owns the slots' memory.
         self._computing = torch.cuda.current_stream(self._device)
+        self._copying = copy_stream(self._device)
         longest = max(map(len, self._groups), default=0)
         num_slots = min(AHEAD + 1, len(self._groups))
         self._slots = torch.empty(
@@ -109,10 +112,9 @@ class CardReading:
         # Kernels that were started before may still use the memory of slots and buffer.
         before = self._computing.record_event()
         self._before, self._may_write = before, [before] * num_slots
-        self._copied: dict[int, torch.cuda.Event] = {}
-        self._placements: dict[tuple[int, frozenset[ReusedSpan]], Placement] = {}
+        self._copied: list[list[torch.cuda.Event]] = [[] for _ in self._groups]
+        self._placement: Placement | None = None
         self._is_lost = False
-        self._lock = threading.Lock()
         self._waited_seconds = 0.0
         self.hidden_seconds = 0.0
         self._prefetch = LayerPrefetch(
@@ -147,8 +149,23 @@ class CardReading:
         self._prefetch.close()
         self.hidden_seconds = max(0.0, self._prefetch.busy_seconds - self._waited_seconds)
         # The next thread that gets the slots' memory on this stream writes after the last copy.
-        for event in self._copied.values():
+        for event in chain.from_iterable(self._copied):
             self._computing.wait_event(event)
+
+    def _lanes_of(
+        self, records: Mapping[RecordId, EncodedChunk], hot: HotRecords | None
+    ) -> tuple[list[_Lane], int]:
+        """Return the records' lanes, and the elements of one layer of all of them in a slot."""
+        lanes, end = [], 0
+        num_rotated = max((table.cos.shape[-1] for table in self._tables), default=0)
+        for record_id, record in records.items():
+            source, place = Source(record, self._fused.spec, num_rotated), None
+            if hot is not None:
+                source, place = hot.take(source)
+            first = min(self._firsts.get(span, 0) for span in self._spans[record_id])
+            lanes.append(_Lane(record_id, source, place, end, first))
+            end += source.stride * lanes[-1].is_staged
+        return lanes, end
 
     def _group_of(self, layer_index: int) -> int:
         return bisect_right(self._starts, layer_index) - 1
@@ -156,35 +173,26 @@ class CardReading:
     def _read(self, number: int, group_number: int) -> None:
         """Read a group of layers of one record, and have it copied to the group's slot."""
         lane, group = self._lanes[number], self._groups[group_number]
-        if lane.first_layer >= group.stop:
+        # Memory that stays gets all layers, those that this prompt does not need, too.
+        if lane.first_layer >= group.stop and lane.hot is None:
             return
         started = time.perf_counter()
-        if lane.decodes_on_gpu:
+        if lane.hot is not None:
+            self._copied[group_number] += lane.hot.bring(group, self._is_wanted)
+        elif lane.source.decodes_on_gpu:
             self._decode(lane, group)
         else:
-            slot = self._slots[group_number % len(self._slots)]
-            at_once = max(1, _READ_BYTES // (lane.stride * slot.dtype.itemsize))
-            for first in range(0, len(group), at_once):
-                some = group[first : first + at_once]
-                begin = lane.offset * len(group) + first * lane.stride
-                into = slot[begin : begin + len(some) * lane.stride]
-                self._copy(lane, some, into, group_number)
+            number = group_number % len(self._slots)
+            begin = lane.offset * len(group)
+            into = self._slots[number][begin : begin + lane.source.stride * len(group)]
+            after = self._may_write[number]
+            copied = lane.source.copy(group, into, after, self._is_wanted)
+            self._copied[group_number] += copied
         # Only one thread at a time works on a record.
         self._seconds[lane.record_id] += time.perf_counter() - started
 
-    def _copy(self, lane: _Lane, layers: range, into: torch.Tensor, group_number: int) -> None:
-        pinned = buffers().take(into.numel() * into.dtype.itemsize)
-        copied = None
-        try:
-            memory = pinned.memory[: into.numel() * into.dtype.itemsize]
-            _read_layers(lane, layers, memory, into.dtype, self._fused.spec)
-            with self._lock, torch.cuda.stream(self._copying):
-                if not self._is_lost:
-                    self._copying.wait_event(self._may_write[group_number % len(self._slots)])
-                    start_copy(into, memory.view(into.dtype))
-                    copied = self._copied[group_number] = self._copying.record_event()
-        finally:
-            buffers().give_back(pinned, copied)
+    def _is_wanted(self) -> bool:
+        return not self._is_lost
 
     def _decode(self, lane: _Lane, group: range) -> None:
         # Tables of the codec are made on first use, and other streams use them: so wait.
@@ -195,43 +203,35 @@ class CardReading:
             self._copying.synchronize()
 
     def _place(self, number: int) -> None:
-        """Place what was copied to a group's slot, in the stream that computes the prompt."""
-        group, slot_number = self._groups[number], number % len(self._slots)
-        if number not in self._copied:
-            return
-        self._computing.wait_event(self._copied[number])
-        placement = self._placement(group)
-        slot = self._slots[slot_number]
-        for table, layers in _runs(group, self._tables):
-            placement.place(slot, layers.start - group.start, layers, table)
-        self._may_write[slot_number] = self._computing.record_event()
-
-    def _placement(self, group: range) -> Placement:
-        """Return where the rows go that a group's layers need."""
-        lanes = [one for one in self._lanes if not one.decodes_on_gpu]
-        needed = [
-            (lane, span)
-            for lane in lanes
-            for span in self._spans[lane.record_id]
-            if self._firsts.get(span, 0) <= group.start
-        ]
-        key = len(group), frozenset(span for _, span in needed)
-        if key not in self._placements:
-            parts = [
-                Part(
-                    lane.offset * len(group),
-                    lane.stride,
-                    lane.record.num_tokens,
-                    span.chunk_start,
-                    span.prompt_start,
-                    span.length,
-                )
-                for lane, span in needed
-            ]
+        """Place a group, in the stream that computes the prompt."""
+        if self._placement is None:
             keys, values = self._fused.layers
             widths = {table.cos.shape[-1] for table in self._tables}
-            self._placements[key] = Placement(parts, keys, values, widths, self._upload)
-        return self._placements[key]
+            parts = [list(self._parts(one)) for one in range(len(self._groups))]
+            if not any(parts):
+                return
+            self._placement = Placement(parts, keys, values, widths, self._upload)
+        for event in self._copied[number]:
+            self._computing.wait_event(event)
+        for table, layers in _runs(self._groups[number], self._tables):
+            self._placement.place(number, layers, table)
+        self._may_write[number % len(self._slots)] = self._computing.record_event()
+
+    def _parts(self, number: int) -> Iterator[Part]:
+        """Yield where the rows go that a group's layers need."""
+        group, slot = self._groups[number], self._slots[number % len(self._slots)]
+        for lane in self._lanes:
+            if lane.hot is not None:
+                there = lane.hot.memory, 0, lane.source.stride, 0
+            elif lane.is_staged:
+                there = slot, lane.offset * len(group), lane.source.stride, group.start
+            else:
+                continue
+            num_tokens = lane.source.record.num_tokens
+            for span in self._spans[lane.record_id]:
+                if self._firsts.get(span, 0) <= group.start:
+                    rows = span.chunk_start, span.prompt_start, span.length
+                    yield Part(*there, num_tokens, *rows)
 
     def _upload(self, numbers: torch.Tensor) -> torch.Tensor:
         size = numbers.numel() * numbers.itemsize
@@ -242,48 +242,6 @@ class CardReading:
         start_copy(uploaded, memory)
         buffers().give_back(pinned, self._computing.record_event())
         return uploaded
-
-
-def _lanes(
-    records: Mapping[RecordId, EncodedChunk],
-    spans: Mapping[RecordId, Sequence[ReusedSpan]],
-    first_layers: Mapping[ReusedSpan, int],
-    spec: KVSpec,
-) -> tuple[list[_Lane], int]:
-    """Return the records' lanes, and the elements of one layer of all of them in a slot."""
-    lanes, end = [], 0
-    # Vectors of D elements begin at multiples of D, layers at 64 bytes, too.
-    unit = spec.head_dim * spec.dtype.itemsize
-    for record_id, record in records.items():
-        num_bytes = padded_size(spec.layer_bytes_per_token * record.num_tokens)
-        while num_bytes % unit:
-            num_bytes += padded_size(1)
-        first = min(first_layers.get(span, 0) for span in spans[record_id])
-        lane = _Lane(record_id, record, end, num_bytes // spec.dtype.itemsize, first)
-        lanes.append(lane)
-        if not lane.decodes_on_gpu:
-            end += lane.stride
-    return lanes, end
-
-
-def _read_layers(
-    lane: _Lane, layers: range, memory: torch.Tensor, dtype: torch.dtype, spec: KVSpec
-) -> None:
-    """Fill bytes with layers of a record, as a slot has them."""
-    record, stride = lane.record, lane.stride * dtype.itemsize
-    if (
-        isinstance(record, RawChunk)
-        and record.dtype == dtype
-        and record.padded_layer_bytes == stride
-    ):
-        record.read_layers(layers, memory.numpy().data)
-        return
-    size = spec.layer_bytes_per_token * record.num_tokens
-    shape = (2, spec.num_kv_heads, record.num_tokens, spec.head_dim)
-    for number, layer_index in enumerate(layers):
-        both = memory[number * stride : number * stride + size].view(dtype).view(shape)
-        for into, one in zip(both, record.read_layer(layer_index), strict=True):
-            into.copy_(one)
 
 
 def _runs(group: range, tables: Sequence[RotaryTable]) -> Iterator[tuple[RotaryTable, range]]:

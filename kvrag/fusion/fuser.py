@@ -196,9 +196,14 @@ def fuse_in_slices(
     finally:
         # The buffer's next user must not have anything written into it.
         loader.end()
+        if loading.hot is not None:
+            loading.hot.close()
     # Making a record is computing, and opening had to wait for it.
     clock.move("load", "compute", sum(loader.made_seconds.values()))
     report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
+    if loading.hot is not None:
+        chunks, num_bytes = loading.hot.num_found, loading.hot.bytes_found
+        report = replace(report, hot_chunks=dict(chunks), hot_bytes=dict(num_bytes))
     if loading.streaming is not None:
         assert loader.stream_report is not None
         stream = loading.streaming.closing(loader.stream_report, computing_seconds(clock.seconds))
@@ -223,7 +228,9 @@ def _loader_of(
     target = None
     if loading.streaming is not None:
         target = Target(loading.streaming, plan.num_planned_rows)
-    return SpanLoader(open_kv, linked.write_kv, loading.num_threads, model.ranks, target)
+    return SpanLoader(
+        open_kv, linked.write_kv, loading.num_threads, model.ranks, target, loading.hot
+    )
 
 
 def _with_outcomes(

@@ -20,6 +20,7 @@ from kvrag.fusion.loss import (
     reason_of,
 )
 from kvrag.fusion.made import MadeChunk, NotMadeError
+from kvrag.fusion.staging import HotRecords
 from kvrag.fusion.streamed import Target, stream_records
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
@@ -89,6 +90,8 @@ class SpanLoader:
         `LostError`, or they would compute different rows. They agree once a layer.
     target
         The time to first token, if the records are to be there before anything is computed.
+    hot
+        What stays on a graphics card for later prompts; the caller closes it.
 
     Attributes
     ----------
@@ -109,12 +112,14 @@ class SpanLoader:
         num_threads: int = 0,
         ranks: Ranks = ALONE,
         target: Target | None = None,
+        hot: HotRecords | None = None,
     ) -> None:
         self._open_kv = open_kv
         self._write_more = write_more
         self._num_threads = num_threads
         self._ranks = ranks
         self._target = target
+        self._hot = hot
         self._reading: Reading | None = None
         self._into: tuple[FusedKV, Sequence[RotaryTable]] | None = None
         self._spans: Sequence[ReusedSpan] = ()
@@ -253,6 +258,7 @@ class SpanLoader:
                 self._num_threads,
                 bring,
                 self.record_seconds,
+                self._hot,
             )
         elif self._num_threads:
             self._reading = _Ahead(tuple(self._records), bring, len(tables), self._num_threads)

@@ -15,6 +15,7 @@ from kvrag.fusion.policies.base import PromptRows, num_whole_layers, planned_row
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.pricing import Pricing
 from kvrag.fusion.repair import Repair
+from kvrag.fusion.staging import HotRecords
 from kvrag.loading import LOAD_THREADS, threads
 from kvrag.loading.cost import ChunkDecision, StoredRows
 from kvrag.loading.streaming import Streaming
@@ -45,12 +46,15 @@ class Loading:
         allows; `tier_of` and `pricing` are then not used. None loads them whole.
     pricing
         Lets all of a prompt be computed where that is faster; None takes what is stored.
+    hot
+        What stays on a graphics card for later prompts, closed with the prompt; None: nothing.
     """
 
     num_threads: int = LOAD_THREADS
     tier_of: TierOf | None = None
     streaming: Streaming | None = None
     pricing: Pricing | None = None
+    hot: HotRecords | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ class FusionReport:
         Chunks of the prompt whose stored KV was used.
     bytes_loaded
         Bytes read from the store.
+    hot_chunks, hot_bytes
+        Chunks whose KV was in memory already, and its bytes, by the memory: ``card``, ``pinned``.
     seconds
         Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
         stored KV, only the time spent waiting), ``ask`` (observe the question's attention),
@@ -137,6 +139,8 @@ class FusionReport:
     num_folded: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
     compute: str = ""
+    hot_chunks: Mapping[str, int] = field(default_factory=dict)
+    hot_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_computed(self) -> int:
@@ -208,6 +212,9 @@ class FusionReport:
             )
         if self.num_outpriced:
             parts.insert(1, f"{self.num_outpriced} stored, but full prefill is faster")
+        if any(self.hot_chunks.values()):
+            found = ", ".join(f"{count} in {name}" for name, count in self.hot_chunks.items())
+            parts.insert(1, f"chunks in memory: {found}")
         if self.num_made:
             parts.insert(1, f"first chunk of {self.num_made} tokens computed, to be stored")
         if self.stream is not None:

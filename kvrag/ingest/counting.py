@@ -53,6 +53,8 @@ METRICS: MetricsOf = {
     "tokens": ("Prompt tokens: kept, exact, reused, recomputed or fresh.", ("kind",)),
     "chunks": ("Chunks of prompts: loaded, computed by decision, or made.", ("outcome",)),
     "full_prefills": ("Prompts with known chunks, computed whole because that is faster.", ()),
+    "hot_chunks": ("Chunks whose KV was in a card's memory, or page-locked.", ("memory",)),
+    "hot_bytes": ("Bytes of KV taken from there.", ("memory",)),
     "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts but computed because they were missing.", ("reason",)),
     "seconds": ("Seconds of answering by stage; hidden_load delays no answer.", ("stage",)),
@@ -119,6 +121,9 @@ class IndexCounters:
         num_computed = sum(one.is_computed for one in report.decisions)
         found["chunks", (("outcome", "computed"),)] = num_computed
         found["chunks", (("outcome", "made"),)] = int(report.num_made > 0)  # only the first
+        for memory, count in report.hot_chunks.items():
+            found["hot_chunks", (("memory", memory),)] = count
+            found["hot_bytes", (("memory", memory),)] = report.hot_bytes[memory]
         for reason, count in report.misses.items():
             found["misses", (("reason", reason),)] = count
         seconds = {**report.seconds, "hidden_load": report.hidden_load_seconds}

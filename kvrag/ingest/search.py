@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvrag.codec.base import EncodedChunk
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.ranking import Reranker
 
@@ -212,8 +211,6 @@ class Search(OfProcess):
         StoreError
             When the store cannot be read.
         """
-        from kvrag.ingest.search import WatchedChunk
-
         wanted = _ids(context_ids)
         found = self._storage.catalog.chunk_and_keys(arguments.text(chunk_id, "chunk_id"))
         if found is None:
@@ -256,7 +253,7 @@ class Search(OfProcess):
         except BaseException:
             record.close()
             raise
-        return WatchedChunk(encoded, note_damage)
+        return cast("EncodedChunk", WatchedChunk(encoded, note_damage))
 
     def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None = None) -> int | None:
         """Return the number of the store's tier that would deliver a chunk's KV, 0 the fastest.
@@ -366,7 +363,7 @@ def _as_vector(vector: Any) -> NDArray[np.float32]:
 
 
 class WatchedChunk:
-    """An `EncodedChunk` that reports damage.
+    """An `EncodedChunk` that reports damage; it has all that the opened record has.
 
     Parameters
     ----------
@@ -377,65 +374,46 @@ class WatchedChunk:
     """
 
     def __init__(self, inner: EncodedChunk, note_damage: Callable[[], None]) -> None:
-        self._inner = inner
+        self._inner: Any = inner
         self._note_damage = note_damage
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self._inner.num_tokens
+    def __getattr__(self, name: str) -> Any:
+        """Return what reads nothing, and what only some codecs have."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the whole record."""
-        return self._inner.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes fetched from the store so far."""
-        return self._inner.bytes_read
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        try:
+            yield
+        except RecordError:
+            self._note_damage()
+            raise
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer; see `EncodedChunk.read_layer`."""
-        try:
-            return self._inner.read_layer(layer_index)
-        except RecordError:
-            self._note_damage()
-            raise
+        with self._watching():
+            one: tuple[torch.Tensor, torch.Tensor] = self._inner.read_layer(layer_index)
+            return one
+
+    def read_layers(self, layers: range, buffer: memoryview) -> None:
+        """Read several layers, of records that can; see `RawChunk.read_layers`."""
+        with self._watching():
+            self._inner.read_layers(layers, buffer)
 
     def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some heads of one layer; see `EncodedChunk.read_heads`."""
-        try:
-            return self._inner.read_heads(layer_index, heads)
-        except RecordError:
-            self._note_damage()
-            raise
+        with self._watching():
+            one: tuple[torch.Tensor, torch.Tensor] = self._inner.read_heads(layer_index, heads)
+            return one
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
-        try:
+        with self._watching():
             self._inner.place_layer(layer_index, *into)
-        except RecordError:
-            self._note_damage()
-            raise
-
-    @property
-    def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane; see `EncodedChunk.plane_bytes`."""
-        return self._inner.plane_bytes
 
     def fetch(self, num_planes: int) -> None:
         """Bring planes into memory; see `EncodedChunk.fetch`."""
-        try:
+        with self._watching():
             self._inner.fetch(num_planes)
-        except RecordError:
-            self._note_damage()
-            raise
-
-    def use(self, num_planes: int) -> None:
-        """Decode `num_planes` planes from now on."""
-        self._inner.use(num_planes)
-
-    def cancel(self) -> None:
-        """Stop the fetches of other threads."""
-        self._inner.cancel()

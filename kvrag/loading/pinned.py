@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from kvrag.loading import LOAD_THREADS
+from kvrag.loading.hot import is_over
 from kvrag.process import after_fork
 
 _LEAST_BYTES = 1 << 20
@@ -55,7 +58,7 @@ class PinnedBuffers:
         with self._lock:
             taken = self._choose(num_bytes)
         if taken is not None and taken.copied is not None:
-            if not _is_over(taken.copied):
+            if not is_over(taken.copied):
                 taken.copied.synchronize()
             taken.copied = None
         if taken is not None and taken.memory.numel() >= num_bytes:
@@ -71,7 +74,7 @@ class PinnedBuffers:
 
     def _choose(self, num_bytes: int) -> Pinned | None:
         """Take a free buffer out, the oldest first; None for a new one."""
-        done = [one for one in self._free if _is_over(one.copied)]
+        done = [one for one in self._free if is_over(one.copied)]
         fitting = [one for one in done if one.memory.numel() >= num_bytes]
         if not fitting and self._num_made < self._most:
             self._num_made += 1
@@ -83,14 +86,28 @@ class PinnedBuffers:
         return None
 
 
-def _is_over(event: torch.cuda.Event | None) -> bool:
-    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
-
-
 def _page_locked(num_bytes: int) -> torch.Tensor:
     # Not an inference tensor, even if the caller is in inference mode: others write it later.
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def registered(num_bytes: int) -> torch.Tensor | None:
+    """Return page-locked memory of this very size; None if the system has none to lock.
+
+    What PyTorch keeps page-locked is rounded up to powers of two.
+    """
+    try:
+        with torch.inference_mode(False):
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError:  # no memory at all
+        return None
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)):
+        return None
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory
 
 
 def start_copy(into: torch.Tensor, memory: torch.Tensor) -> None:

@@ -19,8 +19,8 @@ from kvrag.process import after_fork
 from kvrag.store.base import Store
 from kvrag.store.capabilities import InFolder, capability, is_in_memory, tiers_of
 
-LOADING, READING = "load", "read"
-_MOST = {LOADING: 256, READING: 4}
+LOADING, READING, KEEPING = "load", "read", "keep"
+_MOST = {LOADING: 256, READING: 4, KEEPING: 1}
 """The most threads of each kind, for all prompts together. Further work waits for a free one."""
 
 T = TypeVar("T")

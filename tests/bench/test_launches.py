@@ -18,6 +18,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
 from kvrag_bench.launches import count_launches
+from kvrag_bench.setting import MEMORIES
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
@@ -40,20 +41,26 @@ def test_operations_copies_and_waits_are_counted() -> None:
         assert torch.arange(3).device.type == "cpu"
 
 
+@pytest.mark.parametrize("codec", ["raw", "stream"])
 @pytest.mark.parametrize("policy", ["none", "boundary", "deviation", "query", "two_stage"])
-def test_branches_for_a_card_fuse_as_the_cpu_does(policy: str, tmp_path: Path) -> None:
+def test_branches_for_a_card_fuse_as_the_cpu_does(policy: str, codec: str, tmp_path: Path) -> None:
     model = KVModel(make_model(), make_tokenizer(), name="made")
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+    with Index.create(tmp_path / "index", model=model, embedding="hashing", codec=codec) as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
         engine = KVEngine(index, session_bytes=0)
         engine.fuse(PROMPT, policy=policy)  # makes the first chunk's record for its place
         expected = engine.fuse(PROMPT, policy=policy)
         with pretended_card() as counts:
             to_card(model.hf, counts)
-            found = KVEngine(index, session_bytes=0).fuse(PROMPT, policy=policy)
-    assert found.report.rows_by_layer == expected.report.rows_by_layer
-    assert isinstance(found.logits, CardTensor)
-    torch.testing.assert_close(found.logits.held, expected.logits, rtol=0, atol=1e-4)
+            here = KVEngine(index, session_bytes=0)
+            runs = [here.fuse(PROMPT, policy=policy) for _ in range(2)]
+    for found, num_hot in zip(runs, (0, expected.report.num_chunks), strict=True):
+        assert found.report.rows_by_layer == expected.report.rows_by_layer
+        assert isinstance(found.logits, CardTensor)
+        torch.testing.assert_close(found.logits.held, expected.logits, rtol=0, atol=1e-4)
+        assert found.report.hot_chunks == {"card": num_hot, "pinned": 0}
+    counted = index.counters.counts()["hot_bytes", (("memory", "card"),)]
+    assert counted == runs[1].report.hot_bytes["card"] > 0
 
 
 @pytest.mark.parametrize(("policy", "most_waits"), [("none", 0), ("two_stage", 1)])
@@ -94,6 +101,18 @@ def test_loading_takes_launches_by_groups_of_layers_not_by_chunks(
         assert row.copies["loader"] == chunks * num
         assert row.launches.get("loader", 0) == 0
         assert row.waits.get("loader", 0) == row.waits["load"] == 0
+
+
+def test_chunks_in_memory_are_not_copied_or_not_read() -> None:
+    cold, pinned, hot = (
+        count_launches("100m", "none", num_chunks=3, chunk_tokens=40, repeats=3, memory=memory)
+        for memory in MEMORIES
+    )
+    assert hot.copies.get("loader", 0) == 0
+    assert hot.launches["load"] < pinned.launches["load"] == cold.launches["load"]
+    assert pinned.copies["loader"] == cold.copies["loader"] > 0
+    for row in (cold, pinned, hot):
+        assert row.launches.get("loader", 0) == row.waits.get("loader", 0) == row.waits["load"] == 0
 
 
 def test_the_command() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import StoreError
-from kvrag.fusion import card
+from kvrag.fusion import card, staging
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.loss import MISS_DAMAGED, MISS_UNREADABLE, LostError, without_lost
 from kvrag.fusion.made import MadeChunk
 from kvrag.fusion.slices import Slices, in_one_slice, whole
+from kvrag.fusion.staging import HotRecords
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
+from kvrag.loading.hot import HotTier
 from kvrag.positions.rotary import RotaryTable
 from kvrag.testing.codec_contract import KEY, BytesSource, random_kv
 from tests.support.properties import examples
-from tests.support.queues import QueueDevice, use
+from tests.support.queues import QueueDevice, Stream, use
 
 
 class _Source(BytesSource):
@@ -75,19 +77,21 @@ class _Prompt:
 
 
 @st.composite
-def _prompts(draw: st.DrawFn, with_damage: bool = False) -> _Prompt:
+def _prompts(draw: st.DrawFn, with_damage: bool = False, makes: bool = True) -> _Prompt:
     num_layers = draw(st.integers(1, 11))
     head_dim = draw(st.sampled_from([8, 24]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     spec = KVSpec(num_layers, draw(st.integers(1, 2)), head_dim, dtype)
-    records, spans, first_layers, row = {}, [], {}, 0
-    made, damage = set(), {}
+    records: dict[RecordId, ChunkKV] = {}
+    spans, first_layers, row = [], {}, 0
+    made: set[RecordId] = set()
+    damage: dict[RecordId, tuple[int, bool]] = {}
     whole_layers = draw(st.integers(0, num_layers))
     for number in range(draw(st.integers(1, 5))):
         one = f"chunk-{number}", ()
         num_tokens = draw(st.integers(1, 9))
         records[one] = random_kv(spec, num_tokens, seed=number)
-        if draw(st.booleans()):
+        if makes and draw(st.booleans()):
             made.add(one)
         elif with_damage and draw(st.booleans()):
             damage[one] = draw(st.integers(0, num_layers - 1)), draw(st.booleans())
@@ -110,14 +114,18 @@ def _prompts(draw: st.DrawFn, with_damage: bool = False) -> _Prompt:
 
 
 def _loaded(
-    prompt: _Prompt, loader: SpanLoader, queue: QueueDevice | None
+    prompt: _Prompt,
+    loader: SpanLoader,
+    queue: QueueDevice | None,
+    between: Callable[[int], None] = lambda _: None,
+    finishes: bool = True,
 ) -> tuple[FusedKV, list[torch.Tensor], dict[RecordId, str | None]]:
     """Return the buffer, what each layer's computation saw in it, and what was lost."""
     lost: dict[RecordId, str | None] = {}
     buffer = prompt.buffer()
 
     def attempt(spans: tuple[ReusedSpan, ...]) -> Slices[list[torch.Tensor]]:
-        return in_one_slice(lambda: _layers(prompt, spans, loader, buffer, queue))
+        return in_one_slice(lambda: _layers(prompt, spans, loader, buffer, queue, between))
 
     def without(spans: tuple[ReusedSpan, ...], error: LostError) -> tuple[ReusedSpan, ...]:
         lost.update(error.lost)
@@ -126,7 +134,7 @@ def _loaded(
 
     seen = whole(without_lost(prompt.spans, attempt, without))
     loader.end()
-    if queue is not None:
+    if queue is not None and finishes:
         queue.finish()
     return buffer, seen, lost
 
@@ -145,11 +153,13 @@ def _layers(
     loader: SpanLoader,
     buffer: FusedKV,
     queue: QueueDevice | None,
+    between: Callable[[int], None] = lambda _: None,
 ) -> list[torch.Tensor]:
     loader.open(spans)
     loader.begin(buffer, prompt.tables, prompt.first_layers)
     seen = []
     for layer_index in range(prompt.spec.num_layers):
+        between(layer_index)
         loader.has_layer(layer_index)
         loader.load_layer(layer_index)
         needed = torch.zeros(buffer.capacity, dtype=torch.bool)
@@ -182,7 +192,7 @@ def _assert_same(prompt: _Prompt, found: Sequence[torch.Tensor]) -> None:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "GROUP_LAYERS", 2)
-    monkeypatch.setattr(card, "_READ_BYTES", 4096)
+    monkeypatch.setattr(staging, "_READ_BYTES", 4096)
     monkeypatch.setenv("KVRAG_GPU_KERNELS", "off")
 
 
@@ -243,3 +253,194 @@ def test_a_prompt_that_is_given_up_leaves_memory_to_the_next(
     assert bool((buffer.storage == -1).all())
     assert bool((reading._slots == 7).all())
     _assert_same(second, found[1])
+
+
+class _Memory:
+    """Writes over memory that a tier has let go: what still used it sees garbage."""
+
+    def __init__(self, limit_bytes: int, queue: QueueDevice | None) -> None:
+        self.tier = HotTier("test", limit_bytes, self._allocate)
+        self._queue = queue
+        self._blocks: list[torch.Tensor] = []
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        tier = self.tier
+        used = {
+            id(one.memory) for one in (*tier._kept.values(), *tier._coming.values(), *tier._leaving)
+        }
+        for block in self._blocks:
+            if id(block) not in used:
+                block.fill_(255)
+        self._blocks = [one for one in self._blocks if id(one) in used]
+        assert sum(one.numel() for one in self._blocks) + num_bytes <= tier.limit_bytes
+        memory = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        self._blocks.append(memory)
+        if self._queue is not None:
+            # As PyTorch's: on the stream that asked, whoever had it before may still write.
+            self._queue.queue(lambda: memory.fill_(255))
+        return memory
+
+
+@dataclass(frozen=True)
+class _Use:
+    """How one of several prompts goes."""
+
+    spans: tuple[int, ...]
+    replaced: frozenset[int]
+    given_up_at: int | None
+    meanwhile_at: int | None
+
+
+_uses = st.builds(
+    _Use,
+    st.lists(st.integers(0, 9), unique=True, max_size=10).map(tuple),
+    st.frozensets(st.integers(0, 4), max_size=1),
+    st.none() | st.integers(0, 6),
+    st.none() | st.integers(0, 6),
+)
+
+
+class _GivenUpError(Exception):
+    pass
+
+
+@settings(max_examples=examples(400))
+@given(
+    prompt=st.booleans().flatmap(lambda is_damaged: _prompts(is_damaged, makes=False)),
+    uses=st.lists(_uses, min_size=2, max_size=5),
+    limits=st.tuples(*[st.sampled_from([0, 4_000, 30_000, 10_000_000])] * 2),
+    seed=st.integers(0, 1 << 32),
+)
+def test_chunks_that_stay_are_those_of_their_records(
+    prompt: _Prompt, uses: Sequence[_Use], limits: tuple[int, int], seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        queue = QueueDevice(seed)
+        use(queue, patch)
+        card_memory, pinned = _Memory(limits[0], queue), _Memory(limits[1], None)
+        device = torch.device("cpu")
+        versions = dict(prompt.records)
+
+        def run(number: int) -> None:
+            one = uses[number]
+            for changed in one.replaced:
+                if (record_id := (f"chunk-{changed}", ())) in versions:
+                    num_tokens = versions[record_id].num_tokens
+                    versions[record_id] = random_kv(prompt.spec, num_tokens, seed=100 + number)
+            spans = tuple(prompt.spans[n] for n in sorted(one.spans) if n < len(prompt.spans))
+            mine = replace(prompt, spans=spans, records=dict(versions))
+            hot = HotRecords(card_memory.tier, pinned.tier, device)
+
+            def between(layer_index: int) -> None:
+                if layer_index == one.given_up_at:
+                    raise _GivenUpError
+                if layer_index == one.meanwhile_at and number + 1 < len(uses) and not started:
+                    started.append(number)
+                    run(number + 1)
+
+            started: list[int] = []
+            loader = SpanLoader(mine.open_kv, num_threads=2, hot=hot)
+            try:
+                _, seen, lost = _loaded(mine, loader, queue, between, finishes=False)
+            except _GivenUpError:
+                pass
+            else:
+                assert lost.keys() <= mine.damage.keys()
+                left = tuple(span for span in spans if span.record_id not in lost)
+                results.append((replace(mine, spans=left, damage={}), seen))
+            finally:
+                loader.end()
+                hot.close()
+            if not started and number + 1 < len(uses):
+                run(number + 1)
+
+        results: list[tuple[_Prompt, list[torch.Tensor]]] = []
+        run(0)
+        queue.finish()
+        for memory, limit in zip((card_memory, pinned), limits, strict=True):
+            assert memory.tier.size_bytes <= limit
+            assert not any(one._num_holders for one in memory.tier._kept.values())
+            assert not memory.tier._coming
+    for mine, seen in results:
+        _assert_same(mine, seen)
+
+
+def _plain(num_chunks: int) -> _Prompt:
+    """Return a prompt of chunks of 6 tokens and 5 layers, in float32."""
+    spec = KVSpec(5, 2, 8, torch.float32)
+    records: dict[RecordId, ChunkKV] = {
+        (f"chunk-{n}", ()): random_kv(spec, 6, seed=n) for n in range(num_chunks)
+    }
+    spans = tuple(ReusedSpan(f"chunk-{n}", 7 * n, 0, 6) for n in range(num_chunks))
+    made, num_rows = torch.Generator().manual_seed(0), 7 * num_chunks
+    turned = torch.randn(2, num_rows, 4, generator=made).repeat(1, 1, 2)
+    tables = [RotaryTable(*turned)] * 5
+    return _Prompt(spec, records, frozenset(), {}, spans, {}, tables, num_rows)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_same", [True, False])
+def test_nothing_leaves_or_is_found_before_its_copies_are_over(
+    seed: int, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = _plain(2)
+    first, second = (replace(both, spans=both.spans[n : n + 1]) for n in (0, int(not is_same)))
+    queue = QueueDevice(seed, haste=0.0)
+    use(queue, monkeypatch, num_readers=9)
+    copying: Stream = getattr(staging, "copy_stream")(None)  # noqa: B009  # the queue's
+    # Room for one of the two chunks.
+    memory = _Memory(5 * both.spec.layer_bytes_per_token * 6, None)
+    found: list[tuple[_Prompt, list[torch.Tensor]]] = []
+
+    def run(prompt: _Prompt, between: Callable[[int], None] = lambda _: None) -> None:
+        hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+        found.append((prompt, _loaded(prompt, loader, queue, between, finishes=False)[1]))
+        hot.close()
+        assert hot.num_found["card"] == int(is_same and len(found) == 1)
+
+    # The same chunk is asked for while it is still being copied, another one right after that.
+    run(first, lambda layer: run(second) if is_same and layer == 1 else None)
+    if not is_same:
+        queue.current().hurry()
+        copying.hurry()
+        run(second)
+    while copying.work:
+        queue.current().hurry()
+        copying.hurry(1)
+    queue.finish()
+    for prompt, seen in found:
+        _assert_same(prompt, seen)
+    assert memory.tier.counts().evictions == 0
+    if not is_same:
+        run(second)
+        assert memory.tier.counts().evictions == 1
+
+
+def test_a_hot_chunk_is_neither_read_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = _plain(3)
+    queue = QueueDevice(0, haste=0.5)
+    use(queue, monkeypatch)
+    copies: list[object] = []
+    start_copy = getattr(staging, "start_copy")  # noqa: B009  # the queue's
+    monkeypatch.setattr(staging, "start_copy", lambda *one: copies.append(start_copy(*one)))
+    size = 3 * 5 * prompt.spec.layer_bytes_per_token * 6
+    # The second prompt's chunks come from the card, those of the third from page-locked memory.
+    kinds = {"card": (size, 0), "pinned": (0, size)}
+    for name, limits in kinds.items():
+        memories = [_Memory(limit, None) for limit in limits]
+        for number in range(2):
+            copies.clear()
+            hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
+            loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+            _, seen, lost = _loaded(prompt, loader, queue)
+            hot.close()
+            queue.finish()
+            assert not lost
+            _assert_same(prompt, seen)
+            is_hot = number == 1
+            assert hot.num_found[name] == 3 * is_hot
+            assert hot.bytes_found[name] == size * is_hot
+            headers = sum(prompt.open_kv(*one).bytes_read for one in prompt.records)
+            assert (loader.bytes_loaded == headers) is is_hot
+            assert bool(copies) is not (is_hot and name == "card")

@@ -24,8 +24,9 @@ class Setting:
     def __init__(self, dtype: torch.dtype, num_heads: int, head_dim: int, num_rotated: int) -> None:
         random, made = Random(head_dim), torch.Generator().manual_seed(head_dim)
         self.parts: list[Part] = []
-        self.expected: list[tuple[torch.Tensor, torch.Tensor, Part]] = []
+        self.expected: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         pieces, offset, row = [], 0, 3
+        spans: list[tuple[int, int, int, int, int, int]] = []
         for num_tokens in (40, 1, 70):
             stored = torch.randn(3, 2, num_heads, num_tokens, head_dim, generator=made).to(dtype)
             gap = 2 * head_dim  # padding of a layer
@@ -34,14 +35,18 @@ class Setting:
             for _ in range(random.randint(1, 2)):
                 first = random.randrange(num_tokens)
                 num_rows = random.randint(1, num_tokens - first)
-                part = Part(offset, stride, num_tokens, first, row, num_rows)
-                self.parts.append(part)
+                spans.append((offset, stride, num_tokens, first, row, num_rows))
                 tokens = slice(first, first + num_rows)
-                self.expected.append((stored[:, 0, :, tokens], stored[:, 1, :, tokens], part))
+                self.expected.append((stored[:, 0, :, tokens], stored[:, 1, :, tokens], row))
                 row += num_rows + random.randrange(4)
             pieces.append(padded.flatten())
             offset += padded.numel()
-        self.staged = torch.cat(pieces)
+        staged = torch.cat(pieces)
+        # The first record has memory of its own.
+        own = pieces[0].clone()
+        for offset, stride, *rest in spans:
+            memory = staged if offset else own
+            self.parts.append(Part(memory, offset, stride, FIRST - 1, *rest))
         angles = torch.randn(row, num_rotated // 2, generator=made).repeat(1, 2)
         self.table = RotaryTable(1.3 * angles.cos(), 1.3 * angles.sin())
         shape = (2, LAYERS, num_heads, row + 5, head_dim)
@@ -51,14 +56,15 @@ class Setting:
         """Return the buffer after the second and third layer were placed."""
         keys, values = buffer = self.buffer.clone()
         widths = {self.table.cos.shape[-1]}
-        placement = Placement(self.parts, keys, values, widths, torch.clone)
-        placement.place(self.staged, 1, range(FIRST, FIRST + 2), self.table)
+        placement = Placement([[], self.parts], keys, values, widths, torch.clone)
+        placement.place(0, range(FIRST), self.table)
+        placement.place(1, range(FIRST, FIRST + 2), self.table)
         return buffer
 
     def one_by_one(self) -> torch.Tensor:
         keys, values = buffer = self.buffer.clone()
-        for stored_keys, stored_values, part in self.expected:
-            rows = slice(part.first_row, part.first_row + part.num_rows)
+        for stored_keys, stored_values, row in self.expected:
+            rows = slice(row, row + stored_keys.shape[2])
             for layer in (1, 2):
                 into = keys[FIRST + layer - 1, :, rows]
                 self.table.place(stored_keys[layer], rows, into)
@@ -96,7 +102,7 @@ def test_the_kernel_places_as_pytorch_does(
 ) -> None:
     setting = Setting(dtype, heads, head_dim, rotated)
     assert is_right(dtype, torch.device("cpu"), head_dim, frozenset([rotated]))
-    started = []
+    started: list[None] = []
     start = Placement._start
     monkeypatch.setattr(Placement, "_start", lambda *given: started.append(start(*given)))
     found = setting.placed()
@@ -117,7 +123,7 @@ def test_a_kernel_that_is_wrong_does_not_place(
 
     def beside(name: str, *given: Any, **named: Any) -> None:
         start(name, *given, **named)
-        given[-6][0] += 1  # values
+        given[4][0] += 1  # values
 
     monkeypatch.setattr(tiled, "start", beside)
     for _ in range(2):

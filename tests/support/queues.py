@@ -103,6 +103,12 @@ class Stream:
     def synchronize(self) -> None:
         self.device.finish(lambda: not self.work)
 
+    def hurry(self, most: int | None = None) -> None:
+        """Do what may be done now, or some of it, before all other streams."""
+        while self.is_ready() and most != 0:
+            self.work.popleft()[1]()
+            most = None if most is None else most - 1
+
 
 class Event:
     """Happens when the stream that recorded it comes to it."""
@@ -143,20 +149,23 @@ class _Starting(TorchDispatchMode):
         return made
 
 
-def use(device: QueueDevice, patch: Any) -> None:
+def use(device: QueueDevice, patch: Any, num_readers: int = 1) -> None:
     """Let kvrag's code for cards run on a device; `patch` is pytest's MonkeyPatch."""
-    from kvrag.fusion import card, loader, placement
+    from kvrag.fusion import card, loader, placement, staging
     from kvrag.loading import pinned, threads
 
-    buffers = pinned.PinnedBuffers(num_readers=1)
+    buffers = pinned.PinnedBuffers(num_readers)
     streams = {"current_stream": device.current, "stream": device.using, "Stream": device.stream}
     for name, fake in streams.items():
         patch.setattr(torch.cuda, name, fake)
     copying = device.stream()
-    patch.setattr(card, "copy_stream", lambda _: copying)
-    patch.setattr(card, "buffers", lambda: buffers)
+    for module in (card, staging):
+        patch.setattr(module, "copy_stream", lambda _: copying)
+        patch.setattr(module, "buffers", lambda: buffers)
+        patch.setattr(
+            module, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory))
+        )
     patch.setattr(pinned, "_page_locked", lambda size: torch.full((size,), 255, dtype=torch.uint8))
-    patch.setattr(card, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory)))
     place = placement.Placement.place
     patch.setattr(placement.Placement, "place", lambda *given: device.queue(lambda: place(*given)))
     patch.setattr(loader, "_is_on_card", lambda _: True)

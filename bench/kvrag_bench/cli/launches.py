@@ -23,6 +23,7 @@ def bench_launches(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 500,
     question_tokens: b.QuestionTokensOption = 30,
+    memory: b.MemoryOption = "none",
     as_json: o.JsonOption = False,
 ) -> None:
     """Count what a prompt starts on a graphics card, and how often it waits; needs no card."""
@@ -43,6 +44,7 @@ def bench_launches(
                     num_chunks=chunks,
                     chunk_tokens=chunk_tokens,
                     question_tokens=question_tokens,
+                    memory=memory,
                 )
             )
     if as_json:

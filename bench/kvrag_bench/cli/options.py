@@ -16,6 +16,12 @@ BenchModelOption = Annotated[
 ShapeOption = Annotated[
     str, typer.Option(help="Without --model: random weights in the shape of this model.")
 ]
+MemoryOption = Annotated[
+    str,
+    typer.Option(
+        help="Where earlier runs leave the chunks' KV on a card: none, pinned (memory) or card."
+    ),
+]
 QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
 ProcessorTimeOption = Annotated[
     bool,

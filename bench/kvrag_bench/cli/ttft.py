@@ -43,6 +43,7 @@ def bench_ttft(
     never_slower: Annotated[
         bool, typer.Option(help="Compute prompts as a whole where prices say that it is faster.")
     ] = False,
+    memory: b.MemoryOption = "none",
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare time to first token with full prefill, and with the floor this machine allows."""
@@ -65,6 +66,7 @@ def bench_ttft(
         compute=compute,
         device=device,
         never_slower=never_slower,
+        memory=memory,
     )
     with console.progress("measuring") as say:
         rows = list(run_ttft_bench(options, on_progress=say))

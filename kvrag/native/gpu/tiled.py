@@ -121,11 +121,10 @@ PROGRAMS: dict[str, Program] = {
     "place": Program(
         "place",
         {
-            "staged": "*T",
             "parts": "*i64",
             **dict.fromkeys(("cos", "sin"), "*fp32"),
             **dict.fromkeys(("keys", "values"), "*T"),
-            **dict.fromkeys(("num_skipped", "first_layer", "num_heads"), "i64"),
+            **dict.fromkeys(("first_layer", "num_heads"), "i64"),
             "num_rotated": "i64/16",
             "capacity": "i64",
         },

@@ -1,0 +1,406 @@
+"""Records on their way to a graphics card, and those that stay there for later prompts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from kvrag.codec.base import Destination, EncodedChunk
+from kvrag.codec.header import padded_size
+from kvrag.fusion.loss import DAMAGE
+from kvrag.kvcache import KVSpec
+from kvrag.loading import threads
+from kvrag.loading.hot import HotChunk, HotTier
+from kvrag.loading.pinned import buffers, copy_stream, registered, start_copy
+from kvrag.positions.rotary import RotaryTable
+from kvrag.store.base import Store
+from kvrag.store.capabilities import tiers_of
+from kvrag.store.metrics import StoreCounts
+
+_READ_BYTES = 32 << 20
+"""The most that a thread reads at once."""
+_CARD_SHARE, _HOST_SHARE = 4, 8
+"""By default chunks may take a fourth of the card's free memory, and an eighth of the host's."""
+_FREE_SHARE = 16
+"""The part of a card's memory that chunks leave free, whatever their limit is."""
+
+_starting = threading.Lock()
+"""Held while a copy is queued with what it waits for."""
+
+Wanted = Callable[[], bool]
+
+
+class Source:
+    """Where a record's layers come from: its store, or page-locked memory that has them.
+
+    Parameters
+    ----------
+    record
+        The open record.
+    spec
+        The KV's shape and type.
+    num_rotated
+        The width of rotary tables, for records that are decoded on the card.
+
+    Attributes
+    ----------
+    record
+        As given.
+    stride
+        Elements from layer to layer: keys ``[H, T, D]``, values, padding.
+    name
+        What the record is, content included; None: nobody can tell.
+    """
+
+    def __init__(self, record: EncodedChunk, spec: KVSpec, num_rotated: int) -> None:
+        self.record, self._spec, self._num_rotated = record, spec, num_rotated
+        # Vectors of D elements begin at multiples of D, layers at 64 bytes, too.
+        unit = spec.head_dim * spec.dtype.itemsize
+        num_bytes = padded_size(spec.layer_bytes_per_token * record.num_tokens)
+        while num_bytes % unit:
+            num_bytes += padded_size(1)
+        self.stride = num_bytes // spec.dtype.itemsize
+        self.name: Hashable = getattr(record, "identity", None)
+        self._pinned: HotChunk | None = None
+        self._is_lost = False
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether less than the KV goes to the card, which decodes it."""
+        return bool(getattr(self.record, "decodes_on_gpu", False))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return self._spec.num_layers * self.stride * self._spec.dtype.itemsize
+
+    @property
+    def should_be_pinned(self) -> bool:
+        """Whether page-locked memory lacks the layers, and would be of use."""
+        return not (self._pinned or self._is_lost or self.decodes_on_gpu)
+
+    def find(self, tier: HotTier) -> bool:
+        """Take the layers from page-locked memory; return whether it has them."""
+        if self.should_be_pinned:
+            self._pinned = tier.find(self.name)
+        return self._pinned is not None
+
+    def pin(self, tier: HotTier) -> None:
+        """Read the record into page-locked memory, where later prompts find it."""
+        chunk = tier.make(self.name, self.num_bytes)
+        if chunk is None:
+            return
+        try:
+            for layers in self._pieces(range(self._spec.num_layers)):
+                self._read(layers, self._bytes_of(layers, chunk.memory))
+            tier.keep(chunk)
+        except DAMAGE:
+            pass  # who needs the record finds the same, and says so
+        finally:
+            tier.release(chunk)
+
+    def release(self, tier: HotTier, uses: Sequence[torch.cuda.Event]) -> None:
+        """Let page-locked memory go, once the card has reached events."""
+        chunk, self._pinned = self._pinned, None
+        if chunk is not None:
+            tier.release(chunk, uses)
+
+    def copy(
+        self, layers: range, into: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
+    ) -> list[torch.cuda.Event]:
+        """Read layers, and have them copied to a card; return what it then reaches.
+
+        Parameters
+        ----------
+        layers
+            Layers that follow each other.
+        into
+            `stride` elements of the card's memory for each.
+        after
+            What the card has to reach before it may write there.
+        is_wanted
+            Asked before each copy.
+        """
+        if self._pinned is not None:
+            memory = self._bytes_of(layers, self._pinned.memory)
+            return _queue(into, memory, after, is_wanted)
+        try:
+            if self.decodes_on_gpu:
+                return self._decode(layers, into, after)
+            return self._copy(layers, into, after, is_wanted)
+        except BaseException:
+            self._is_lost = True
+            raise
+
+    def _copy(
+        self, layers: range, into: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
+    ) -> list[torch.cuda.Event]:
+        events = []
+        for some in self._pieces(layers):
+            first = (some.start - layers.start) * self.stride
+            part = into[first : first + len(some) * self.stride]
+            size = part.numel() * part.itemsize
+            pinned, copied = buffers().take(size), []
+            try:
+                self._read(some, pinned.memory[:size])
+                copied = _queue(part, pinned.memory[:size], after, is_wanted)
+                events += copied
+            finally:
+                buffers().give_back(pinned, copied[0] if copied else None)
+        return events
+
+    def _decode(
+        self, layers: range, into: torch.Tensor, after: torch.cuda.Event
+    ) -> list[torch.cuda.Event]:
+        """Let the card decode layers, without positions."""
+        record, spec = self.record, self._spec
+        num_tokens = record.num_tokens
+        stream = copy_stream(into.device)
+        # Tables of the codec are made on first use, and other streams use them: so wait.
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
+            ones = torch.ones(num_tokens, self._num_rotated, device=into.device)
+            unturned = RotaryTable(ones, torch.zeros_like(ones))
+            size = 2 * spec.num_kv_heads * num_tokens * spec.head_dim
+            whole = slice(0, num_tokens)
+            for number, layer_index in enumerate(layers):
+                layer = into[number * self.stride : number * self.stride + size]
+                both = layer.view(2, spec.num_kv_heads, num_tokens, spec.head_dim)
+                record.place_layer(
+                    layer_index, Destination(both[0], both[1], whole, unturned, whole)
+                )
+            stream.synchronize()
+            return [stream.record_event()]
+
+    def _pieces(self, layers: range) -> Iterator[range]:
+        at_once = max(1, _READ_BYTES // (self.stride * self._spec.dtype.itemsize))
+        for first in range(0, len(layers), at_once):
+            yield layers[first : first + at_once]
+
+    def _bytes_of(self, layers: range, memory: torch.Tensor) -> torch.Tensor:
+        size = self.stride * self._spec.dtype.itemsize
+        return memory[layers.start * size : layers.stop * size]
+
+    def _read(self, layers: range, memory: torch.Tensor) -> None:
+        """Fill bytes with layers, and check them."""
+        record, spec = self.record, self._spec
+        size = self.stride * spec.dtype.itemsize
+        if getattr(record, "stored_layer", None) == (spec.dtype, size):
+            record.read_layers(layers, memory.numpy().data)  # type: ignore[attr-defined]
+            return
+        used = spec.layer_bytes_per_token * record.num_tokens
+        shape = (2, spec.num_kv_heads, record.num_tokens, spec.head_dim)
+        for number, layer_index in enumerate(layers):
+            both = memory[number * size : number * size + used].view(spec.dtype).view(shape)
+            for into, one in zip(both, record.read_layer(layer_index), strict=True):
+                into.copy_(one)
+
+
+def _queue(
+    into: torch.Tensor, memory: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
+) -> list[torch.cuda.Event]:
+    """Queue a copy to a card on the one stream of copies."""
+    stream = copy_stream(into.device)
+    with _starting, torch.cuda.stream(stream):
+        if not is_wanted():
+            return []
+        stream.wait_event(after)
+        start_copy(into, memory.view(into.dtype))
+        return [stream.record_event()]
+
+
+class Hot:
+    """A record in memory of the card that outlives the prompt, or on its way there.
+
+    Parameters
+    ----------
+    source
+        Where layers come from.
+    chunk
+        The memory, held.
+    tier
+        Whose it is.
+    after
+        What the card has to reach before it may write there; None: all layers are there.
+
+    Attributes
+    ----------
+    memory
+        ``[L * stride]``, of the KV's type.
+    """
+
+    def __init__(
+        self, source: Source, chunk: HotChunk, tier: HotTier, after: torch.cuda.Event | None
+    ) -> None:
+        spec = source._spec
+        self.memory = chunk.memory.view(spec.dtype)
+        self._source, self._chunk, self._tier, self._after = source, chunk, tier, after
+        self._missing = set() if after is None else set(range(spec.num_layers))
+        self._copied = [] if chunk.written is None else [chunk.written]
+        self._lock = threading.Lock()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are there, or being copied."""
+        return not self._missing
+
+    def bring(self, layers: range, is_wanted: Wanted) -> list[torch.cuda.Event]:
+        """Copy those of some layers that are missing; return what the card then reaches."""
+        with self._lock:
+            if self._missing.isdisjoint(layers):
+                return self._copied[-1:]
+            assert self._after is not None
+            first = min(self._missing.intersection(layers))
+            stop = max(self._missing.intersection(layers)) + 1
+            stride = self._source.stride
+            into = self.memory[first * stride : stop * stride]
+            copied = self._source.copy(range(first, stop), into, self._after, is_wanted)
+            if copied:
+                self._copied = copied
+                self._missing -= set(range(first, stop))
+                if not self._missing:
+                    self._tier.keep(self._chunk, copied[-1])
+            return copied
+
+    def release(self, uses: Sequence[torch.cuda.Event]) -> None:
+        """Let the memory go, once the card has reached some events."""
+        self._tier.release(self._chunk, uses)
+
+
+class HotTiers:
+    """What one engine keeps of its chunks, in a card's memory and in page-locked memory.
+
+    Parameters
+    ----------
+    card_bytes, pinned_bytes
+        The most that each takes; None: a share of what is free at the first prompt.
+    """
+
+    def __init__(self, card_bytes: int | None, pinned_bytes: int | None) -> None:
+        self._limits = card_bytes, pinned_bytes
+        self._made: tuple[HotTier, HotTier] | None = None
+        self._lock = threading.Lock()
+
+    def of_prompt(self, device: torch.device, store: Store) -> HotRecords | None:
+        """Return what a prompt takes and leaves; None without a card, or without room."""
+        if device.type != "cuda" or self._limits == (0, 0):
+            return None
+        with self._lock:
+            if self._made is None:
+                self._made = self._make(device)
+        # A far store would be asked twice; where another tier comes first, that one has a copy.
+        return HotRecords(*self._made, device, pins=threads.is_local(tiers_of(store)[0]))
+
+    def counts(self) -> tuple[StoreCounts, ...]:
+        """Return the counts of the card's memory, then of page-locked memory."""
+        return () if self._made is None else tuple(one.counts() for one in self._made)
+
+    def _make(self, device: torch.device) -> tuple[HotTier, HotTier]:
+        card, pinned = self._limits
+        if card is None:
+            card = free_bytes(device)[0] // _CARD_SHARE
+        if pinned is None:
+            pinned = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_SHARE
+        return (
+            HotTier("card", card, partial(on_card, device)),
+            HotTier("pinned", pinned, registered),
+        )
+
+
+class HotRecords:
+    """Which of a prompt's records stay for later prompts.
+
+    Parameters
+    ----------
+    card, pinned
+        The memories.
+    device
+        The card.
+    pins
+        Whether reading a record again is as cheap as page-locked memory is worth.
+
+    Attributes
+    ----------
+    num_found, bytes_found
+        Chunks that were there already, and their bytes, by the memory.
+    """
+
+    def __init__(
+        self, card: HotTier, pinned: HotTier, device: torch.device, *, pins: bool = True
+    ) -> None:
+        self._card, self._pinned, self._device, self._pins = card, pinned, device, pins
+        self.num_found, self.bytes_found = Counter(card=0, pinned=0), Counter(card=0, pinned=0)
+        self._taken: dict[Hashable, tuple[Source, Hot | None]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, source: Source) -> tuple[Source, Hot | None]:
+        """Return a record's place in the card's memory, if it has one; the first call decides.
+
+        The memory is written on the stream of copies, after what the caller's stream has queued.
+        """
+        if source.name is None:
+            return source, None
+        with self._lock:
+            if source.name not in self._taken:
+                hot = self._find(source)
+                if hot is not None and hot.is_whole:
+                    self._note("card", source)
+                elif source.find(self._pinned):
+                    self._note("pinned", source)
+                self._taken[source.name] = source, hot
+            return self._taken[source.name]
+
+    def close(self) -> None:
+        """Give everything back. What was read and has no other place is read to the host's."""
+        taken, self._taken = self._taken, {}
+        if not taken:
+            return
+        streams = torch.cuda.current_stream(self._device), copy_stream(self._device)
+        uses = [stream.record_event() for stream in streams]
+        is_full = self._card.counts().evictions > 0
+        for source, hot in taken.values():
+            is_kept = hot is not None and hot.is_whole and not is_full
+            is_pinned = self._pins and not is_kept and source.should_be_pinned
+            source.release(self._pinned, uses)
+            if hot is not None:
+                hot.release(uses)
+            if is_pinned:
+                threads.start(partial(source.pin, self._pinned), threads.KEEPING)
+
+    def _note(self, memory: str, source: Source) -> None:
+        self.num_found[memory] += 1
+        self.bytes_found[memory] += source.num_bytes
+
+    def _find(self, source: Source) -> Hot | None:
+        chunk = self._card.find(source.name)
+        if chunk is not None:
+            return Hot(source, chunk, self._card, None)
+        chunk = self._card.make(source.name, source.num_bytes)
+        if chunk is None:
+            return None
+        after = torch.cuda.current_stream(self._device).record_event()
+        return Hot(source, chunk, self._card, after)
+
+
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """Return a card's free memory, PyTorch's own included, and all its memory, in bytes."""
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused, total
+
+
+def on_card(device: torch.device, num_bytes: int) -> torch.Tensor | None:
+    """Return memory of a card, unless that would leave too little."""
+    free, total = free_bytes(device)
+    if free - num_bytes < total // _FREE_SHARE:
+        return None
+    try:
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
