@@ -20,6 +20,7 @@ from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.contexts import parse_context
 from kvrag_bench.judge.judgements import Asked
 from kvrag_bench.judge.judging import Judge
+from kvrag_bench.quality import retrieved
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.retrieved import Found, retrieve
@@ -169,21 +170,20 @@ def test_rows_of_the_suite(
         open_banks(self, asked)
 
     monkeypatch.setattr(Judge, "_open_banks", note)
-    rows = run_quality_bench(
-        QualityOptions(
-            model=model,
-            data=str(pages),
-            suite=("retrieved",),
-            policies=("none", "two_stage"),
-            ratios=(0.3,),
-            contexts=("none", "corpus:16", "similar:16"),
-            num_questions=2,
-            max_tokens=4,
-            tops=(2, 3),
-            chunk_tokens=48,
-            out=tmp_path / "judged.jsonl",
-        )
+    options = QualityOptions(
+        model=model,
+        data=str(pages),
+        suite=("retrieved",),
+        policies=("none", "two_stage"),
+        ratios=(0.3,),
+        contexts=("none", "corpus:16", "similar:16"),
+        num_questions=2,
+        max_tokens=4,
+        tops=(2, 3),
+        chunk_tokens=48,
+        out=tmp_path / "judged.jsonl",
     )
+    rows = run_quality_bench(options)
     by_name = {(one.policy, one.context): one for one in rows if one.question_type == "overall"}
     assert len(by_name) == 2 * 3 + 2
     assert {one.question_type for one in rows} == {"overall", "top 2", "top 3"}
@@ -197,6 +197,16 @@ def test_rows_of_the_suite(
     assert encoded == [
         [f"pages, question {number}, top {top}" for top in (2, 3)] for number in (0, 1)
     ]
+    # Where other passages are chosen, what was judged after them is judged again.
+    retrieve.cache_clear()
+    monkeypatch.setattr(retrieved, "_similar_to", lambda *_: "something else is nearest")
+    again = run_quality_bench(options)
+    assert len((tmp_path / "judged.jsonl").read_bytes().splitlines()) == 4 * 9 + 2
+    kl = {(one.policy, one.context): one.kl for one in again if one.question_type == "overall"}
+    assert {key for key in kl if kl[key] != by_name[key].kl} == {
+        ("none", "similar:16"),
+        ("two_stage", "similar:16"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
+from kvrag.ingest.contexts import CORPUS
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
+from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.effort import Effort
 from kvrag_bench.judge.judgements import Asked, Contestant, Judgement
 from kvrag_bench.judge.judging import Judge, prompts_that_fit
@@ -150,7 +152,7 @@ def judge_questions(
         When no prompt fits, or the options name no contestant.
     """
     run = _Run(model, questions, options, say)
-    results = Results(options.out, run.settings)
+    results = Results(options.out, run.settings, run.text_before)
     results.mend()
     if options.jobs == 1:
         run.judge(results)
@@ -201,6 +203,9 @@ class _Run:
             seen.add(one.question.type)
             judged = dict.fromkeys([*everyone, *whole] if first else everyone)
             self.asked.append(replace(one, contestants=tuple(judged)))
+        self._texts = [text for one in self.asked for text in one.question.texts]
+        self._corpus_filler = unasked_passages(options, self._texts)
+        self._similar = similar_passages(options)
         self.effort = Effort()
         header = None if self._links is None else str(self._links.header)
         self.settings = {
@@ -212,6 +217,13 @@ class _Run:
             "links": header,
             "suite": bool(options.suite),
         }
+
+    def text_before(self, question: JudgedQuestion, contestant: Contestant) -> str:
+        """Return what `Results` wants: the text of a context that is chosen from a corpus."""
+        name = parse_context(contestant.context).name
+        if name == SIMILAR:
+            return "\0".join(self._similar[text] for text in question.texts)
+        return self._corpus_filler if name == CORPUS else ""
 
     def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:
         """Judge what is not among the results yet, or a part of it."""
@@ -228,8 +240,7 @@ class _Run:
         def say(line: str) -> None:
             self._say(line + of_part)
 
-        texts = [text for one in self.asked for text in one.question.texts]
-        to_fit = _texts_to_fit(self._options, texts)
+        to_fit = _texts_to_fit(self._options, self._texts)
         compressions = dict.fromkeys(c.compression for one in missing for c in one.contestants)
         judge = Judge(
             self._model,
@@ -243,8 +254,8 @@ class _Run:
             judge_aside=self._judge_aside,
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
             say=say,
-            corpus_filler=unasked_passages(self._options, texts),
-            similar=similar_passages(self._options),
+            corpus_filler=self._corpus_filler,
+            similar=self._similar,
         )
         # Few questions over a large corpus share chunks: each is written as soon as it is judged.
         alone = RETRIEVED in self._options.suite
@@ -350,7 +361,7 @@ def judge_part(options: QualityOptions, part: int) -> None:
     with _threads(options.jobs):
         model = KVModel.load(options.model, device=options.device, compute=options.compute)
         run = _Run(model, load_asked(options), options, lambda _: None)
-        run.judge(Results(options.out, run.settings), part, options.jobs)
+        run.judge(Results(options.out, run.settings, run.text_before), part, options.jobs)
 
 
 @contextmanager

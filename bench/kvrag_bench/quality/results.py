@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ class Results:
         judgements in memory only.
     settings
         What besides question and contestant a judgement depends on, as JSON values.
+    text_before
+        Returns the text that a contestant's chunks of a question are encoded after, where the name
+        of its context leaves it open; "" elsewhere.
 
     Raises
     ------
@@ -32,9 +35,15 @@ class Results:
         When the file holds something else; names the line.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        settings: Mapping[str, Any],
+        text_before: Callable[[JudgedQuestion, Contestant], str] = lambda *_: "",
+    ) -> None:
         self._path = path
         self._settings = settings
+        self._text_before = text_before
         self._records: dict[str, dict[str, Any]] = {}
         self.read()
 
@@ -95,7 +104,10 @@ class Results:
                 file.write("".join(f"{line}\n" for line in lines).encode())
 
     def _key(self, question: JudgedQuestion, contestant: Contestant) -> str:
-        about = [self._settings, asdict(question), asdict(contestant)]
+        about: list[Any] = [self._settings, asdict(question), asdict(contestant)]
+        before = self._text_before(question, contestant)
+        if before:  # so that what was judged without any keeps its key
+            about.append(before)
         written = json.dumps(about, sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
 
