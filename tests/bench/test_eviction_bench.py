@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
@@ -26,14 +25,6 @@ from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

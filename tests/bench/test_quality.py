@@ -33,14 +33,6 @@ from kvrag_bench.quality.rows import Estimate, QualityRow
 from tests.support.models import make_model, make_tokenizer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model() -> KVModel:
     return KVModel(make_model(), make_tokenizer(), name="random")

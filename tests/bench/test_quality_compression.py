@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
@@ -16,14 +14,6 @@ from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

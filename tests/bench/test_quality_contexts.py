@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
@@ -21,14 +19,6 @@ from kvrag_bench.quality.rows import Estimate
 from tests.support.models import make_model, make_tokenizer
 
 FIRST, SECOND, THIRD, FOURTH = TEXTS[:4]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

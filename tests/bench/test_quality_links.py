@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import Layout
@@ -21,14 +19,6 @@ from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.picture import draw_quality
 from tests.fusion.test_links import ORDER, make_links
 from tests.support.models import make_model, make_tokenizer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

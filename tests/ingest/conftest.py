@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -17,15 +16,6 @@ from tests.support.models import make_model, make_tokenizer
 
 MakeIndex = Callable[..., Index]
 Machine = Callable[..., Index]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models spend more time waking threads than computing."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -41,14 +41,6 @@ FAMILIES = ("llama", "mistral-sliding", "qwen3", "phi3", "gemma2", "gemma3", "gp
 QUESTIONS = ("who keeps it?", "when was the flood?")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def item(order: tuple[int, ...] = (2, 0, 3)) -> LinkItem:
     texts = tuple(TEXTS[i] for i in order)
     prompts = tuple(

@@ -17,9 +17,7 @@ from kvrag_train.links.data import FileSource
 from kvrag_train.links.student import training_mode
 from kvrag_train.links.trainer import CHECKPOINT, LinkTrainer
 from tests.support.models import make_model, make_tokenizer
-from tests.training.test_links import make_trainer, one_thread, options, questions
-
-__all__ = ["one_thread"]
+from tests.training.test_links import make_trainer, options, questions
 
 FROZEN: dict[str, Any] = {"mode": "frozen", "way": "adapter"}
 

@@ -26,9 +26,6 @@ from kvrag_train.links.processes import launched
 from tests.support.models import make_model, make_tokenizer
 from tests.support.servers import free_port
 from tests.training.shared_run import asked, train
-from tests.training.test_links import one_thread
-
-__all__ = ["one_thread"]
 
 ROOT = Path(__file__).parents[2]
 
