@@ -17,6 +17,7 @@ from kvrag_bench.codec.baselines import (
     CACHEGEN_PUBLIC,
     measure_cachegen,
     measure_eight_bit,
+    public_bins,
 )
 from kvrag_bench.codec.decoding import context_rows
 from kvrag_bench.codec.designs import REFERENCE, design_rows
@@ -111,6 +112,12 @@ def test_the_public_scheme_is_counted_by_hand() -> None:
 
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_bins_of_the_public_scheme() -> None:
+    assert public_bins(6, 0) == [32, 32, 16, 16, 16, 16]
+    assert public_bins(6, 1) == [32, 16, 16, 16, 16, 16]
+    assert sum(bins == 32 for bins in public_bins(32, 1)) == 2
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
