@@ -41,8 +41,7 @@ def explain(
     The prompt is fused, but not answered.
     """
     from kvrag.engine.engine import KVEngine
-    from kvrag.engine.parts import prompt_parts
-    from kvrag.engine.prompt_reader import PromptReader
+    from kvrag.engine.prompt_reader import PromptReader, prompt_parts
     from kvrag.engine.request import Request
 
     prompt = _read(file)

@@ -14,15 +14,13 @@ from typing import Any, Literal, overload
 import torch
 
 from kvrag import arguments
-from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.asking import Asking
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.options import DEFAULT_MAX_TOKENS, ENGINE_DEFAULTS, EngineOptions
-from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_fuser import PromptFuser
-from kvrag.engine.prompt_reader import PromptReader
+from kvrag.engine.prompt_reader import PromptReader, prompt_parts
 from kvrag.engine.request import (
     Message,
     Prompt,
@@ -310,7 +308,7 @@ class KVEngine(OfProcess):
         UnsupportedModelError
             If eviction is requested for a model with custom attention code.
         """
-        (answer,) = waiting.answers(self._scheduler, [self._start_now(prompt, options)])
+        (answer,) = self._scheduler.answers([self._start_now(prompt, options)])
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -358,7 +356,7 @@ class KVEngine(OfProcess):
             Start(partial(self._start_later, context, one, options))
             for one in checked_batch(prompts)
         ]
-        answers = waiting.answers(self._scheduler, starts)
+        answers = self._scheduler.answers(starts)
         errors = [one for one in answers if isinstance(one, Exception)]
         if errors and not return_exceptions:
             raise errors[0]
@@ -385,7 +383,7 @@ class KVEngine(OfProcess):
         """
         self.require_here()
         start = self._reading(prompt, options)
-        async with aclosing(waiting.apieces(self._scheduler, start)) as pieces:
+        async with aclosing(self._scheduler.apieces(start)) as pieces:
             async for delta in pieces:
                 yield delta
 
@@ -399,7 +397,7 @@ class KVEngine(OfProcess):
         AnswerDelta
             Pieces of text as soon as they are final; the last one carries the whole `Answer`.
         """
-        pieces = waiting.pieces(self._scheduler, self._start_now(prompt, options), once=False)
+        pieces = self._scheduler.pieces(self._start_now(prompt, options), once=False)
         return (delta for delta in pieces if delta is not None)
 
     def steps(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta | None]:
@@ -413,7 +411,7 @@ class KVEngine(OfProcess):
             All pieces since the last one, joined, or None if the last step brought none.
         """
         self.require_here()
-        return waiting.pieces(self._scheduler, self._reading(prompt, options), once=True)
+        return self._scheduler.pieces(self._reading(prompt, options), once=True)
 
     def _start_now(self, prompt: Prompt | Request, options: Mapping[str, Any]) -> Start:
         """Check and read a prompt; return what fuses it later."""

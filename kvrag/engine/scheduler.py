@@ -15,14 +15,16 @@ other, because a slice goes through one layer and a step through all.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from kvrag.engine.answer import AnswerDelta
+from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.options import MAX_BATCH
 from kvrag.fusion.decoding import step_all
@@ -151,6 +153,89 @@ class Scheduler:
                 return  # the driver drops it
             self._is_driven = True
         self._stop_driving()
+
+    def answers(self, starts: Sequence[Start]) -> list[Answer | Exception]:
+        """Return several answers, in order; an error takes its answer's place."""
+        done: dict[int, Answer | Exception] = {}
+
+        def tell(number: int, event: AnswerDelta | Exception) -> None:
+            outcome = event if isinstance(event, Exception) else event.answer
+            if outcome is not None:
+                done[number] = outcome
+                self.wake()
+
+        jobs = [
+            Job(start, partial(tell, number), is_streamed=False)
+            for number, start in enumerate(starts)
+        ]
+        try:
+            for job in jobs:
+                self.submit(job)
+            self.wait_until(lambda: len(done) == len(jobs))
+        finally:
+            for job in jobs:
+                self.cancel(job)
+        return [done[number] for number in range(len(jobs))]
+
+    def pieces(self, start: Start | Future[Start], *, once: bool) -> Iterator[AnswerDelta | None]:
+        """Yield an answer piece by piece; raise the error that ended it.
+
+        Parameters
+        ----------
+        once
+            Whether to yield after each step: all new pieces, joined, or None.
+        """
+        events: deque[AnswerDelta | Exception] = deque()
+
+        def tell(event: AnswerDelta | Exception) -> None:
+            events.append(event)
+            self.wake()
+
+        job = Job(start, tell)
+        self.submit(job)
+        try:
+            while True:
+                if not events:
+                    self.wait_until(lambda: bool(events), once=once)
+                    if not events:
+                        yield None
+                        continue
+                event = events.popleft()
+                text = ""
+                logprobs: tuple[TokenLogprob, ...] = ()
+                while once and events and not isinstance(event, Exception):
+                    # Other streams have made several steps.
+                    text += event.text
+                    logprobs += event.logprobs
+                    event = events.popleft()
+                if isinstance(event, Exception):
+                    raise event
+                yield replace(event, text=text + event.text, logprobs=logprobs + event.logprobs)
+                if event.answer is not None:
+                    return
+        finally:
+            self.cancel(job)
+
+    async def apieces(self, start: Start | Future[Start]) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield an answer piece by piece while the event loop runs on."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[AnswerDelta | Exception] = asyncio.Queue()
+
+        def tell(event: AnswerDelta | Exception) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = Job(start, tell)
+        self.submit(job, in_background=True)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.answer is not None:
+                    return
+        finally:
+            self.cancel(job)
 
     def wait_until(self, is_ready: Callable[[], bool], *, once: bool = False) -> None:
         """Advance the batch until something is ready, or wait while another thread does.

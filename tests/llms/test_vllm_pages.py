@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrag.engine.buffers import BufferPool
+from kvrag.engine.prompt_fuser import BufferPool
 from kvrag.errors import EngineError
 from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.llms.vllm import pages, weights
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Load:
-    """As `kvrag.llms.vllm.transfer.Load`, which needs vLLM."""
+    """As `kvrag.llms.vllm.plan.Load`, which needs vLLM."""
 
     block_ids: tuple[int, ...]
     start: int

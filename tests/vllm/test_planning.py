@@ -34,8 +34,13 @@ from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.langchain import KVRagVLLM
-from kvrag.llms.vllm.opening import check_engine, open_index, place_of
-from kvrag.llms.vllm.options import engine_options, serve_command
+from kvrag.llms.vllm.options import (
+    check_engine,
+    engine_options,
+    open_index,
+    place_of,
+    serve_command,
+)
 from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, Piece

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from kvrag.llms.vllm.cores import PROCESS_CORES  # noqa: F401  # noted before threads are bound
 from kvrag.llms.vllm.weights import prepare
 
 if current_platform.is_cpu():

@@ -9,6 +9,7 @@ weights for their kernels, and some drop the originals (the CPU build does).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvrag.errors import KVRagError
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES, FusedKV
-from kvrag.llms.vllm.opening import check_engine
+from kvrag.llms.vllm.options import check_engine
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
 from kvrag.llms.vllm.sharing import Part, connected_part
 from kvrag.llms.vllm.versions import require_tested
@@ -32,6 +33,12 @@ from kvrag.models.shards import load_shard
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+
+# Noted before vLLM binds threads to single cores: it imports this module before, with its worker.
+PROCESS_CORES: frozenset[int] = (
+    frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+)
+"""Numbers of the cores that this process may use; empty if the system does not report them."""
 
 logger = logging.getLogger("kvrag")
 
