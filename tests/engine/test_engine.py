@@ -19,7 +19,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.options import Sampling
 from kvrag.engine.request import Message
 from kvrag.engine.sampling import Sampler
-from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
@@ -245,6 +245,18 @@ def test_an_altered_calibration_is_not_used(tmp_path: Path, model: KVModel) -> N
         assert "run 'kvrag calibrate' again" in mended.not_healed[0]
         assert index.upkeep.verify().ok
         assert index.calibration is None
+
+
+def test_a_prompt_beyond_the_context_window_is_refused(tmp_path: Path) -> None:
+    model = KVModel(make_model(max_position_embeddings=128), make_tokenizer())
+    with Index.create(tmp_path / "i", model=model, embedding="hashing", chunk_tokens=64) as index:
+        engine = KVEngine(index)
+        with pytest.raises(PromptTooLongError, match=r"the prompt has .* but .* holds 128"):
+            engine.generate("word " * 200)
+        nearly = "a " * 60
+        answer = engine.generate(nearly, max_tokens=500)
+        assert answer.usage.prompt_tokens + answer.usage.completion_tokens <= 128
+        assert answer.finish_reason == "length"
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:

@@ -483,3 +483,20 @@ def test_a_folder_that_cannot_be_listed_keeps_what_was_under_it(
     assert [Path(source).name for source in report.added] == ["new.txt"]
     assert [Path(source).name for source in report.removed] == ["ledger.txt"]
     assert "Permission denied" in reasons(report)["deep"]
+
+
+def test_a_model_that_breaks_on_the_way_ends_the_run(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = Encoders.prefill
+    calls = []
+
+    def fail_later(self: Encoders, chunk: Chunk) -> ChunkKV:
+        calls.append(chunk)
+        if len(calls) > 1:
+            raise RuntimeError("CUDA error: the device is lost")
+        return prefill(self, chunk)
+
+    monkeypatch.setattr(Encoders, "prefill", fail_later)
+    with pytest.raises(RuntimeError, match="device is lost"):
+        index.add([BAD, GOOD])

@@ -14,6 +14,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.support.folders import pack_all
+from tests.support.properties import in_turn
 
 DOCUMENTS = Path(__file__).parents[2] / "examples" / "documents"
 QUESTION = "When was the mill built?"
@@ -65,8 +66,8 @@ def damage(folder: Path, edit: str) -> None:
             connection.executescript(f"PRAGMA foreign_keys = OFF; {edit}")
 
 
-@pytest.mark.parametrize("by_ingesting", [False, True])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.trials
+@pytest.mark.parametrize(("edit", "by_ingesting"), in_turn(EDITS))
 def test_damage_to_the_list_of_records(
     world: tuple[Path, Path, KVModel, set[str]], tmp_path: Path, edit: str, by_ingesting: bool
 ) -> None:

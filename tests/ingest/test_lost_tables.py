@@ -11,6 +11,7 @@ import pytest
 
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from tests.support.properties import in_turn
 
 DOCUMENTS = Path(__file__).parents[2] / "examples" / "documents"
 QUESTION = "When was the mill built?"
@@ -65,8 +66,8 @@ def check_mending(world: tuple[Path, Path, KVModel], folder: Path, by_ingesting:
         assert index.search(QUESTION, 3) == sound.search(QUESTION, 3)
 
 
-@pytest.mark.parametrize("by_ingesting", [False, True])
-@pytest.mark.parametrize("statements", LOST)
+@pytest.mark.trials
+@pytest.mark.parametrize(("statements", "by_ingesting"), in_turn(LOST))
 def test_a_lost_table(
     world: tuple[Path, Path, KVModel], tmp_path: Path, statements: str, by_ingesting: bool
 ) -> None:
@@ -81,8 +82,8 @@ def test_a_lost_table(
     check_mending(world, folder, by_ingesting)
 
 
-@pytest.mark.parametrize("by_ingesting", [False, True])
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.trials
+@pytest.mark.parametrize(("number", "by_ingesting"), in_turn(NUMBERS))
 def test_a_damaged_number_of_tokens(
     world: tuple[Path, Path, KVModel], tmp_path: Path, number: str, by_ingesting: bool
 ) -> None:

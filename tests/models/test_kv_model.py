@@ -314,3 +314,10 @@ def test_the_shared_prefix(bos_first: bool, template: str | None, expected: str)
         assert list(model.default_prefix_ids()) in (ids, ids[:-1])
     else:
         assert list(model.default_prefix_ids()) == ids
+
+
+def test_truncation_of_the_last_call_is_not_part_of_the_tokenizer() -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before

@@ -70,7 +70,7 @@ def test_a_template_that_loops_over_what_a_message_says(
     assert "takes more than 1 s" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-30, 1e-3, 11, 1e300, -1.0])
+@pytest.mark.parametrize("value", [5e-324, 1e-3, 1e300, -1.0])
 @pytest.mark.parametrize(
     "name",
     [

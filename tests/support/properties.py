@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import TypeVar
 
 from hypothesis import settings
 
+T = TypeVar("T")
 _FULL = 100
 IS_EXHAUSTIVE = os.environ.get("KVRAG_EXHAUSTIVE", "") not in ("", "0")
 
@@ -19,6 +22,12 @@ settings.load_profile("quick")
 def examples(number: int) -> int:
     """Return the share of `number` that the profile draws: of all, or a tenth."""
     return max(number * settings().max_examples // _FULL, 1)
+
+
+def in_turn(values: Iterable[T]) -> list[tuple[T, bool]]:
+    """Return each value with False or True in turn, or with both if `IS_EXHAUSTIVE`."""
+    pairs = [(value, flag) for value in values for flag in (False, True)]
+    return pairs if IS_EXHAUSTIVE else [pairs[at] for at in range(len(pairs)) if at % 4 in (0, 3)]
 
 
 def trials(number: int, few: int) -> int:
