@@ -76,10 +76,10 @@ if device.type == "cuda":
     found["launch_us"] = 1e6 / rate(lambda: begun.add_(1), 1)
 print(json.dumps(found))
 PY
-stage rates 50 "$python" "$out/rates.py" "$device"
+stage rates 30 "$python" "$out/rates.py" "$device"
 # Kernels over rows: how far they are from PyTorch, and what a layer takes.
 [ "$device" = cpu ] && export TRITON_INTERPRET=1
-stage kernels 50 "$python" tools/gpu_kernels.py "$device"
+stage kernels 40 "$python" tools/gpu_kernels.py "$device"
 # Chunks from host memory, from page-locked memory, from the card's.
 tiers() {
 	local name=$1 limit=$2
@@ -90,18 +90,24 @@ tiers() {
 }
 if [ -n "$small" ]; then
 	tiers tiers-small 100 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1
-	bench ttft-small 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
-	bench decode-small 120 decode --random-shape test
+	for graphs in on off; do
+		export KVRAG_CUDA_GRAPHS=$graphs
+		bench "ttft-small-graphs-$graphs" 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
+		bench "decode-small-graphs-$graphs" 120 decode --random-shape test
+	done
 	exit 0
 fi
 tests="tests/native/test_gpu.py tests/codec/test_on_gpu.py tests/engine/test_gpu.py"
-stage tests 60 "$python" -m pytest -q -x -p no:cacheprovider $tests
-bench ttft-8b-5k 90 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 3 --policies none,boundary,two_stage
-tiers tiers-8b-5k 45 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2
-bench ttft-qwen 45 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 3 --policies none,two_stage
-KVRAG_GPU_KERNELS=off bench ttft-qwen-modules 30 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies two_stage
-bench ttft-smollm2 45 ttft --random-shape smollm2-135m --chunk-tokens 340 --repeats 3 --policies none,two_stage
-bench ttft-8b-16k 90 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
-for graphs in 0 1; do
-	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 40 decode --random-shape smollm2-135m
+stage tests 45 "$python" -m pytest -q -x -p no:cacheprovider $tests
+# As it is, without graphs, and without kernels.
+bench ttft-8b-5k 70 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 3 --policies none,boundary,two_stage
+KVRAG_CUDA_GRAPHS=off bench ttft-8b-5k-graphs-off 40 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
+tiers tiers-8b-5k 35 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2
+bench ttft-qwen 30 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 3 --policies none,two_stage
+KVRAG_CUDA_GRAPHS=off bench ttft-qwen-graphs-off 20 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies none,two_stage
+KVRAG_GPU_KERNELS=off bench ttft-qwen-modules 20 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies two_stage
+bench ttft-smollm2 25 ttft --random-shape smollm2-135m --chunk-tokens 340 --repeats 3 --policies none,two_stage
+bench ttft-8b-16k 65 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
+for graphs in on off; do
+	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 25 decode --random-shape smollm2-135m
 done

@@ -7,13 +7,16 @@ that of a card; counts are.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +31,7 @@ from kvrag.fusion import staging
 from kvrag.fusion.placement import Placement
 from kvrag.loading import threads
 from kvrag.loading.pinned import buffers, copy_stream
-from kvrag.models import cardlayers
+from kvrag.models import captured, cardlayers
 from kvrag.models.compiled import Description
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowPlaces, RowTensors
@@ -104,6 +107,7 @@ class Counts:
         self.names: Counter[tuple[str, str]] = Counter()
         self.seconds = 0.0
         self._is_computing = False
+        self._unseen = threading.local()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
 
@@ -115,10 +119,21 @@ class Counts:
 
     def note(self, counter: Counter[str], name: str) -> None:
         """Count something."""
+        if getattr(self._unseen, "is_on", False):
+            return
         phase = _OPEN if threading.get_ident() == self._thread else "loader"
         with self._lock:
             counter[phase] += 1
             self.names[phase, name] += 1
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Count nothing that this thread starts in here."""
+        before, self._unseen.is_on = getattr(self._unseen, "is_on", False), True
+        try:
+            yield
+        finally:
+            self._unseen.is_on = before
 
     def settle(self, phase: str) -> None:
         """Say which phase everything since the last call belongs to."""
@@ -327,6 +342,116 @@ class _RowOperations:
         return start
 
 
+class StateOperations:
+    """Operations over the rows that a state says when they run, as kernels read it.
+
+    Parameters
+    ----------
+    positions, state
+        See `kvrag.native.gpu.rows.RowKernels`.
+    """
+
+    def __init__(self, positions: torch.Tensor, state: torch.Tensor, made: Description) -> None:
+        self._positions, self._state, self._made = positions, state, made
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def start(*given: Any, **named: Any) -> None:
+            recorded(partial(self._play, name, *given, **named))
+
+        return start
+
+    def _play(self, name: str, *given: Any, **named: Any) -> None:
+        state: list[int] = _held(self._state).tolist()
+        num_rows, held = state[0], list(_held(given))
+        if not num_rows:
+            return
+        places: Any = None
+        if name in ("norm", "gated"):  # of other rows nothing is read
+            slots = [isinstance(one, torch.Tensor) for one in held]
+            held = [
+                one[:num_rows] if is_slot else one for one, is_slot in zip(held, slots, strict=True)
+            ]
+        else:
+            place = 1 if name == "mass" else 2
+            places = self._places(state, held[place], looks=name == "mass")
+            held[place] = 0
+        getattr(RowTensors(places), name)(*held, **named)
+
+    def _places(self, state: list[int], layer: int, *, looks: bool) -> RowPlaces:
+        """Return what a state says of one layer, which is then the first."""
+        num_rows, capacity, first_counted, num_keys, mass, stride, *addresses = state
+        positions = _held(self._positions)[:num_rows]
+        last, dtype = int(positions[-1]), self._made.dtype
+        head_dim = self._made.head_dim
+        angles = [_at_address(one, torch.float32, last + 1, head_dim) for one in addresses[:4]]
+        tables = [(angles[0], angles[1]), (angles[2], angles[3])]
+        shape = self._made.num_heads[1], capacity, head_dim
+        keys, values = (
+            _at_address(one, dtype, *shape) for one in addresses[4 + 2 * layer : 6 + 2 * layer]
+        )
+        taken = None
+        if looks:
+            taken = _at_address(mass + 4 * stride * layer, torch.float32, 1, num_keys)
+        return RowPlaces(positions, num_rows, tables, [keys], [values], last, taken, first_counted)
+
+
+def _at_address(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor over memory that lives elsewhere."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+_recording = threading.local()
+
+
+def recorded(call: Callable[[], None]) -> None:
+    """Carry a call out, or note it for the graph that this thread captures."""
+    calls = getattr(_recording, "calls", None)
+    if calls is None:
+        call()
+    else:
+        calls.append(call)
+
+
+class RecordedGraph:
+    """A graph on the CPU (`kvrag.models.captured.Graph`): what was started, and with which buffers.
+
+    Nothing is carried out while it is captured. A replay carries out what was noted.
+    """
+
+    def __init__(self, run: Callable[[], Any], *_: object) -> None:
+        self.calls: list[Callable[[], Any]] = []
+        _recording.calls = self.calls
+        try:
+            with _Recording(self.calls):
+                self.made = run()
+        finally:
+            _recording.calls = None
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations that write to memory that is there, instead of carrying them out."""
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if name in _VIEWS and not name.startswith(("empty", "new_empty")):
+            return func(*args, **kwargs)
+        if not func._schema.is_mutable:
+            raise RuntimeError(f"{name} takes new memory while a graph is captured")
+        self._calls.append(partial(func, *args, **kwargs))
+        return kwargs.get("out", args[0])
+
+
 class _Event:
     """An event that has happened: all work is done at once."""
 
@@ -397,11 +522,25 @@ def pretended_card() -> Iterator[Counts]:
     start = threads.start
 
     def started(work: Callable[[], None], kind: str = threads.LOADING) -> Any:
+        is_loading = kind == threads.LOADING
+
         def run() -> None:
-            with _Making(counts), _Operations(counts):
+            hidden = nullcontext() if is_loading else counts.unseen()
+            with hidden, _Making(counts), _Operations(counts):
                 work()
 
-        return start(run, kind)
+        future = start(run, kind)
+        if not is_loading:  # what is done beside prompts is done before the next one
+            future.result()
+        return future
+
+    class Replayed(RecordedGraph):
+        """A graph, whose replay is one launch."""
+
+        def replay(self) -> None:
+            counts.note(counts.launches, "graph")
+            with counts.computing(), counts.unseen():
+                super().replay()
 
     def stream(*_: object, **__: object) -> _Stream:
         return _Stream(counts)
@@ -432,6 +571,9 @@ def pretended_card() -> Iterator[Counts]:
         for name in ("are_ready", "is_right"):
             stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
+        stack.enter_context(patch.object(cardlayers, "kernels_over", StateOperations))
+        stack.enter_context(patch.object(captured, "Graph", Replayed))
+        stack.enter_context(patch.object(captured, "_failures", []))
         stack.enter_context(patch.object(tiled, "is_ready", _is_ready))
         stack.enter_context(patch.object(placing, "is_right", lambda *_: True))
         stack.enter_context(patch.object(Placement, "_start", _place))

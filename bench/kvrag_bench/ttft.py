@@ -206,6 +206,8 @@ def _rows(
         for i in range(options.repeats + 1):
             say(f"{chunk_tokens * len(texts)} tokens, run {i + 1} of {options.repeats + 1}")
             rounds.append(_Round.of(engines[0], prompt, asked))
+            # What the first round lacked is captured before the others, not beside them.
+            model.capture_rows()
         own = meter.measure(rounds[-1].own.report)
         for place, one in enumerate(asked):
             say(f"memory and operations of {one.policy}")

@@ -259,6 +259,8 @@ class PromptFuser:
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
         self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
+        if index.model.lacks_graphs:
+            threads.start(index.model.capture_rows, threads.READING)
         if self._prices is not None and layout.spans:
             self._prices.measure_later(index.model)
             if report.stream is None and (num_loaded := report.num_cached - report.num_kept):

@@ -14,7 +14,7 @@ from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
-from kvrag.models.captured import captures_steps
+from kvrag.models.captured import uses_graphs
 from kvrag.models.kv_model import KVModel
 from kvrag.native import MAX_ROWS
 
@@ -44,7 +44,7 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     has_gaps = fused.layout.positions is not None
     if model.family.attends_itself:
         return GapDecoder(model, fused) if has_gaps else CacheDecoder(model, fused)
-    if has_gaps or model.device.type == "cpu" or captures_steps():
+    if has_gaps or model.device.type == "cpu" or uses_graphs():
         return RowDecoder(model, fused)
     return CacheDecoder(model, fused)
 

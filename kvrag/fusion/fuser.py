@@ -38,6 +38,7 @@ from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import EncodedScope, last_row, rows_on
 from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending
 from kvrag.positions.rotary import RotaryTable
 
@@ -299,6 +300,9 @@ def execute(
     clock.lap("select")
     last_layer = model.layer_stop - 1
     size = slice_rows(model.device)
+    # Layers that a card computes at once.
+    together = range(0)
+    captured = compiled if isinstance(compiled, CapturedLayers) and shift is None else None
     for layer_index, table in enumerate(tables[: model.layer_stop]):
         if layer_index >= asked.stop:
             yield from until(partial(loader.has_layer, layer_index), clock)
@@ -310,34 +314,48 @@ def execute(
             clock.lap("select")
             rows = selection.rows
             rows_by_layer.append(len(rows))
-            changed = None
-            if shift is not None:
-                changed = shift.of_layer(fused, layer_index, table, selection.picks[-1])
-            if layer_index == last_layer:
-                # Only the last token's output is needed; the other rows need only their K/V.
-                model.write_rows(
-                    layer_index, hidden, rows, fused, table, changed=changed, compiled=compiled
-                )
-                hidden, rows = hidden[-1:].contiguous(), last_row(rows)
-                noted = changed = None
+            if captured is not None and layer_index not in together:
+                together = captured.together(layer_index, rows, fused)
+                if together.stop > last_layer or not selection.stays(together):
+                    together = range(0)
+            if captured is not None and layer_index in together:
+                if layer_index == together[-1]:
+                    # The KV of all of them is here.
+                    captured.run_together(together, hidden, rows, fused, tables)
             else:
-                noted = selection.noting(layer_index)
-            attending = Attending(changed=changed)
-            forward = partial(
-                _forward_slice,
-                model,
-                layer_index,
-                hidden,
-                rows,
-                noted,
-                fused=fused,
-                table=table,
-                attending=attending,
-                compiled=compiled,
-            )
-            # To begin and to end computing takes a tenth of a short layer's time.
-            forward(slice(0, size))
+                changed = None
+                if shift is not None:
+                    changed = shift.of_layer(fused, layer_index, table, selection.picks[-1])
+                if layer_index == last_layer:
+                    # Only the last token's output is needed; the other rows need only their K/V.
+                    model.write_rows(
+                        layer_index, hidden, rows, fused, table, changed=changed, compiled=compiled
+                    )
+                    hidden, rows = hidden[-1:].contiguous(), last_row(rows)
+                    noted = changed = None
+                else:
+                    noted = selection.noting(layer_index)
+                attending = Attending(changed=changed)
+                forward = partial(
+                    _forward_slice,
+                    model,
+                    layer_index,
+                    hidden,
+                    rows,
+                    noted,
+                    fused=fused,
+                    table=table,
+                    attending=attending,
+                    compiled=compiled,
+                )
+                # To begin and to end computing takes a tenth of a short layer's time.
+                forward(slice(0, size))
         clock.lap("compute")
+        if layer_index in together:
+            if layer_index == together[-1]:
+                yield False
+                clock.resume()
+            continue
         for begin in range(size, len(rows), size):
             yield False
             clock.resume()

@@ -12,10 +12,11 @@ from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.kvcache import FusedKV
-from kvrag.models.attention import MassObserver, RowMask
-from kvrag.models.cardlayers import CardLayers
+from kvrag.models.attention import MassObserver, RowMask, num_before
+from kvrag.models.cardlayers import CardLayers, RowsAsked
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending
 from kvrag.positions.rotary import RotaryTable
 
@@ -73,6 +74,13 @@ class QuestionAttention:
         taken = None if self._taken is None else (self._taken, self.layers.start)
         return MassObserver(self._question_start, partial(self._note, into), taken)
 
+    def asked_of(self, layer_index: int, rows: torch.Tensor) -> RowsAsked | None:
+        """Return what kernels of a card note of a layer; None if it is not observed."""
+        if layer_index not in self.layers or self._taken is None:
+            return None
+        first = num_before(rows, self._question_start)
+        return RowsAsked(self._taken, self.layers.start, first)
+
     def finish(self) -> None:
         """Add what kernels of a card noted; call it once all layers have run."""
         if self._taken is not None:
@@ -121,25 +129,38 @@ def ask(
     """
     with model.computing_rows(linked.adapter, fresh):
         hidden = linked.embed(fresh)
-    for layer_index in range(attention.layers.stop):
-        table = tables[layer_index]
+    captured = compiled if isinstance(compiled, CapturedLayers) else None
+    done = 0
+    while done < attention.layers.stop:
+        layer_index = done
         clock.lap("ask")
-        yield from until(partial(loader.has_layer, layer_index), clock)
-        with torch.no_grad():
-            loader.load_layer(layer_index)
+        together = range(0)
+        if captured is not None:
+            together = captured.together(layer_index, fresh, fused, attention.layers)
+            if together.stop >= attention.layers.stop:  # the last one ends earlier
+                together = range(0)
+        layers = together or range(layer_index, layer_index + 1)
+        for one in layers:
+            yield from until(partial(loader.has_layer, one), clock)
+            with torch.no_grad():
+                loader.load_layer(one)
         clock.lap("load")
-        is_last = layer_index + 1 == attention.layers.stop
-        attending = Attending(attention.observer_of(layer_index), stops=is_last)
+        done = layers.stop
         with model.computing_rows(linked.adapter, fresh):
-            model.forward_rows(
-                layer_index,
-                hidden,
-                fresh,
-                fused,
-                table,
-                attending=attending,
-                compiled=compiled,
-            )
+            if captured is not None and together:
+                asked = attention.asked_of(layer_index, fresh)
+                captured.run_together(together, hidden, fresh, fused, tables, asked)
+            else:
+                is_last = done == attention.layers.stop
+                model.forward_rows(
+                    layer_index,
+                    hidden,
+                    fresh,
+                    fused,
+                    tables[layer_index],
+                    attending=Attending(attention.observer_of(layer_index), stops=is_last),
+                    compiled=compiled,
+                )
         clock.lap("ask")
         yield False
         clock.resume()

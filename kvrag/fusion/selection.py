@@ -133,6 +133,14 @@ class Selection:
             self.picks.append(self.picks[-1] if self.picks else self.rows[self._optional])
         return hidden
 
+    def stays(self, layers: range) -> bool:
+        """Return whether layers compute the present rows, and need not be compared."""
+        if self._counts is None or not layers:
+            return True
+        # The layer after them too: if it drops rows, these layers' deviation has to be noted.
+        seen = layers.stop + (self._deviation is not None)
+        return all(one >= len(self._optional) for one in self._counts[layers.start : seen])
+
     def noting(self, layer_index: int) -> Deviation | None:
         """Return the deviation that the layer's forward has to fill in; None if none is needed.
 

@@ -144,6 +144,8 @@ class KnownRows:
         Cosines and sines by a table's id. The table stays alive with them.
     masks
         By first key, number of keys and window.
+    blocks
+        By the size of a block of rows: copies of the blocks, and the last row of each.
     """
 
     numbers: NDArray[np.int64] | None = None
@@ -152,6 +154,7 @@ class KnownRows:
         default_factory=dict
     )
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    blocks: dict[int, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
 
 
 # By the tensor itself: equal rows in another one are not known.

@@ -1,27 +1,31 @@
-"""Steps of a batch on a GPU, captured once and replayed: Python leaves the loop over layers.
+"""Work on a GPU that is captured once and replayed: Python leaves the loop over layers.
 
-A step starts hundreds of small kernels, and starting them takes Python far longer than the GPU
-takes to run them. A CUDA graph starts them all at once. It reads tokens, places and positions from
-its own memory. It writes to the buffers of the step that it was captured from.
+A step of an answer, or a layer over rows of a prompt, starts many small kernels, and starting them
+takes Python far longer than the GPU takes to run them. A CUDA graph starts them all at once. It
+reads and writes the memory that it was captured with, which also holds what differs between runs.
 
-Steps are captured where the environment has ``KVRAG_CUDA_GRAPHS=1``. After a capture that fails,
-PyTorch's generator for the GPU and its allocator may believe that a capture is under way. Answers
-then end with an error until the process is started again.
+``KVRAG_CUDA_GRAPHS=off`` captures nothing. If a capture fails, one warning says so, and this
+process captures nothing more: work is carried out as without graphs.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.errors import KVRagError
 from kvrag.kvcache import FusedKV
 from kvrag.models.batch import KEY_BLOCK, BatchRow, BatchRows
+from kvrag.models.elements import state_of
+
+VARIABLE = "KVRAG_CUDA_GRAPHS"
 
 # A capture stops the GPU for tens of milliseconds, so the batch has to have stayed the same.
 _STEPS_BEFORE = 3
@@ -32,12 +36,94 @@ _MOST_COUNTS = 64
 Step = Callable[[torch.Tensor, BatchRows], torch.Tensor]
 """Takes tokens ``[B]`` and where they belong; returns logits ``[B, vocabulary]``."""
 
+T = TypeVar("T")
 _Key = tuple[tuple[int, ...], ...]
+_log = logging.getLogger(__name__)
 
 # A process captures one graph at a time.
 _capturing = threading.Lock()
 # Why a capture failed, of any model. After it, no other capture is sound.
 _failures: list[str] = []
+
+
+def uses_graphs() -> bool:
+    """Return whether work on a GPU is captured: unless the environment says no, or one failed."""
+    return not _failures and os.environ.get(VARIABLE, "").lower() not in ("0", "off")
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream on which nothing else runs."""
+    # Loading threads never get a stream of this priority.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class Graph(Generic[T]):
+    """What some work starts on a GPU, captured without being carried out.
+
+    Parameters
+    ----------
+    run
+        Starts the work, carried out before: nothing is compiled or prepared in a capture.
+    device
+        The GPU.
+    stream
+        A `capture_stream` of it.
+
+    Attributes
+    ----------
+    made
+        What `run` returned; each `replay` fills it.
+    """
+
+    def __init__(
+        self, run: Callable[[], T], device: torch.device, stream: torch.cuda.Stream
+    ) -> None:
+        # Not inference tensors, even if the caller is in inference mode: they outlive this call.
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            before = torch.cuda.current_stream(device)
+            # Each thread makes its own, which cannot be captured.
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+            self._graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads go on loading meanwhile.
+                with torch.cuda.graph(
+                    self._graph, stream=stream, capture_error_mode="thread_local"
+                ):
+                    self.made = run()
+            finally:
+                torch.cuda.set_stream(before)  # torch leaves its own where a capture fails
+
+    def replay(self) -> None:
+        """Start the work, on the current stream."""
+        self._graph.replay()
+
+
+def capture(
+    run: Callable[[], T], device: torch.device, stream: torch.cuda.Stream
+) -> Graph[T] | None:
+    """Return work as a graph (see `Graph`); None, after one warning, if that fails."""
+    with _capturing:
+        if not uses_graphs():
+            return None
+        try:
+            return Graph(run, device, stream)
+        except RuntimeError as error:
+            # Some models ask the GPU for a number in the middle of a step; or memory is short.
+            told = str(error.__context__ or error).partition("\n")[0]
+            _failures.append(told)
+            _log.warning(
+                "work on %s cannot be captured as a CUDA graph (%s): it is carried out without, "
+                "which is slower; %s=off does the same without trying",
+                device,
+                told,
+                VARIABLE,
+            )
+        with suppress(Exception):
+            # PyTorch may believe that this generator still captures, and would refuse to draw.
+            drawn = torch.cuda.default_generators[device.index or 0]
+            fresh = torch.Generator(device).manual_seed(drawn.initial_seed())
+            drawn.graphsafe_set_state(fresh.graphsafe_get_state())
+        return None
 
 
 class CapturedSteps:
@@ -69,9 +155,9 @@ class CapturedSteps:
 
         Call it before each answer, outside the model's use: within, modules are not their own.
         """
-        if not captures_steps() or self._hf.device.type != "cuda":
+        if not uses_graphs() or self._hf.device.type != "cuda":
             return
-        state = _state_of(self._hf)
+        state = getattr(self._hf.config, "_attn_implementation", None), *state_of(self._hf)
         if state != self._state:
             self._forget()
             self._counts.clear()
@@ -94,16 +180,9 @@ class CapturedSteps:
             The rows to compute. No adapter acts on them.
         step
             What is captured.
-
-        Raises
-        ------
-        KVRagError
-            If a capture fails, or one has failed in this process.
         """
-        if not _is_on_gpu(rows[0].fused) or not captures_steps():
+        if not _is_on_gpu(rows[0].fused) or not uses_graphs():
             return None
-        if _failures:
-            raise KVRagError(_failures[0])
         if self._has_hooks:
             return None
         ends = [_end_of(row) for row in rows]
@@ -123,35 +202,26 @@ class CapturedSteps:
 
     def _capture(
         self, key: _Key, rows: Sequence[BatchRow], ends: Sequence[int], step: Step
-    ) -> CapturedStep:
+    ) -> CapturedStep | None:
         del self._counts[key]
-        device = rows[0].fused.storage.device
         if len(self._steps) >= _MOST_GRAPHS:
             self._forget()
+        device = rows[0].fused.storage.device
         if self._stream is None:
-            # Loading threads never get a stream of this priority.
-            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        try:
-            with _capturing:
-                if _failures:
-                    raise KVRagError(_failures[0])
-                found = CapturedStep(step, rows, self._windows, ends, self._stream)
-        except RuntimeError as error:
-            # Some models ask the GPU for a number in the middle of a step; or memory is short.
-            told = str(error.__context__ or error).partition("\n")[0]
-            _failures.append(
-                f"a step of an answer cannot be captured as a CUDA graph: {told}. Unset "
-                "KVRAG_CUDA_GRAPHS and start the process again: PyTorch may believe that this one "
-                "still captures"
-            )
-            raise KVRagError(_failures[0]) from error
-        self._steps[key] = found
+            self._stream = capture_stream(device)
+        with torch.inference_mode(False):  # it outlives the caller's
+            inputs = torch.zeros(3, len(rows), dtype=torch.long, device=device)
+        windows = self._windows
+
+        def run() -> torch.Tensor:
+            return step(inputs[0], BatchRows(rows, windows, inputs[1:], ends))
+
+        graph = capture(run, device, self._stream)
+        if graph is None:
+            self._forget()
+            return None
+        found = self._steps[key] = CapturedStep(graph, inputs)
         return found
-
-
-def captures_steps() -> bool:
-    """Return whether steps are to be captured."""
-    return os.environ.get("KVRAG_CUDA_GRAPHS", "") not in ("", "0")
 
 
 def _is_on_gpu(fused: FusedKV) -> bool:
@@ -163,66 +233,11 @@ def _end_of(row: BatchRow) -> int:
     return min(-(-(row.place + 1) // KEY_BLOCK) * KEY_BLOCK, row.fused.capacity)
 
 
-def _state_of(hf: PreTrainedModel) -> tuple[object, ...]:
-    """Return what a graph relies on: where weights are, and what the modules do."""
-    return (
-        getattr(hf.config, "_attn_implementation", None),
-        *(tensor.data_ptr() for tensor in (*hf.parameters(), *hf.buffers())),
-        *(
-            # An adapter's flags are PEFT's.
-            (
-                id(module),
-                id(vars(module).get("forward")),
-                str(vars(module).get("_active_adapter")),
-                vars(module).get("_disable_adapters"),
-            )
-            for module in hf.modules()
-        ),
-    )
-
-
 class CapturedStep:
-    """A step over certain buffers.
+    """A step over certain buffers: its graph, and where the graph reads what differs."""
 
-    Parameters
-    ----------
-    step
-        The step, carried out before.
-    rows
-        Rows of the buffers.
-    windows
-        Each layer's sliding window in tokens, None if it sees everything.
-    ends
-        For each row, the number of keys that it attends to, those after it masked.
-    stream
-        A stream of the buffers' device, on which nothing else runs.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        rows: Sequence[BatchRow],
-        windows: Sequence[int | None],
-        ends: Sequence[int],
-        stream: torch.cuda.Stream,
-    ) -> None:
-        device = rows[0].fused.storage.device
-        # Not inference tensors, even if the caller is in inference mode: they outlive this call.
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            before = torch.cuda.current_stream(device)
-            # Each thread makes its own, which cannot be captured.
-            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-            self._inputs = torch.zeros(3, len(rows), dtype=torch.long, device=device)
-            self._graph = torch.cuda.CUDAGraph()
-            try:
-                # Other threads go on loading meanwhile.
-                with torch.cuda.graph(
-                    self._graph, stream=stream, capture_error_mode="thread_local"
-                ):
-                    batch = BatchRows(rows, windows, self._inputs[1:], ends)
-                    self._logits = step(self._inputs[0], batch)
-            finally:
-                torch.cuda.set_stream(before)  # torch leaves its own where a capture fails
+    def __init__(self, graph: Graph[torch.Tensor], inputs: torch.Tensor) -> None:
+        self._graph, self._inputs = graph, inputs
 
     def run(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
         """Return logits ``[B, vocabulary]`` for tokens at the places of `rows`."""
@@ -231,4 +246,4 @@ class CapturedStep:
         with torch.cuda.device(self._inputs.device):
             self._inputs.copy_(torch.tensor([list(token_ids), places, positions]))
             self._graph.replay()
-            return self._logits.clone()
+            return self._graph.made.clone()

@@ -6,14 +6,22 @@ a small tensor on the card that kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kvrag.kvcache import FusedKV
-from kvrag.models.compiled import HIDDEN, Attention, Description, Gate, Linear, RowNorm
+from kvrag.models.compiled import (
+    HIDDEN,
+    Attention,
+    Description,
+    Gate,
+    Linear,
+    Operation,
+    RowNorm,
+)
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import (
     MOST_SPLITS,
@@ -34,20 +42,18 @@ _ALIGNED = 16
 _CHECKED_TOKENS, _CHECKED_ROWS = 300, 40
 
 
-def card_layers(
-    description: Description | None, device: torch.device, num_rotated: int
-) -> CardLayers | None:
-    """Return described layers for a card; None if only their modules can compute them.
+def on_card(description: Description, device: torch.device, num_rotated: int) -> bool:
+    """Return whether kernels of a card can compute described layers.
 
     Parameters
     ----------
     num_rotated
         Channels of a head that positions rotate.
     """
-    if description is None or device.type == "cpu" or num_rotated != description.head_dim:
-        return None
+    if num_rotated != description.head_dim:
+        return False
     if any(width % _ALIGNED for width in description.widths.values()):
-        return None
+        return False
     layer = description.layers[0]
     norm = next(one.norm for one in layer if isinstance(one, RowNorm))
     attention = next(one for one in layer if isinstance(one, Attention))
@@ -59,7 +65,7 @@ def card_layers(
         and one.data_ptr() % 16 == 0
         for one in _weights(description)
     ):
-        return None
+        return False
     is_ready = are_ready(
         description.dtype,
         device,
@@ -69,7 +75,7 @@ def card_layers(
         adds_one=norm.adds_one,
         is_gelu=next(one.is_gelu for one in layer if isinstance(one, Gate)),
     )
-    return CardLayers(description) if is_ready and is_right(description, device) else None
+    return is_ready and is_right(description, device)
 
 
 def _weights(description: Description) -> Iterator[torch.Tensor]:
@@ -112,38 +118,40 @@ def difference(description: Description, device: torch.device) -> float:
     That is the largest of the distances of hidden states, keys, values and mass, each as a share of
     its length: for few rows, whose keys are split, and for as many as are not.
     """
+    results = []
+    unsplit = partial(operations_for, most_splits=1)
+    for make in (operations_for, unsplit, lambda places, _: RowTensors(places)):
+        places, hidden = sample(description, device)
+        places.mass = torch.zeros(1, _CHECKED_TOKENS, device=device)
+        slots = Slots(description, device).of(_CHECKED_ROWS) | {HIDDEN: hidden}
+        prepared = Prepared(
+            description, make(places, description), slots, looks_from=0, has_tables=True
+        )
+        prepared.run(0, description.layers[0])
+        results.append((hidden, *places.keys, *places.values, places.mass))
+    *found, expected = results
+    return max(tiled.distance(*pair) for one in found for pair in zip(one, expected, strict=True))
+
+
+def sample(description: Description, device: torch.device) -> tuple[RowPlaces, torch.Tensor]:
+    """Return rows of some prompt with the K/V of a layer, and their inputs: always the same."""
     made = torch.Generator().manual_seed(0)
     num_given, head_dim = description.num_heads[1], description.head_dim
     rows = torch.randperm(_CHECKED_TOKENS, generator=made)[:_CHECKED_ROWS].sort().values
     angles = torch.randn(_CHECKED_TOKENS, head_dim // 2, generator=made).repeat(1, 2).to(device)
     shape = (2, num_given, _CHECKED_TOKENS, head_dim)
-    stored = torch.randn(shape, generator=made).to(device, description.dtype)
+    keys, values = torch.randn(shape, generator=made).to(device, description.dtype)
     given = torch.randn(_CHECKED_ROWS, description.widths[HIDDEN], generator=made)
-    results = []
-    unsplit = partial(operations_for, most_splits=1)
-    for make in (operations_for, unsplit, lambda places, _: RowTensors(places)):
-        keys, values = stored.clone()
-        mass = torch.zeros(1, _CHECKED_TOKENS, device=device)
-        places = RowPlaces(
-            rows.to(device),
-            _CHECKED_ROWS,
-            [(angles.cos(), angles.sin())],
-            [keys],
-            [values],
-            int(rows[-1]),
-            mass,
-            _CHECKED_ROWS // 2,
-        )
-        prepared = _Prepared(description, make(places, description), (places,), looks_from=0)
-        hidden = prepared.slots[HIDDEN] = given.to(device, description.dtype, copy=True)
-        for operation in description.layers[0]:
-            if isinstance(operation, Attention):
-                prepared.attend(0, operation)
-            else:
-                prepared.carry_out(operation)
-        results.append((hidden, keys, values, mass))
-    *found, expected = results
-    return max(tiled.distance(*pair) for one in found for pair in zip(one, expected, strict=True))
+    places = RowPlaces(
+        rows.to(device),
+        _CHECKED_ROWS,
+        [(angles.cos(), angles.sin())],
+        [keys],
+        [values],
+        int(rows[-1]),
+        first_counted=_CHECKED_ROWS // 2,
+    )
+    return places, given.to(device, description.dtype)
 
 
 def operations_for(
@@ -154,14 +162,69 @@ def operations_for(
     if positions.data_ptr() % 16:
         # The last of many rows, for example. Kernels take aligned addresses, or are built again.
         positions = positions.clone()
-    state = torch.tensor(places.state(), pin_memory=device.type == "cuda")
-    return RowKernels(
-        positions,
-        state.to(device, non_blocking=True),
-        description.dtype,
-        description.num_heads,
-        most_splits,
-    )
+    return kernels_over(positions, brought(places.state(), device), description, most_splits)
+
+
+def kernels_over(
+    positions: torch.Tensor,
+    state: torch.Tensor,
+    description: Description,
+    most_splits: int = MOST_SPLITS,
+) -> RowOperations:
+    """Return what carries operations out over the rows that `positions` and `state` say then."""
+    return RowKernels(positions, state, description.dtype, description.num_heads, most_splits)
+
+
+def brought(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Bring numbers to a card without a wait."""
+    there = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
+
+
+class Slots:
+    """Memory for rows between operations. All prompts of a model use it, one after the other.
+
+    Parameters
+    ----------
+    description
+        The layers.
+    device
+        The card.
+
+    Attributes
+    ----------
+    most_rows
+        Rows that fit at most: `MOST_ROWS`, or fewer where memory is short.
+    """
+
+    def __init__(self, description: Description, device: torch.device) -> None:
+        self._widths, self._dtype, self._device = description.widths, description.dtype, device
+        self._made: dict[str, torch.Tensor] = {}
+        self._num_rows = 0
+        self.most_rows = MOST_ROWS
+
+    def of(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Return the slots of some rows. Earlier ones stay valid."""
+        if num_rows > self._num_rows:
+            self._made = {}
+            self._made = {
+                name: torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
+                for name, width in self._widths.items()
+            }
+            self._num_rows = num_rows
+        return {name: made[:num_rows] for name, made in self._made.items()}
+
+    def reserve(self) -> int:
+        """Take memory for as many rows as fit, and return their number."""
+        while True:
+            try:
+                self.of(self.most_rows)
+            except torch.OutOfMemoryError:
+                self._num_rows, self.most_rows = 0, self.most_rows // 2
+                if not self.most_rows:
+                    raise
+            else:
+                return self.most_rows
 
 
 @dataclass(frozen=True)
@@ -190,11 +253,20 @@ class CardLayers:
     ----------
     description
         The layers, whose weights are on the card.
+    slots
+        Memory that prompts share; None: its own.
+
+    Attributes
+    ----------
+    most_rows
+        Rows that a layer computes at once.
     """
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: Description, slots: Slots | None = None) -> None:
         self._description = description
-        self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
+        self._slots = slots
+        self.most_rows = MOST_ROWS if slots is None else slots.most_rows
+        self._prepared: dict[tuple[int, ...], Prepared] = {}
         # The last prompt's buffer, and whether it lies as kernels take it.
         self._fits: tuple[FusedKV | None, bool] = None, False
 
@@ -244,13 +316,8 @@ class CardLayers:
         """
         prepared = self._prepare(rows, fused, table, last, asked)
         prepared.slots[HIDDEN] = hidden
-        for operation in self._description.layers[layer_index]:
-            if isinstance(operation, Attention):
-                prepared.attend(layer_index, operation, only_writes=only_writes)
-                if only_writes or stops:
-                    return
-            else:
-                prepared.carry_out(operation)
+        operations = self._description.layers[layer_index]
+        prepared.run(layer_index, operations, only_writes=only_writes, stops=stops)
 
     def _prepare(
         self,
@@ -259,54 +326,94 @@ class CardLayers:
         table: RotaryTable,
         last: int,
         asked: RowsAsked | None,
-    ) -> _Prepared:
+    ) -> Prepared:
         """Return slots and state for rows, which all layers share."""
         key = id(rows), id(fused), id(table), 0 if asked is None else id(asked.mass)
         known = self._prepared.get(key)
         if known is None:
-            if len(self._prepared) >= 4:  # two tables, with and without a look
-                self._prepared.clear()
-            places = RowPlaces(
-                rows,
-                len(rows),
-                [(table.cos.contiguous(), table.sin.contiguous())],
-                [keys[0] for keys in fused.keys],
-                [values[0] for values in fused.values],
-                last,
-            )
-            looks_from = None
-            if asked is not None:
-                places.mass, places.first_mass = asked.mass, asked.first_layer
-                places.first_counted, looks_from = asked.first_counted, asked.first_layer
-            known = _Prepared(
+            if self._slots is None:
+                self._slots = Slots(self._description, rows.device)
+            places = places_of(rows, fused, [table], last, asked)
+            known = self._prepared[key] = Prepared(
                 self._description,
                 operations_for(places, self._description),
-                (places, fused, table),
-                looks_from,
+                self._slots.of(len(rows)),
+                looks_from=None if asked is None else asked.first_layer,
+                kept=(places, fused, table),
             )
-            self._prepared[key] = known
         return known
 
 
-class _Prepared:
-    """Slots and state for some rows of a prompt; it keeps alive what it was made for."""
+def places_of(
+    rows: torch.Tensor,
+    fused: FusedKV,
+    tables: Sequence[RotaryTable],
+    last: int,
+    asked: RowsAsked | None,
+) -> RowPlaces:
+    """Return what kernels read of some rows."""
+    places = RowPlaces(
+        rows,
+        len(rows),
+        [(table.cos.contiguous(), table.sin.contiguous()) for table in tables],
+        [keys[0] for keys in fused.keys],
+        [values[0] for values in fused.values],
+        last,
+    )
+    if asked is not None:
+        places.mass, places.first_mass = asked.mass, asked.first_layer
+        places.first_counted = asked.first_counted
+    return places
+
+
+class Prepared:
+    """Slots and state for some rows of a prompt.
+
+    Parameters
+    ----------
+    operations
+        What carries operations out over the rows.
+    slots
+        `Slots.of` the rows.
+    looks_from
+        The first layer whose attention is noted; None: no layer's is.
+    has_tables
+        Whether `operations` know all tables of the model, or the one of this layer.
+    kept
+        What has to stay alive.
+    """
 
     def __init__(
         self,
         description: Description,
         operations: RowOperations,
-        kept: tuple[RowPlaces, *tuple[object, ...]],
+        slots: dict[str, torch.Tensor],
+        *,
         looks_from: int | None,
+        has_tables: bool = False,
+        kept: object = None,
     ) -> None:
-        self._kept, self._looks_from = kept, looks_from
+        self._kept, self._looks_from, self._has_tables = kept, looks_from, has_tables
         self._head_dim = description.head_dim
         self._operations = operations
-        rows = kept[0].positions
-        self.slots = {
-            name: rows.new_empty(len(rows), width, dtype=description.dtype)
-            for name, width in description.widths.items()
-            if name != HIDDEN
-        }
+        self.slots = dict(slots)
+
+    def run(
+        self,
+        layer_index: int,
+        operations: Sequence[Operation],
+        *,
+        only_writes: bool = False,
+        stops: bool = False,
+    ) -> None:
+        """Carry out a layer's operations, or those up to its attention."""
+        for operation in operations:
+            if isinstance(operation, Attention):
+                self.attend(layer_index, operation, only_writes=only_writes)
+                if only_writes or stops:
+                    return
+            else:
+                self.carry_out(operation)
 
     def carry_out(self, operation: Linear | RowNorm | Gate) -> None:
         """Carry out an operation of rows that does not look at the prompt."""
@@ -323,8 +430,8 @@ class _Prepared:
         """Write the rows' K/V, and attend."""
         slots, scores = self.slots, operation.scores
         qkv = slots["query"], slots["key"], slots["value"]
-        # Its one table is this layer's.
-        self._operations.rotate(qkv, operation.norms, layer_index, 0, self._head_dim)
+        table = operation.table if self._has_tables else 0
+        self._operations.rotate(qkv, operation.norms, layer_index, table, self._head_dim)
         if only_writes:
             return
         query, gathered = slots["query"], slots["gathered"]

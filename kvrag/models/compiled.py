@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from kvrag.errors import ParameterError
 from kvrag.models.batch import BatchRows
-from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, is_replaced
+from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
 from kvrag.models.linears import int8_layer, most_rows
 from kvrag.native import HAS_ROW_LAYERS, Mass, RowLayers
 from kvrag.native.gpu.rows import Norm, Scores
@@ -143,7 +142,7 @@ def describe_layers(
     """
     if any(type(table) is not RotaryTable for table in tables):
         return None
-    if not len(layers) == len(windows) == len(tables) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if not len(layers) == len(windows) == len(tables) or has_global_hooks():
         return None
     if not all(_is_known(layer) for layer in layers):
         return None

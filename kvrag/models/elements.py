@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import is_grad_enabled, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kvrag.native import ATTENTION_TYPES, gated, rms_norm
 
@@ -113,6 +114,33 @@ def is_replaced(module: nn.Module) -> bool:
         or is_patched(type(module))
         or bool(module._forward_hooks or module._forward_pre_hooks)
     )
+
+
+def state_of(model: nn.Module) -> tuple[object, ...]:
+    """Return what modules compute, as far as it can change: their parts, code and weights' places.
+
+    Two states are equal if nothing that is noted here has changed. Numbers that are written into
+    the same memory do not count.
+    """
+    modules: list[nn.Module] = [model]
+    state: list[object] = []
+    for module in modules:  # also those that are added here
+        own: dict[str, Any] = vars(module)
+        modules += filter(None, own["_modules"].values())
+        # An adapter's flags are PEFT's.
+        adapter = str(own.get("_active_adapter")), own.get("_disable_adapters")
+        hooked = bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
+        code = type(module).forward, own.get("forward")
+        state += (id(module), own["training"], *map(id, code), *adapter, hooked)
+        for part in (*own["_parameters"].values(), *own["_buffers"].values()):
+            if part is not None:
+                state.append(part.data_ptr())
+    return tuple(state)
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks act on all modules of the process."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def is_patched(kind: type[nn.Module]) -> bool:

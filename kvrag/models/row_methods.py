@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.caches import Deviation, RowsChanged
 from kvrag.models.captured import CapturedSteps
-from kvrag.models.cardlayers import CardLayers, card_layers
-from kvrag.models.compiled import CompiledLayers, compile_layers, describe_layers
+from kvrag.models.cardlayers import CardLayers, Slots, on_card
+from kvrag.models.compiled import CompiledLayers, Description, compile_layers, describe_layers
+from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
 from kvrag.models.precision import INT8
+from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
 from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
 from kvrag.models.scratch import scratch
@@ -39,6 +42,11 @@ class RowMethods:
     _captured: CapturedSteps
     _compiled: CompiledLayers | None
     _one_row: list[RotaryTable] | None = None
+    # The layers' state when they were described, and for a card what kernels may compute.
+    _seen: tuple[object, ...] | None = None
+    _described: Description | None = None
+    _slots: Slots | None = None
+    _graphs: RowGraphs | None = None
     compute: str
     lock: threading.RLock
 
@@ -162,8 +170,10 @@ class RowMethods:
         """
         with self.lock:
             self._captured.check_model()
-            compiled = self.compile()
-            self._compiled = compiled if isinstance(compiled, CompiledLayers) else None
+            if self.device.type == "cpu":
+                compiled = self.compile()
+                assert not isinstance(compiled, CardLayers)
+                self._compiled = compiled
 
     def compile(self) -> CompiledLayers | CardLayers | None:
         """Return the layers as modules would compute them now, if kernels can.
@@ -174,10 +184,37 @@ class RowMethods:
         in_int8 = self.compute == INT8
         if not in_int8 and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None
-        described = describe_layers(self._rows.layers, self._windows, self._any_tables())
-        if self.device.type == "cpu":
-            return compile_layers(described, in_int8=in_int8)
-        return card_layers(described, self.device, self._any_tables()[0].cos.shape[-1])
+        is_on_cpu, tables, layers = self.device.type == "cpu", self._any_tables(), self._rows.layers
+        seen = self.device, has_global_hooks(), *chain.from_iterable(map(state_of, layers))
+        if seen != self._seen:
+            described = describe_layers(layers, self._windows, tables)
+            if not is_on_cpu:
+                width = tables[0].cos.shape[-1]
+                if described is not None and not on_card(described, self.device, width):
+                    described = None
+                self._slots = self._graphs = None
+                if described is not None:
+                    self._slots = Slots(described, self.device)
+                    self._graphs = RowGraphs(described, self._slots, self.device, self.lock)
+            self._described, self._seen = described, seen
+        if is_on_cpu:
+            return compile_layers(self._described, in_int8=in_int8)
+        if self._described is None or self._slots is None or self._graphs is None:
+            return None
+        return CapturedLayers(self._described, self._slots, self._graphs)
+
+    @property
+    def lacks_graphs(self) -> bool:
+        """Whether prompts would have been faster with layers that are captured as graphs."""
+        return self._graphs is not None and self._graphs.wants_more
+
+    def capture_rows(self) -> None:
+        """Capture the layers that prompts lacked as graphs: beside prompts, never for one of them.
+
+        After a capture that fails, one warning says so, and everything goes on as before.
+        """
+        if self._graphs is not None:
+            self._graphs.capture()
 
     def _any_tables(self) -> list[RotaryTable]:
         """Return each layer's table of any positions: made once."""

@@ -34,7 +34,7 @@ from kvrag.models.caches import (
     RowWriter,
     write_rows,
 )
-from kvrag.models.cardlayers import MOST_ROWS, CardLayers, RowsAsked
+from kvrag.models.cardlayers import CardLayers, RowsAsked
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.families import Family
 from kvrag.models.fast_modules import fast_modules
@@ -157,9 +157,7 @@ class RowRunner:
             return chosen
 
         acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
-        # Families that attend in their own code have no other implementation.
-        attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
-        with self._lock, torch.no_grad(), attending, acting, self._outer():
+        with self._lock, torch.no_grad(), acting, self._outer():
             before, self.is_adapted = self.is_adapted, adapter is not None
             try:
                 yield
@@ -170,9 +168,16 @@ class RowRunner:
         """Let modules outside the layers use kernels: a layer's own ones are switched with it."""
         return fast_modules(self._hf, self._compute, each_row=each_row, besides=self._layers)
 
-    def each_row(self) -> AbstractContextManager[None]:
+    def _attending(self) -> AbstractContextManager[None]:
+        """Let layers take masks of rows."""
+        # Families that attend in their own code have no other implementation.
+        return nullcontext() if self._family.attends_itself else row_attention(self._hf)
+
+    @contextmanager
+    def each_row(self) -> Iterator[None]:
         """Compute rows of different prompts as each would be computed alone."""
-        return self._outer(each_row=True)
+        with self._outer(each_row=True), self._attending():
+            yield
 
     def forward(
         self,
@@ -258,13 +263,20 @@ class RowRunner:
         only_writes: bool = False,
     ) -> None:
         """Run one layer over rows by a card's kernels."""
-        known = known_rows(rows)
-        if known.last is not None and len(rows) <= MOST_ROWS:
-            lasts = [known.last]
+        known, size = known_rows(rows), compiled.most_rows
+        if known.last is not None and len(rows) <= size:
+            blocks = [(rows, known.last)]
         else:
-            lasts = [last for _, last in ends_of(rows, MOST_ROWS)]
-        for number, last in enumerate(lasts):
-            block = slice(number * MOST_ROWS, (number + 1) * MOST_ROWS)
+            if size not in known.blocks:
+                # Copies: what is known of rows must not keep them alive.
+                ends = enumerate(ends_of(rows, size))
+                known.blocks[size] = [
+                    (rows[number * size : (number + 1) * size].clone(), last)
+                    for number, (_, last) in ends
+                ]
+            blocks = known.blocks[size]
+        for number, (some, last) in enumerate(blocks):
+            block = slice(number * size, (number + 1) * size)
             asked, observer = None, attending.observer
             if isinstance(observer, MassObserver) and observer.taken is not None:
                 first = num_before(rows, observer.first_position) - block.start
@@ -272,7 +284,7 @@ class RowRunner:
             compiled.run_rows(
                 layer_index,
                 hidden[block],
-                rows[block] if len(rows) > MOST_ROWS else rows,
+                some,
                 fused,
                 table,
                 last,
@@ -393,7 +405,7 @@ class RowRunner:
         """Return what a layer's own forward returns for a block of rows ``[n, hidden]``."""
         self._at_hand = mask.positions
         layer = self._layers[layer_index]
-        with fast_modules(layer, self._compute):
+        with self._attending(), fast_modules(layer, self._compute):
             return layer(
                 hidden[None],
                 **self._arguments(mask, num_keys, table),

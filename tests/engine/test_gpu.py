@@ -85,8 +85,21 @@ def test_a_conversation_and_a_batch(indexes: tuple[Index, Index]) -> None:
     assert [one.text for one in batches[1]] == [one.text for one in batches[0]]
 
 
-def test_captured_steps(indexes: tuple[Index, Index], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRAG_CUDA_GRAPHS", "1")
+@pytest.mark.parametrize("policy", ["none", "two_stage"])
+def test_captured_rows(indexes: tuple[Index, Index], policy: str) -> None:
+    here, there = (KVEngine(index, session_bytes=0) for index in indexes)
+    expected = here.fuse(PROMPT, policy=policy)
+    first = there.fuse(PROMPT, policy=policy)
+    model = there.index.model
+    model.capture_rows()
+    assert not model.lacks_graphs
+    again = there.fuse(PROMPT, policy=policy)
+    assert not model.lacks_graphs
+    for found in (first, again):
+        torch.testing.assert_close(found.logits.cpu(), expected.logits, rtol=0, atol=5e-2)
+
+
+def test_captured_steps(indexes: tuple[Index, Index]) -> None:
     here, there = (KVEngine(index, max_tokens=12) for index in indexes)
     expected = here.generate(PROMPT).text
     with torch.inference_mode():

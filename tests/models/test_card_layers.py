@@ -112,7 +112,7 @@ def test_a_last_look_ends_after_its_attention() -> None:
 def test_more_rows_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     expected, theirs, their_mass = rows_of_prompt(model, None, 70)
-    monkeypatch.setattr("kvrag.models.rows.MOST_ROWS", 32)
+    monkeypatch.setattr("kvrag.models.cardlayers.MOST_ROWS", 32)
     with patch.object(cardlayers, "operations_for", by_tensors):
         found, ours, our_mass = rows_of_prompt(model, on_card(model), 70)
     assert ((found - expected).abs() <= 1e-5 * expected.std()).all()

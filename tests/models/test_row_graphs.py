@@ -1,0 +1,337 @@
+"""Layers over rows, captured as graphs: by an executor that notes operations with their buffers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.kvcache import FusedKV
+from kvrag.models import captured, cardlayers, rowgraphs
+from kvrag.models.attention import MassObserver, num_before, rows_on
+from kvrag.models.cardlayers import RowsAsked, Slots
+from kvrag.models.compiled import describe_layers
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rowgraphs import BUCKETS, CapturedLayers, RowGraphs, groups_of
+from kvrag.models.rows import Attending
+from kvrag.native.gpu import rows as row_kernels
+from kvrag.native.gpu import tiled
+from kvrag.native.gpu.rows import RowTensors
+from kvrag_bench.card import RecordedGraph, StateOperations, recorded
+from tests.models.test_compiled import model_of
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "mistral-sliding"]
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """A stream whose work is done."""
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on the CPU."""
+    monkeypatch.setattr(captured, "Graph", RecordedGraph)
+    monkeypatch.setattr(captured, "_failures", [])
+    monkeypatch.setattr(cardlayers, "kernels_over", StateOperations)
+    monkeypatch.setattr(cardlayers, "operations_for", lambda places, _: RowTensors(places))
+    monkeypatch.setattr(tiled, "_trusted", {})
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: one)
+
+
+def graphs_of(model: KVModel) -> tuple[CapturedLayers, RowGraphs]:
+    described = describe_layers(model._rows.layers, model.windows, model._any_tables())
+    assert described is not None
+    slots = Slots(described, CPU)
+    graphs = RowGraphs(described, slots, CPU, model.lock)
+    return CapturedLayers(described, slots, graphs), graphs
+
+
+class Prompt:
+    """Rows of a prompt, and its buffer, in which all that is no row of it is NaN."""
+
+    def __init__(self, model: KVModel, num_tokens: int, num_rows: int, seed: int) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self.model, self.num_tokens = model, num_tokens
+        self.fused = FusedKV(model.spec, num_tokens, num_tokens + seed % 5)
+        self.fused.storage.normal_(generator=made)
+        for kv in (*self.fused.keys, *self.fused.values):
+            kv[:, :, num_tokens:] = torch.nan
+        others = torch.randperm(num_tokens - 1, generator=made)[: num_rows - 1]
+        rows = torch.cat([others, torch.tensor([num_tokens - 1])]).sort().values
+        self.rows = rows_on(CPU, rows)
+        first = seed % 7
+        self.tables = model.tables(num_tokens, range(first, first + num_tokens))
+        self.hidden = torch.randn(num_rows, model.hf.config.hidden_size, generator=made)
+        self.mass = torch.zeros(model.spec.num_layers, num_tokens)
+        self.question = num_tokens // 2
+
+    def asked(self) -> RowsAsked:
+        return RowsAsked(self.mass, 0, num_before(self.rows, self.question))
+
+    def run(self, compiled: CapturedLayers, *, looks: bool, together: bool) -> int:
+        """Compute all layers but the last; return how many of them were replayed."""
+        num_layers, done, replayed = self.model.spec.num_layers - 1, 0, 0
+        observer = MassObserver(self.question, lambda *_: None, (self.mass, 0))
+        attending = Attending(observer if looks else None)
+        while done < num_layers:
+            found = range(0)
+            if together:
+                observed = range(num_layers) if looks else range(0)
+                found = compiled.together(done, self.rows, self.fused, observed)
+            given = self.hidden, self.rows, self.fused
+            with self.model.computing_rows():
+                if found:
+                    asked = self.asked() if looks else None
+                    compiled.run_together(found, *given, self.tables, asked)
+                    replayed += 1
+                else:
+                    self.model.forward_rows(
+                        done, *given, self.tables[done], attending=attending, compiled=compiled
+                    )
+            done = max(found.stop, done + 1)
+        return replayed
+
+
+@cache
+def deep(family: str) -> KVModel:
+    return model_of(family)
+
+
+def captured_for(model: KVModel, *sizes: int) -> tuple[CapturedLayers, RowGraphs]:
+    """Return layers that are captured for the buckets of some numbers of rows."""
+    compiled, graphs = graphs_of(model)
+    for size in sizes:
+        for looks in (False, True):
+            graphs.find(0, size, looks=looks)
+    graphs.capture()
+    assert not graphs.wants_more
+    return compiled, graphs
+
+
+def test_groups_end_where_a_policy_chooses_and_before_the_last_layer() -> None:
+    assert groups_of(32) == [range(1), range(1, 8), range(8, 16), range(16, 24), range(24, 31)]
+    assert groups_of(9) == [range(1), range(1, 8)]
+    assert groups_of(2) == [range(1)]
+    assert groups_of(1) == []
+    assert BUCKETS[:5] == (32, 48, 64, 96, 128)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_a_bucket_computes_what_its_rows_alone_do(family: str, data: Any) -> None:
+    model = deep(family)
+    compiled, graphs = layers_of(family)
+    for slot in graphs._slots.of(48).values():
+        slot.fill_(torch.nan)
+    graphs._positions.fill_(1 << 40)
+    for seed in data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=3)):
+        num_tokens = data.draw(st.integers(3, 60))
+        num_rows = data.draw(st.integers(1, min(num_tokens, 48)))
+        looks = data.draw(st.booleans())
+        ours, theirs = (Prompt(model, num_tokens, num_rows, seed) for _ in range(2))
+        num_groups = len(groups_of(model.spec.num_layers))
+        assert ours.run(compiled, looks=looks, together=True) == num_groups
+        assert theirs.run(compiled, looks=looks, together=False) == 0
+        torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4)
+        storages = ours.fused.storage, theirs.fused.storage
+        torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(ours.mass, theirs.mass, rtol=1e-4, atol=1e-4)
+        assert bool(ours.mass.any()) is looks
+
+
+@cache
+def layers_of(family: str) -> tuple[CapturedLayers, RowGraphs]:
+    return captured_for(deep(family), 32, 48)
+
+
+def test_prompts_that_take_turns_have_their_own_rows() -> None:
+    model = deep("llama")
+    compiled, _ = captured_for(model, 32)
+    prompts = [Prompt(model, 40, 20 + n, n) for n in range(2)]
+    expected = [Prompt(model, 40, 20 + n, n) for n in range(2)]
+    done = 0
+    while done < model.spec.num_layers - 1:
+        for one in prompts:
+            group = compiled.together(done, one.rows, one.fused)
+            with model.computing_rows():
+                compiled.run_together(group, one.hidden, one.rows, one.fused, one.tables)
+        done = group.stop
+    for one, other in zip(prompts, expected, strict=True):
+        other.run(compiled, looks=False, together=False)
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_kernels_read_the_rows_from_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    start = row_kernels.start
+    monkeypatch.setattr(
+        row_kernels, "start", lambda *given, **named: recorded(partial(start, *given, **named))
+    )
+    monkeypatch.setattr(captured, "Graph", RecordedGraph)
+    monkeypatch.setattr(tiled, "_trusted", {})
+    monkeypatch.setattr(cardlayers, "_CHECKED_TOKENS", 50)
+    monkeypatch.setattr(cardlayers, "_CHECKED_ROWS", 9)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: one)
+    model = deep("qwen3")
+    compiled, graphs = graphs_of(model)
+    graphs.find(0, 9, looks=True)
+    graphs.capture()
+    assert tiled._trusted
+    assert all(tiled._trusted.values())
+    for seed in range(2):
+        ours, theirs = (Prompt(model, 30 + seed, 9 + seed, seed) for _ in range(2))
+        assert ours.run(compiled, looks=True, together=True) > 0
+        theirs.run(compiled, looks=True, together=False)
+        torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.mass, theirs.mass, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "Graph", lambda *_: pytest.fail("a prompt captured"))
+    model = deep("llama")
+    compiled, graphs = graphs_of(model)
+    for looks in (False, True):
+        prompt = Prompt(model, 40, 20, 1)
+        assert prompt.run(compiled, looks=looks, together=True) == 0
+    assert graphs._wanted == {(32, False), (32, True)}
+
+
+def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(captured.VARIABLE, "off")
+    model = deep("llama")
+    compiled, graphs = graphs_of(model)
+    Prompt(model, 40, 20, 1).run(compiled, looks=False, together=True)
+    assert not graphs.wants_more
+    monkeypatch.delenv(captured.VARIABLE)
+    compiled, graphs = captured_for(model, 20)
+    monkeypatch.setenv(captured.VARIABLE, "0")
+    assert Prompt(model, 40, 20, 1).run(compiled, looks=False, together=True) == 0
+
+
+def test_a_capture_that_fails_is_told_once_and_leaves_prompts_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = deep("llama")
+    made = 0
+
+    class Failing(RecordedGraph):
+        def __init__(self, run: Callable[[], Any], *more: object) -> None:
+            nonlocal made
+            made += 1
+            if made == 4:
+                raise RuntimeError("operation not permitted when stream is capturing\nlong story")
+            super().__init__(run, *more)
+
+    monkeypatch.setattr(captured, "Graph", Failing)
+    compiled, graphs = graphs_of(model)
+    for size in (20, 40, 60):
+        graphs.find(0, size, looks=False)
+    with caplog.at_level(logging.WARNING):
+        graphs.capture()
+        graphs.capture()
+    assert made == 4
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "stream is capturing" in told
+    assert "long story" not in told
+    assert captured.VARIABLE in told
+    ours, theirs = (Prompt(model, 70, 20, 1) for _ in range(2))
+    assert ours.run(compiled, looks=False, together=True) == 0
+    theirs.run(compiled, looks=False, together=False)
+    assert torch.equal(ours.hidden, theirs.hidden)
+    assert not graphs.wants_more
+
+
+def test_a_replay_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forgetting(RecordedGraph):
+        def replay(self) -> None:
+            for call in self.calls[:-1]:
+                call()
+
+    monkeypatch.setattr(captured, "Graph", Forgetting)
+    compiled, graphs = graphs_of(deep("llama"))
+    graphs.find(0, 20, looks=False)
+    graphs.capture()
+    assert "off by" in caplog.text
+    assert not graphs.wants_more
+    prompt = Prompt(deep("llama"), 40, 20, 1)
+    assert prompt.run(compiled, looks=False, together=True) == 0
+
+
+@pytest.mark.parametrize("fits", [3000, 100])
+def test_short_memory_makes_fewer_rows_at_once(fits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def limited(*size: Any, **more: Any) -> torch.Tensor:
+        if size and isinstance(size[0], int) and size[0] > fits:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*size, **more)
+
+    model = deep("llama")
+    prompt = Prompt(model, 40, 20, 1)
+    monkeypatch.setattr(torch, "empty", limited)
+    compiled, graphs = graphs_of(model)
+    for size in (20, 200, 4000):
+        graphs.find(0, size, looks=False)
+    graphs.capture()
+    most = 1 << int(math.log2(fits))
+    assert graphs._slots.most_rows == most
+    assert {bucket for _, bucket, _ in graphs._graphs} == {32} | ({256} if fits > 256 else set())
+    assert not graphs.find(0, most + 1, looks=False)
+    assert not graphs.wants_more
+    assert prompt.run(compiled, looks=False, together=True) > 0
+
+
+def test_memory_that_ends_later_leaves_smaller_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def limited(positions: torch.Tensor, *more: Any) -> Any:
+        if len(positions) > 100:
+            raise torch.OutOfMemoryError("no memory")
+        made.append(len(positions))
+        return StateOperations(positions, *more)
+
+    monkeypatch.setattr(cardlayers, "kernels_over", limited)
+    monkeypatch.setattr(rowgraphs, "BUCKETS", (32, 64, 128))
+    _, graphs = graphs_of(deep("llama"))
+    for size in (120, 60, 20):
+        graphs.find(0, size, looks=False)
+    graphs.capture()
+    assert {bucket for _, bucket, _ in graphs._graphs} == {32, 64}
+    assert graphs.find(0, 20, looks=False)
+    graphs.find(0, 120, looks=False)
+    assert not graphs.wants_more
+
+
+def test_rows_that_would_fill_a_bucket_at_a_price_are_carried_out() -> None:
+    _, graphs = graphs_of(deep("llama"))
+    modules = deep("llama")._rows.layers[0].modules()
+    weights = sum(one.weight.numel() for one in modules if isinstance(one, torch.nn.Linear))
+    assert graphs._most_filled == rowgraphs._MOST_FILLED / weights
+    graphs._most_filled = 100  # as of a model of some billions
+    assert graphs._bucket_of(31) == 32
+    assert graphs._bucket_of(2050) is None
+    assert graphs._bucket_of(3000) == 3072
+    assert graphs._bucket_of(5000) is None
