@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvrag.cli import demo_questions
+from kvrag.cli import demo_view
 from kvrag.cli.main import app
 from kvrag.errors import KVRagError
 from kvrag.ingest.calibrations import FILE_NAME as CALIBRATION
@@ -120,7 +120,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "index": ("index.json", lambda path: IndexConfig.load(path.parent)),
     "profile": ("it.safetensors", read_profile),
     "prices": ("prices.toml", read_prices),
-    "questions": ("questions.json", demo_questions.read_questions),
+    "questions": ("questions.json", demo_view.read_questions),
     "data": ("data.json", lambda path: datasets.read_questions(str(path))),
     "markup": ("schema.xml", read_elements),
     "GGUF": ("model.gguf", find_gguf),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvrag.engine.answer import Answer, Source
     from kvrag.engine.asking import Asking
     from kvrag.engine.base import Engine
-    from kvrag.engine.request import Message, Request
+    from kvrag.engine.request import Message, PlacedPrompt, Request
     from kvrag.ingest.index import Index
 
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
@@ -75,11 +75,14 @@ def _why_nothing(index: Index, asking: Asking) -> str:
 
 
 def answer(
-    engine: Engine, request: Request, on_text: Callable[[str], None] = lambda _text: None
+    engine: Engine,
+    request: Request | PlacedPrompt,
+    on_text: Callable[[str], None] = lambda _text: None,
+    **options: Any,
 ) -> Answer:
     """Answer a request, and pass each piece of text to `on_text` as it is generated."""
     final: Answer | None = None
-    for delta in engine.stream(request):
+    for delta in engine.stream(request, **options):
         if delta.text:
             on_text(delta.text)
         final = delta.answer or final

@@ -23,32 +23,16 @@ def calibrate(
         float,
         typer.Option(min=0, help="Ask no further question after this time, but at least eight."),
     ] = 5.0,
-    chunks: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Chunks in each prompt.",
-            hidden=True,
-        ),
-    ] = 5,
+    chunks: Annotated[int, o.setting(min=1, help="Chunks in each prompt.")] = 5,
     policies: Annotated[
         str,
-        typer.Option(help="Policies to measure, comma-separated.", hidden=True),
+        o.setting(help="Policies to measure, comma-separated."),
     ] = _POLICIES,
     ratios: Annotated[
-        str,
-        typer.Option(
-            help="Shares of reused tokens to recompute, comma-separated.",
-            hidden=True,
-        ),
+        str, o.setting(help="Shares of reused tokens to recompute, comma-separated.")
     ] = "0.05,0.1,0.15,0.3",
     max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            help="Maximum length of the answer, in tokens.",
-            hidden=True,
-        ),
+        int, o.setting("--max-tokens", help="Maximum length of the answer, in tokens.")
     ] = 16,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
@@ -97,20 +81,18 @@ def calibrate(
 
 
 def _print(found: Calibration) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("policy", no_wrap=True)
-    for name in ("ratio", "loss", "95 %"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for measured in sorted(found.policies, key=lambda measured: measured.loss):
-        table.add_row(
-            measured.policy,
-            "" if measured.ratio is None else f"{measured.ratio:.0%}",
-            f"{measured.loss:.1%}",
-            f"{measured.loss_low:.1%} to {measured.loss_high:.1%}",
-        )
-    console.out().print(table)
+    console.print_table(
+        {"policy": "text", "ratio": "number", "loss": "number", "95 %": "number"},
+        (
+            (
+                one.policy,
+                "" if one.ratio is None else f"{one.ratio:.0%}",
+                f"{one.loss:.1%}",
+                f"{one.loss_low:.1%} to {one.loss_high:.1%}",
+            )
+            for one in sorted(found.policies, key=lambda one: one.loss)
+        ),
+    )
     console.write(
         f"{found.measure} over {found.num_questions:,} questions from {found.data}, saved in the "
         "index\n"

@@ -1,4 +1,4 @@
-"""The checks of `kvrag doctor`. Each one examines one thing, returns findings and never raises."""
+"""`kvrag doctor`: check this machine and an index. Each check returns findings and never raises."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 import kvrag
 from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.cli.opening import quiet_libraries
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.plugins import described, registered
 
@@ -52,6 +57,7 @@ _REFERENCE_REMEDY = (
     "source with a C++ compiler: pip install --force-reinstall --no-deps --no-binary kvrag kvrag"
 )
 _LOW_DISK_BYTES = 2 * 1024**3
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -71,6 +77,44 @@ class Finding:
     status: Status
     detail: str
     remedy: str = ""
+
+
+def doctor(
+    index: o.OtherIndexOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Model to check: folder, hub name or 'kvrag-tiny'. Default: the index's model.",
+        ),
+    ] = None,
+    store: o.StoreSetting = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Check versions, processor, disk, index and model; exit 1 if there is a problem."""
+    from rich.table import Table
+    from rich.text import Text
+
+    with console.working("checking"):
+        findings = check_all(index, model, store)
+    failed = any(finding.status == "problem" for finding in findings)
+    if as_json:
+        console.print_json({"ok": not failed, "findings": findings})
+    else:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            style = _STYLES[finding.status]
+            detail = finding.detail
+            if finding.remedy:
+                detail += f"\n-> {finding.remedy}"
+            table.add_row(Text(finding.status, style), finding.name, Text(detail))
+        console.out().print(table)
+    if failed:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def check_all(index: Path | None, model: str | None, store: str | None = None) -> list[Finding]:
@@ -267,7 +311,6 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
 def _model(reference: str) -> list[Finding]:
     """Load the model's tokenizer and weights, and check that kvrag supports it."""
     try:
-        from kvrag.cli.opening import quiet_libraries
         from kvrag.models.kv_model import KVModel
 
         quiet_libraries()

@@ -9,6 +9,7 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.cli.opening import open_index
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -25,21 +26,15 @@ def choose_store(
         typer.Option(
             help="File of store prices. Default: prices.toml in the index; if it is missing, it is "
             "created with example prices.",
-            show_default=False,
         ),
     ] = None,
     loss: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Quality that may be lost, as a share, as for 'auto'.",
-            hidden=True,
-        ),
+        o.setting(min=0.0, max=1.0, help="Quality that may be lost, as a share, as for 'auto'."),
     ] = 0.01,
     reads: Annotated[
         float,
-        typer.Option(min=0.0, help="Number of reads of a chunk per month.", hidden=True),
+        o.setting(min=0.0, help="Number of reads of a chunk per month."),
     ] = 30.0,
     move: Annotated[
         bool, typer.Option("--move", help="Move the index's KV to the chosen store.")
@@ -53,7 +48,6 @@ def choose_store(
     It measures each store; if all are slower, it chooses the fastest. Run 'kvrag calibrate' first:
     it measures what recomputing costs.
     """
-    from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
@@ -67,7 +61,7 @@ def choose_store(
         )
     for url in urls:
         check_kind(url)
-    with open_index(index, model, store=store) as opened:
+    with open_index(index, model=model, store=store) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
             write_atomically(path, EXAMPLES.encode())
@@ -97,19 +91,16 @@ def choose_store(
 
 
 def _print(found: StoreChoice) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("store", overflow="fold")
-    for name in ("load a chunk", "hidden", "a month"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for offer in found.offers:
-        table.add_row(
-            Text(console.harmless(offer.store)),
-            console.format_seconds(offer.load_seconds),
-            f"{offer.hidden_share:.0%}",
-            f"{offer.month:.3g}",
-        )
-    console.out().print(table)
+    console.print_table(
+        {"store": "folded", "load a chunk": "number", "hidden": "number", "a month": "number"},
+        (
+            (
+                one.store,
+                console.format_seconds(one.load_seconds),
+                f"{one.hidden_share:.0%}",
+                f"{one.month:.3g}",
+            )
+            for one in found.offers
+        ),
+    )
     console.write(console.harmless(f"{found.chosen.store}: {found.reason}\n"))

@@ -186,7 +186,6 @@ def _shared(
             "--config",
             metavar="FILE",
             help=f"Settings file. Default: the path in {s.VARIABLE}, or {s.FILE_NAME} here.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

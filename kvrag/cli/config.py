@@ -25,7 +25,6 @@ def config(
             metavar="COMMAND",
             help="Command to describe, such as 'query' or 'pml run': shows all its options, also "
             "those that --help omits.",
-            show_default=False,
         ),
     ] = None,
     as_json: o.JsonOption = False,

@@ -8,13 +8,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+R = TypeVar("R")
 
 # A program reads a table from a pipe, or a file keeps it, so no line is cut to fit.
 _PIPE_WIDTH = 240
@@ -209,19 +211,52 @@ def short_path(source: str) -> str:
     return min(os.path.relpath(source), source, key=len)
 
 
-def print_fields(values: Mapping[str, Any]) -> None:
-    """Print a flat mapping as two aligned columns, with readable names."""
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "text": {"no_wrap": True},
+    "folded": {"overflow": "fold"},
+    "number": {"justify": "right", "no_wrap": True},
+    "begins": {"no_wrap": True, "overflow": "ellipsis", "style": "dim"},
+}
+
+
+def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows below the names of their columns, each of a kind in `_COLUMNS`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, kind in columns.items():
+        table.add_column(name, **_COLUMNS[kind])
+    for row in rows:
+        # Text, since a path or a message may contain what looks like markup.
+        table.add_row(*(Text(harmless(cell)) for cell in row))
+    out().print(table)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and what they are as two aligned columns."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in values.items():
-        # Text, since a path or a message may contain what looks like markup.
-        label, shown = _field(name, value)
-        table.add_row(label, Text(harmless(shown)))
+    for label, shown in pairs:
+        table.add_row(Text(harmless(label)), Text(harmless(shown)))
     out().print(table)
+
+
+def print_fields(values: Mapping[str, Any]) -> None:
+    """Print a flat mapping as two aligned columns, with readable names."""
+    print_pairs(_field(name, value) for name, value in values.items())
+
+
+def show(report: R, as_json: bool, as_text: Callable[[R], None]) -> None:
+    """Print a report: as one JSON document, or by `as_text`."""
+    if as_json:
+        print_json(report)
+    else:
+        as_text(report)
 
 
 def _field(name: str, value: Any) -> tuple[str, str]:

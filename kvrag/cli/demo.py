@@ -14,11 +14,12 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.demo_questions import DemoQuestion, DemoRow, read_questions, summarise
+from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
+from kvrag.cli.demo_view import DemoQuestion, DemoRow, DemoView, read_questions, summarise
+from kvrag.cli.opening import quiet_libraries, warm_up
 from kvrag.errors import DocumentError, ParameterError
 
 if TYPE_CHECKING:
-    from kvrag.cli.demo_view import DemoView
     from kvrag.engine.asking import Asking
     from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
@@ -134,8 +135,6 @@ def demo(
     Each question is answered twice from the same tokens: by kvrag and by full prefill. The index
     is kept for 'kvrag chat', and for the next demo.
     """
-    from kvrag.cli.demo_view import DemoView
-    from kvrag.cli.opening import quiet_libraries, warm_up
     from kvrag.engine.asking import Asking
     from kvrag.engine.engine import KVEngine
 
@@ -246,7 +245,6 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> 
 
     The first run is then as fast as all later ones.
     """
-    from kvrag.cli.answering import as_turn, retrieve
     from kvrag.cli.progress import IngestBar
     from kvrag.engine.asking import reading_order
 
@@ -265,7 +263,6 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> 
 
 def _warm_up(engine: KVEngine, asked: DemoQuestion, asking: Asking) -> None:
     """Pay what only the first answer of a process pays."""
-    from kvrag.cli.answering import answer, as_turn, retrieve
     from kvrag.cli.plain import answer_plainly
 
     index = engine.index
@@ -284,7 +281,6 @@ def _answer(
     view: DemoView,
 ) -> DemoRow:
     """Retrieve once, then answer with kvrag and with full prefill."""
-    from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
     from kvrag.cli.plain import answer_plainly
 
     with watch.part("kvrag"):

@@ -1,22 +1,27 @@
-"""What `kvrag demo` shows: each question with its sources, answer and two bars, then a table."""
+"""The questions of `kvrag demo`, what each way of answering made of them, and how that is shown."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
+from kvrag.cli.answering import Outcome
 from kvrag.cli.options import DEFAULT_INDEX
 from kvrag.codec.names import RAW, expected_bytes_per_token
-from kvrag.regularfile import open_regular
+from kvrag.errors import DocumentError, ParameterError
+from kvrag.regularfile import open_regular, read_regular
 
 if TYPE_CHECKING:
     from kvrag.chunk import Chunk
-    from kvrag.cli.demo_questions import DemoQuestion, DemoRow, WaySummary
+    from kvrag.cli.plain import PlainAnswer
     from kvrag.ingest.report import IndexStats
 
 _BAR_COLUMNS = 40
@@ -24,6 +29,114 @@ _INDENT = 3
 _TOO_QUICK_SECONDS = 0.25
 _MOST_TITLE = 1000
 _COMPRESSED = "transform:2"
+
+
+@dataclass(frozen=True)
+class DemoQuestion:
+    """A question and the answers that count as right; without any, no answer is judged."""
+
+    question: str
+    answers: tuple[str, ...]
+
+    def is_right(self, text: str) -> bool | None:
+        """Return whether `text` contains one of the right answers; None if there are none."""
+        if not self.answers:
+            return None
+        return any(f" {_words(answer)} " in f" {_words(text)} " for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """One question answered by kvrag and by full prefill from the same prompt tokens."""
+
+    asked: DemoQuestion
+    kvrag: Outcome
+    plain: PlainAnswer
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        right = self.asked.is_right(self.kvrag.answer.text)
+        return {
+            "question": self.asked.question,
+            "expected": list(self.asked.answers),
+            "plain": {**console.plain(self.plain), "right": self.asked.is_right(self.plain.text)},
+            "kvrag": {**self.kvrag.to_dict(), "right": right},
+        }
+
+
+@dataclass(frozen=True)
+class WaySummary:
+    """One way of answering, over all questions."""
+
+    way: str
+    num_right: int
+    num_judged: int
+    median_ttft_seconds: float
+    num_tokens_computed: int
+
+
+def read_questions(path: Path) -> list[DemoQuestion]:
+    """Read a JSON list of questions, such as a dataset in MuSiQue's layout.
+
+    Raises
+    ------
+    DocumentError
+        When the file is missing, not JSON, or not such a list.
+    """
+    try:
+        rows = json.loads(read_regular(path))
+        found = [
+            DemoQuestion(str(row["question"]), tuple(map(str, row.get("answers", ()))))
+            for row in rows
+        ]
+    except OSError as error:
+        raise DocumentError(f"cannot read the questions at {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DocumentError(
+            f"{path} is not a list of questions: expected JSON such as "
+            '[{"question": "...", "answers": ["..."]}]'
+        ) from error
+    if not found:
+        raise ParameterError(f"{path} contains no questions")
+    return found
+
+
+def summarise(rows: Sequence[DemoRow]) -> list[WaySummary]:
+    """Return right answers, median time to first token and work of both ways of answering."""
+    return [
+        _summary(
+            "full prefill",
+            [row.asked.is_right(row.plain.text) for row in rows],
+            [row.plain.ttft_seconds for row in rows],
+            [row.plain.prompt_tokens for row in rows],
+        ),
+        _summary(
+            "kvrag",
+            [row.asked.is_right(row.kvrag.answer.text) for row in rows],
+            [row.kvrag.answer.ttft_seconds for row in rows],
+            [
+                row.kvrag.answer.usage.prompt_tokens - row.kvrag.answer.usage.cached_tokens
+                for row in rows
+            ],
+        ),
+    ]
+
+
+def _summary(
+    way: str, right: Sequence[bool | None], seconds: Sequence[float], computed: Sequence[int]
+) -> WaySummary:
+    return WaySummary(
+        way,
+        num_right=sum(one is True for one in right),
+        num_judged=sum(one is not None for one in right),
+        median_ttft_seconds=statistics.median(seconds),
+        num_tokens_computed=sum(computed),
+    )
+
+
+def _words(text: str) -> str:
+    kept = "".join(c if c.isalnum() else " " for c in text.casefold())
+    return " ".join(kept.split())
 
 
 class DemoView:
@@ -89,21 +202,21 @@ class DemoView:
         index: Path,
     ) -> None:
         """Show the table, where the time went, and what to type next."""
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("")
-        for name in ("right", "first token, median", "tokens computed"):
-            table.add_column(name, justify="right")
-        for one in summary:
-            table.add_row(
-                one.way,
-                f"{one.num_right} of {one.num_judged}",
-                console.format_seconds(one.median_ttft_seconds),
-                f"{one.num_tokens_computed:,}",
+        if not self._quiet:
+            names = ("right", "first token, median", "tokens computed")
+            console.write("\n")
+            console.print_table(
+                {"": "text", **dict.fromkeys(names, "number")},
+                (
+                    (
+                        one.way,
+                        f"{one.num_right} of {one.num_judged}",
+                        console.format_seconds(one.median_ttft_seconds),
+                        f"{one.num_tokens_computed:,}",
+                    )
+                    for one in summary
+                ),
             )
-        self._out.print()
-        self._out.print(table)
         self._print(_stored(stats))
         parts = ", ".join(f"{part} {spent:.0f} s" for part, spent in seconds.items())
         self._print(f"time: {parts}; {sum(seconds.values()):.0f} s in all")

@@ -13,9 +13,9 @@ import typer
 
 from kvrag import arguments
 from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.cli.opening import load_object, quiet_libraries
 from kvrag.errors import IndexNotFoundError, ParameterError
-from kvrag.ingest.settings import IndexSettings
-from kvrag.optiontable import text_of
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
     from kvrag.ingest.report import IngestReport
 
 
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A name of 'kvrag models', ollama:NAME, a GGUF file, or the folder or hub name of a "
-        "Hugging Face decoder. Default for a new index: the only model that is installed.",
-        show_default=False,
-    ),
-]
-EmbeddingOption = Annotated[
-    str | None,
-    typer.Option(
-        help=text_of(IndexSettings, "embedding").replace("[", "\\["),
-        show_default=False,
-    ),
-]
+@dataclass(frozen=True)
+class Target:
+    """The index that documents go into, and what it is opened or made with."""
+
+    index: o.IndexOption = o.DEFAULT_INDEX
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A name of 'kvrag models', ollama:NAME, a GGUF file, or the folder or hub name of "
+            "a Hugging Face decoder. Default for a new index: the only model that is installed.",
+        ),
+    ] = None
+    device: o.DeviceOption = None
+    store: o.StoreOption = None
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,10 @@ class _Given:
 
 
 def index_into(
-    path: Path | str,
+    target: Target,
     documents: Iterable[Any],
     settings: Mapping[str, Any],
     *,
-    model: str | None,
-    device: str | None,
-    store: str | None,
     profile: Profile | None = None,
     dry_run: bool,
     as_json: bool,
@@ -73,13 +69,12 @@ def index_into(
     further arguments of `Index.add`. Raises ParameterError, before anything is written, for a store
     that is unknown or ends with the command.
     """
-    from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
     from kvrag.ingest.checks import check_lasting
     from kvrag.store.registry import check_kind, without_password
     from kvrag.weights.cache import check_model
 
-    if store is not None:
+    if (store := target.store) is not None:
         if store.split("|")[-1].startswith("memory:"):
             raise ParameterError(
                 f"--store {without_password(store)}: memory is lost when the command ends; give a "
@@ -91,11 +86,11 @@ def index_into(
     asked = {name: value for name, value in asked.items() if value is not None}
     given = _Given(profile, custom)
     quiet_libraries()
-    if model is not None:
-        check_model(model)
+    if target.model is not None:
+        check_model(target.model)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
-        opened = _open_or_create(path, model, device, store, asked, given, folder)
+        opened = _open_or_create(target, asked, given, folder)
         is_hidden = adding.get("runner") is not None  # Ray has its own bars
         with opened, IngestBar(opened.path, is_hidden=is_hidden) as bar:
             check_lasting(opened.store)  # also for an index that was created elsewhere
@@ -120,7 +115,6 @@ def _embedding(name: str | None) -> tuple[Embedding | None, str | None]:
     """Return the object that ``MODULE:NAME`` names, or else the name."""
     if name is None or ":" not in name or Path(name).exists():
         return None, name
-    from kvrag.cli.opening import load_object
     from kvrag.ingest.embedding import get_embedding
 
     return get_embedding(load_object(name, "--embedding")), None
@@ -196,41 +190,31 @@ def _only_model() -> str:
 
 
 def _open_or_create(
-    path: Path | str,
-    model: str | None,
-    device: str | None,
-    store: str | None,
+    target: Target,
     settings: Mapping[str, Any],
     objects: _Given,
     scratch: Path | None,
 ) -> Index:
-    """Open the index at `path`, or create it; a dry run creates it in `scratch` instead."""
+    """Open the index, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.embedding import HASHING, HashingEmbedding
     from kvrag.ingest.index import Index
 
+    path, model, store = target.index, target.model, target.store
+    given: dict[str, Any] = {
+        "device": target.device,
+        "store": store,
+        "embedding": objects.embedding,
+    }
     try:
-        opened = Index.open(
-            path,
-            model=model,
-            device=device,
-            store=store,
-            mend=not scratch,
-            embedding=objects.embedding,
-        )
+        opened = Index.open(path, model=model, mend=not scratch, **given)
     except IndexNotFoundError:
         if model is None:
             model = _only_model()
             console.note(f"no --model given: the new index uses {model}, which is installed here")
         if "embedding" not in settings and objects.embedding is None:
             _tell_default_embedding()
-        options = {"profile": objects.profile, "device": device, "store": store, **settings}
-        if objects.embedding is not None:
-            options["embedding"] = objects.embedding
-        return Index.create(
-            scratch / "index" if scratch is not None else path,
-            model=model,
-            **options,
-        )
+        folder = scratch / "index" if scratch is not None else path
+        return Index.create(folder, model=model, profile=objects.profile, **{**given, **settings})
     try:
         if store is not None and opened.store.url != opened.config.store:
             raise ParameterError(

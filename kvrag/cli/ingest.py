@@ -1,204 +1,119 @@
-"""`kvrag ingest`: create or update an index from documents."""
+"""`kvrag ingest` and `kvrag adopt`: create or update an index from documents."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.cli.indexing import EmbeddingOption, ModelOption, index_into
+from kvrag.cli.indexing import Target, index_into
 from kvrag.cli.on_ray import Asked
+from kvrag.cli.opening import load_object
 from kvrag.errors import ParameterError
-from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.settings import IndexSettings
-from kvrag.optiontable import text_of
+from kvrag.optiontable import options_of, text_of
 
 if TYPE_CHECKING:
     from kvrag.ingest.ray.options import Estimate
     from kvrag.ingest.report import IngestReport
 
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
+]
 _LIMITS = ParseLimits()
+# None means that of an index which is there, or the default of a new one.
+_MADE_WITH = dict.fromkeys(
+    (
+        *("embedding", "chunk_tokens", "codec", "dtype"),
+        *("context", "compression", "control_tokens"),
+    )
+)
+_OF_INDEX = {one.name: one for one, _ in options_of(IndexSettings) if one.name in _MADE_WITH}
+
+if TYPE_CHECKING:
+    EmbeddingOption = str | None
+
+    class Making(o.Options):
+        """The settings of a new index."""
+else:
+    EmbeddingOption = o.annotated(_OF_INDEX["embedding"], None)
+    Making = o.group("Making", o.Options, _OF_INDEX.values(), **_MADE_WITH)
+
+
+def adopt(
+    vector_store: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="The store: an object of Python, or a function that returns it.",
+        ),
+    ],
+    target: Target,
+    embedding: EmbeddingOption = None,
+    dry_run: DryRunOption = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Index the documents of another vector store as they were cut there.
+
+    A chain over that store then reuses their KV, without any other change. Run it again
+    after the store has changed; documents that have left it are removed with 'kvrag rm'.
+    """
+    from kvrag.ingest.adopting import adopted
+
+    report = index_into(
+        target,
+        adopted(load_object(vector_store, "MODULE:NAME")),
+        {"embedding": embedding},
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def ingest(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders to index.")],
-    index: o.IndexOption = o.DEFAULT_INDEX,
-    model: ModelOption = None,
-    device: o.DeviceOption = None,
-    store: o.StoreOption = None,
-    embedding: EmbeddingOption = None,
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=MIN_CHUNK_TOKENS,
-            help=text_of(IndexSettings, "chunk_tokens"),
-            show_default=False,
-        ),
-    ] = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(
-            help=text_of(IndexSettings, "codec"),
-            show_default=False,
-        ),
-    ] = None,
+    target: Target,
+    making: Making,
+    asked: Asked,
     profile: o.ProfileOption = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=text_of(IndexSettings, "dtype"),
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[:TOKENS]",
-            help=text_of(IndexSettings, "context"),
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
-    compress: Annotated[
-        str | None,
-        typer.Option(
-            help=text_of(IndexSettings, "compression"),
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
-    control_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help=text_of(IndexSettings, "control_tokens"),
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
     max_file_size: Annotated[
-        str,
-        typer.Option(
-            metavar="BYTES",
-            help=text_of(ParseLimits, "max_file_bytes"),
-            hidden=True,
-        ),
+        str, o.setting(metavar="BYTES", help=text_of(ParseLimits, "max_file_bytes"))
     ] = f"{_LIMITS.max_file_bytes // 10**6}MB",
     parse_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            parser=o.above_zero,
-            help=text_of(ParseLimits, "seconds"),
-            hidden=True,
-        ),
+        o.setting(metavar="SECONDS", parser=o.above_zero, help=text_of(ParseLimits, "seconds")),
     ] = _LIMITS.seconds,
     parse_memory: Annotated[
-        str,
-        typer.Option(
-            metavar="BYTES",
-            help=text_of(ParseLimits, "memory_bytes"),
-            hidden=True,
-        ),
+        str, o.setting(metavar="BYTES", help=text_of(ParseLimits, "memory_bytes"))
     ] = f"{_LIMITS.memory_bytes >> 30}GiB",
     loader: Annotated[
         list[str] | None,
-        typer.Option(
+        o.setting(
             metavar="SUFFIX=MODULE:FUNCTION",
             help="Function that reads files with this suffix, such as .odp=slides:load. It takes "
             "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
             "the suffix. Repeatable.",
-            hidden=True,
-            show_default=False,
         ),
     ] = None,
     first_records: Annotated[
         bool,
-        typer.Option(
+        o.setting(
             "--first-records",
             help="With a filler, also store each chunk's KV for the first place of a prompt now. "
             "Otherwise the first prompt that begins with the chunk computes and stores it.",
-            hidden=True,
         ),
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Read every file again, even if it looks unchanged.",
-            hidden=True,
-        ),
+        bool, o.setting("--force", help="Read every file again, even if it looks unchanged.")
     ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on "
-            "this machine), or local (a new one on this machine). PATH may then be a Parquet file, "
-            "and a URL (s3://, gs://, abfss://, file://).",
-            show_default=False,
-        ),
-    ] = None,
-    ray_actors: Annotated[
-        str,
-        typer.Option(
-            metavar="LEAST[:MOST]",
-            help="Processes that compute KV on the cluster. Without MOST, as many as fit.",
-            hidden=True,
-        ),
-    ] = Asked.actors,
-    ray_cpus: Annotated[
-        float,
-        typer.Option(
-            parser=o.above_zero,
-            metavar="NUMBER",
-            help="Processors of each of them.",
-            hidden=True,
-        ),
-    ] = Asked.cpus,
-    ray_gpus: Annotated[
-        float,
-        typer.Option(min=0.0, help="Graphics cards of each.", hidden=True),
-    ] = Asked.gpus,
-    ray_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Most bytes that wait between the stages, in Ray's object store.",
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
-    ray_rate: Annotated[
-        float | None,
-        typer.Option(
-            parser=o.above_zero,
-            metavar="TOKENS",
-            help="Tokens that each computes in a second: --dry-run then says the hours.",
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
-    ray_price: Annotated[
-        float | None,
-        typer.Option(
-            parser=o.above_zero,
-            metavar="PRICE",
-            help="What each costs in an hour: --dry-run then says the price.",
-            hidden=True,
-            show_default=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
-    ] = False,
+    dry_run: DryRunOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Read documents, compute the KV of their chunks once, and store it in an index.
@@ -219,7 +134,6 @@ def ingest(
 
     # Check everything before an index is created.
     loaders = check_loaders(_loaders(loader or []))
-    asked = Asked(ray, ray_actors, ray_cpus, ray_gpus, ray_memory, ray_rate, ray_price)
     for_ray = [
         one
         for one in paths
@@ -227,7 +141,7 @@ def ingest(
     ]
     for one in for_ray:
         check_scheme(one)
-    if ray is None:
+    if asked.ray is None:
         asked.check_unused(for_ray)
     elif for_ray and len(for_ray) < len(paths):
         raise ParameterError(
@@ -245,24 +159,15 @@ def ingest(
     if loaders:
         with Parser(limits, loaders) as parser:
             parser.start()
-    given: dict[str, Any] = {
-        "codec": codec,
-        "chunk_tokens": chunk_tokens,
-        "dtype": dtype,
-        "context": context,
-        "compression": compress,
-        "control_tokens": control_tokens,
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in making.values.items() if value is not None}
     IndexSettings(**settings)
     # As an index records them.
-    if codec is not None:
-        settings["codec"] = parse_codec(codec).label
-    if compress is not None:
-        settings["compression"] = str(parse_compression(compress) or NO_COMPRESSION)
-    settings["embedding"] = embedding
+    if "codec" in settings:
+        settings["codec"] = parse_codec(settings["codec"]).label
+    if "compression" in settings:
+        settings["compression"] = str(parse_compression(settings["compression"]) or NO_COMPRESSION)
     suffixes = sorted({*sought_suffixes(), *loaders})
-    runner = None if ray is None else asked.runner(for_ray, suffixes, store)
+    runner = None if asked.ray is None else asked.runner(for_ray, suffixes, target.store)
 
     def estimated(report: IngestReport) -> dict[str, Estimate]:
         if runner is None or not dry_run:
@@ -272,12 +177,9 @@ def ingest(
     # A cluster that does not answer leaves no empty index.
     with asked.connected():
         report = index_into(
-            index,
+            target,
             [] if is_read_by_ray else paths,
             settings,
-            model=model,
-            device=device,
-            store=store,
             profile=None if profile is None else read_profile(profile),
             dry_run=dry_run,
             as_json=as_json,

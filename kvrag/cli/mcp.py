@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from kvrag.cli import options as o
+from kvrag.cli.listening import until_told
+from kvrag.cli.opening import warm_up
 
 
 def mcp(
@@ -27,12 +29,11 @@ def mcp(
     ] = 8000,
     top_k: Annotated[
         int,
-        typer.Option(
+        o.setting(
             "-k",
             min=1,
             max=50,
             help="Chunks that a question is answered from, if a call says nothing else.",
-            hidden=True,
         ),
     ] = o.DEFAULT_TOP_K,
 ) -> None:
@@ -40,7 +41,6 @@ def mcp(
 
     A client such as an editor starts this command and talks over its stdin and stdout.
     """
-    from kvrag.cli.opening import warm_up
     from kvrag.store.extras import require
 
     require("mcp", "mcp")
@@ -54,7 +54,6 @@ def mcp(
         if not http:
             server.run("stdio")
             return
-        from kvrag.cli.listening import until_told
         from kvrag.server.running import Server
 
         listening = Server(server.streamable_http_app(), port=port)

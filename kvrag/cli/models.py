@@ -147,41 +147,34 @@ def _named_row(model: NamedModel, made: list[ConvertedModel]) -> dict[str, objec
 
 
 def _print(made: list[ConvertedModel]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from kvrag.weights.named import NAMED_MODELS
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("model", "kind", "weights", "context", "license", "state"):
-        table.add_column(name, overflow="fold")
-    absent = []
+    rows, absent = [], []
     for model in NAMED_MODELS:
         is_converted = any(one.name == model.name for one in made)
         if not (is_converted or model.is_installed):
             absent.append(model)
         state = "ready" if is_converted else "installed" if model.is_installed else "not installed"
-        table.add_row(
-            model.name,
-            "chat" if model.is_chat else "base",
-            f"{model.num_parameters / 1e6:,.0f}M",
-            f"{model.context_tokens:,}",
-            model.license,
-            state,
+        rows.append(
+            (
+                model.name,
+                "chat" if model.is_chat else "base",
+                f"{model.num_parameters / 1e6:,.0f}M",
+                f"{model.context_tokens:,}",
+                model.license,
+                state,
+            )
         )
-    console.out().print(table)
+    names = ("model", "kind", "weights", "context", "license", "state")
+    console.print_table(dict.fromkeys(names, "folded"), rows)
     if absent:
         console.note(f"to install one: kvrag models pull {absent[0].name}")
     if made:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("converted")
-        table.add_column("size", justify="right", no_wrap=True)
-        table.add_column("from", overflow="fold")
-        for one in made:
-            table.add_row(
-                Text(console.harmless(one.name)),
-                console.format_bytes(one.num_bytes),
-                Text(console.shown_name(one.source)),
-            )
-        console.out().print()
-        console.out().print(table)
+        console.write("\n")
+        console.print_table(
+            {"converted": "folded", "size": "number", "from": "folded"},
+            (
+                (one.name, console.format_bytes(one.num_bytes), console.shown_name(one.source))
+                for one in made
+            ),
+        )

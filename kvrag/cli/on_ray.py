@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from kvrag.cli import console
+from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 from kvrag.store.extras import require
 
@@ -29,22 +32,60 @@ _OPTIONS = {
 class Asked:
     """The options of `kvrag ingest` that concern Ray, as they were given."""
 
-    address: str | None
-    actors: str = "1"
-    cpus: float = 1.0
-    gpus: float = 0.0
-    memory: str | None = None
-    rate: float | None = None
-    price: float | None = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on "
+            "this machine), or local (a new one on this machine). PATH may then be a Parquet file, "
+            "and a URL (s3://, gs://, abfss://, file://).",
+        ),
+    ] = None
+    ray_actors: Annotated[
+        str,
+        o.setting(
+            metavar="LEAST[:MOST]",
+            help="Processes that compute KV on the cluster. Without MOST, as many as fit.",
+        ),
+    ] = "1"
+    ray_cpus: Annotated[
+        float,
+        o.setting(parser=o.above_zero, metavar="NUMBER", help="Processors of each of them."),
+    ] = 1.0
+    ray_gpus: Annotated[float, o.setting(min=0.0, help="Graphics cards of each.")] = 0.0
+    ray_memory: Annotated[
+        str | None,
+        o.setting(
+            metavar="BYTES", help="Most bytes that wait between the stages, in Ray's object store."
+        ),
+    ] = None
+    ray_rate: Annotated[
+        float | None,
+        o.setting(
+            parser=o.above_zero,
+            metavar="TOKENS",
+            help="Tokens that each computes in a second: --dry-run then says the hours.",
+        ),
+    ] = None
+    ray_price: Annotated[
+        float | None,
+        o.setting(
+            parser=o.above_zero,
+            metavar="PRICE",
+            help="What each costs in an hour: --dry-run then says the price.",
+        ),
+    ] = None
 
     def check_unused(self, places: Sequence[str]) -> None:
         """Raise ParameterError for options and places that need ``--ray``."""
         from kvrag.store.registry import without_password
 
         for option in fields(self):
-            if getattr(self, option.name) != option.default and option.name != "address":
+            if getattr(self, option.name) != option.default:
+                name = option.name.replace("_", "-")
                 raise ParameterError(
-                    f"--ray-{option.name} says what to use of a cluster: add --ray, or leave it out"
+                    f"--{name} says what to use of a cluster: add --ray, or leave it out"
                 )
         for place in places[:1]:
             raise ParameterError(
@@ -55,7 +96,7 @@ class Asked:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Connect to the cluster, if one is asked for. Raises ClusterError."""
-        if self.address is None:
+        if self.ray is None:
             yield
             return
         from kvrag.ingest.ray.driver import connected
@@ -101,8 +142,8 @@ class Asked:
             report.num_context_tokens,
             runner.config,
             num_actors=self._actors()[0],
-            rate=self.rate,
-            price_per_hour=self.price,
+            rate=self.ray_rate,
+            price_per_hour=self.ray_price,
         )
 
     def print_estimate(self, found: Estimate) -> None:
@@ -129,16 +170,16 @@ class Asked:
 
         least, most = self._actors()
         try:
-            limit = None if self.memory is None else parse_bytes(self.memory)
+            limit = None if self.ray_memory is None else parse_bytes(self.ray_memory)
         except ValueError as error:
             raise ParameterError(f"--ray-memory: {error}") from error
         try:
             return RayOptions(
-                address=None if self.address == "auto" else self.address,
+                address=None if self.ray == "auto" else self.ray,
                 min_actors=least,
                 max_actors=most,
-                cpus=self.cpus,
-                gpus=self.gpus,
+                cpus=self.ray_cpus,
+                gpus=self.ray_gpus,
                 store_bytes=limit,
                 store=store,
             )
@@ -147,9 +188,9 @@ class Asked:
             raise ParameterError(f"{_OPTIONS.get(name, name)} {reason}") from error
 
     def _actors(self) -> tuple[int, int | None]:
-        least, colon, most = self.actors.partition(":")
+        least, colon, most = self.ray_actors.partition(":")
         if not (least.isdecimal() and (most.isdecimal() or not colon)):
             raise ParameterError(
-                f"--ray-actors {self.actors}: expected LEAST or LEAST:MOST, such as 2:8"
+                f"--ray-actors {self.ray_actors}: expected LEAST or LEAST:MOST, such as 2:8"
             )
         return int(least), int(most) if colon else None

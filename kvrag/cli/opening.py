@@ -34,26 +34,12 @@ def quiet_libraries() -> None:
     quiet.disable_progress_bar()
 
 
-def open_index(
-    path: Path | str,
-    model: str | None = None,
-    device: str | None = None,
-    store: str | None = None,
-    mend: bool = False,
-    embedding: str | None = None,
-    compute: str | None = None,
-) -> Index:
+def open_index(index: Path | str, *, embedding: str | None = None, **given: Any) -> Index:
     """Open an index without loading its model; `embedding` is ``module:attribute``."""
-    given = None if embedding is None else load_object(embedding, "--embedding")
-    opened = _open(
-        path,
-        model=model,
-        device=device,
-        store=store,
-        mend=mend,
-        embedding=given,
-        compute=compute,
-    )
+    from kvrag.ingest.index import Index
+
+    made = None if embedding is None else load_object(embedding, "--embedding")
+    opened = Index.open(index, embedding=made, **given)
     # Imports the libraries, which takes seconds: an index that is not there is reported before.
     quiet_libraries()
     return opened
@@ -127,13 +113,9 @@ def load_reranker(name: str | None) -> Reranker | None:
 
 def open_catalog(path: Path | str, store: str | None = None) -> Index:
     """Open an index for work that needs no model; no model library is imported."""
-    return _open(path, store=store)
-
-
-def _open(path: Path | str, **given: Any) -> Index:
     from kvrag.ingest.index import Index
 
-    return Index.open(path, **given)
+    return Index.open(path, store=store)
 
 
 def warm_up(index: Index) -> None:

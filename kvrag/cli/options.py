@@ -8,8 +8,9 @@ A group is a dataclass whose fields are options. A command has it as one paramet
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, fields, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
     from kvrag.ingest.index import Index
 
 
+def setting(*names: str, **given: Any) -> Any:
+    """Return an option that ``--help`` leaves out; `kvrag config COMMAND` lists it."""
+    return typer.Option(*names, hidden=True, **given)
+
+
 def _folder(text: str | Path) -> Path | str:
     if not str(text).strip():
         # An empty path would mean the working directory.
@@ -43,22 +49,26 @@ def _folder(text: str | Path) -> Path | str:
     return str(text) if arguments.is_url(text) else Path(text)
 
 
-def _policy(text: str) -> str:
-    # Everything else about it is checked with the engine, which takes seconds to import.
-    try:
-        parse_spec(text, "policy", POLICIES, [AUTO_POLICY])
-    except ParameterError as error:
-        raise typer.BadParameter(str(error)) from error
-    return text
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a parser of an option that a function checks, by a ValueError."""
+
+    def parse(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        return text
+
+    return parse
 
 
-def above_zero(text: str | float) -> float:
+def above_zero(text: str | float, most: float | None = None) -> float:
     """Return an option's number above 0. Raises `typer.BadParameter`."""
     try:
-        return arguments.number(float(text), "", above=0.0)
+        return arguments.number(float(text), "", most=most, above=0.0)
     except ValueError as error:
-        found = arguments.shown(text)
-        raise typer.BadParameter(f"expected a number above 0, found {found}") from error
+        expected = "expected a number above 0" + ("" if most is None else f", at most {most:g}")
+        raise typer.BadParameter(f"{expected}, found {arguments.shown(text)}") from error
 
 
 def _filter(text: str) -> dict[str, Any]:
@@ -82,7 +92,6 @@ FilterOption = Annotated[
         metavar="JSON",
         parser=_filter,
         help='Find only chunks with this metadata, such as \'{"source": {"$in": ["a.md"]}}\'.',
-        show_default=False,
     ),
 ]
 DEFAULT_INDEX = Path("kvrag-index")
@@ -105,46 +114,32 @@ OtherIndexOption = Annotated[
         metavar="DIR",
         parser=_folder,
         help="Folder of an index.",
-        show_default=False,
     ),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option(
+    setting(
         "--model",
         "-m",
         help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. "
         "Default: the index's model.",
-        hidden=True,
-        show_default=False,
     ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
         help="Where the model runs, such as 'cuda'. Default: cpu.",
-        show_default=False,
     ),
 ]
 
 
-def _compute(text: str) -> str:
-    try:
-        check_compute(text)
-    except ParameterError as error:
-        raise typer.BadParameter(str(error)) from error
-    return text
-
-
 ComputeOption = Annotated[
     str | None,
-    typer.Option(
-        parser=_compute,
+    setting(
+        parser=_checked(check_compute),
         metavar="|".join(COMPUTES),
         help="What the model's linear layers compute in on the CPU, for prompts; auto measures and "
         "takes the fastest. Default: the type of its weights.",
-        hidden=True,
-        show_default=False,
     ),
 ]
 CodecOption = Annotated[
@@ -156,11 +151,7 @@ CodecOption = Annotated[
 ]
 ProfileOption = Annotated[
     Path | None,
-    typer.Option(
-        help="File of a codec profile, from 'kvrag profile --out'. Default: fit a new one.",
-        hidden=True,
-        show_default=False,
-    ),
+    setting(help="File of a codec profile, from 'kvrag profile --out'. Default: fit a new one."),
 ]
 StoreOption = Annotated[
     str | None,
@@ -171,17 +162,14 @@ StoreOption = Annotated[
         "http://HOST/PATH (a web server), or tiered:URL|URL. Any URL may end with "
         "'?limit=20GB'. "
         "Default: the index's own store.",
-        show_default=False,
     ),
 ]
 StoreSetting = Annotated[
     str | None,
-    typer.Option(
+    setting(
         "--store",
         help="Store URL to use instead of the recorded one, for example with 'key_file=PATH' after "
         "the key file has moved.",
-        hidden=True,
-        show_default=False,
     ),
 ]
 JsonOption = Annotated[
@@ -203,59 +191,70 @@ def _memory(text: str | int) -> int:
 
 # -- options of answers, from the table -------------------------------------------------------
 
-_SHOWN = ("policy", "ratio", "max_tokens")
-_PARSERS = {"policy": _policy}
-_METAVARS = {"policy": "NAME[:KEY=VALUE]", "eviction": "POLICY", "links": "FILE|off"}
+_SHOWN = ("policy", "ratio", "max_tokens", "embedding", "chunk_tokens", "codec")
+# Everything else about it is checked with the engine, which takes seconds to import.
+_PARSERS = {
+    "policy": _checked(lambda text: parse_spec(text, "policy", POLICIES, [AUTO_POLICY])),
+}
+_METAVARS = {
+    "policy": "NAME[:KEY=VALUE]",
+    "eviction": "POLICY",
+    "links": "FILE|off",
+    "context": "NAME[:TOKENS]",
+}
+# Those that are not called as their fields.
+_NAMES = {"compression": ["--compress"]}
 _USUAL = {"policy": DEFAULT_POLICY, "max_tokens": DEFAULT_MAX_TOKENS}
 # Larger bounds say nothing.
 _FAR = 2**31 - 1
 
 
-def of_table(one: Field[Any]) -> Any:
-    """Return an option of answers as Typer's."""
+def of_table(one: Field[Any], default: Any) -> Any:
+    """Return an option as Typer's."""
     rule: Option = one.metadata["option"]
     most = None if rule.most is None or rule.most >= _FAR else rule.most
     given: dict[str, Any] = {"min": rule.least, "max": most, "metavar": _METAVARS.get(one.name)}
     if rule.is_bytes:
         given = {"metavar": "BYTES", "parser": _memory}
     elif rule.above is not None:
-        given = {"metavar": "NUMBER", "parser": above_zero if rule.most is None else _share}
+        given = {"metavar": "NUMBER", "parser": partial(above_zero, most=rule.most)}
     elif one.name in _PARSERS:
         given["parser"] = _PARSERS[one.name]
     text = rule.text.replace("``", "").replace("`", "'").replace("[", "\\[")
-    default = _USUAL.get(one.name, one.default)
     return typer.Option(
-        help=text, hidden=one.name not in _SHOWN, show_default=default is not None, **given
+        *_NAMES.get(one.name, ()),
+        help=text,
+        hidden=one.name not in _SHOWN,
+        show_default=default is not None,
+        **given,
     )
 
 
-def _share(text: str | float) -> float:
-    try:
-        return arguments.number(float(text), "", above=0.0, most=1.0)
-    except ValueError as error:
-        found = arguments.shown(text)
-        raise typer.BadParameter(f"expected a number above 0, at most 1, found {found}") from error
+def annotated(one: Field[Any], default: Any) -> Any:
+    """Return the type of a command's parameter that is an option of a table."""
+    kind: Any = Any if one.metadata["option"].is_bytes else kind_of(one)
+    return Annotated[kind | None if default is None else kind, of_table(one, default)]
 
 
 _ANSWERS = everywhere(AnswerOptions, EngineOptions)
-PolicyOption = Annotated[str, of_table(_ANSWERS["policy"])]
-RatioOption = Annotated[float | None, of_table(_ANSWERS["ratio"])]
-MaxTokensOption = Annotated[int, of_table(_ANSWERS["max_tokens"])]
+if TYPE_CHECKING:
+    PolicyOption = str
+    RatioOption = float | None
+    MaxTokensOption = int
+else:
+    PolicyOption, RatioOption, MaxTokensOption = (
+        annotated(_ANSWERS[name], _USUAL.get(name)) for name in ("policy", "ratio", "max_tokens")
+    )
 
 
-def _group(name: str, base: type, *tables: Any, apart: Container[str] = ()) -> Any:
-    """Return a group whose fields are the options of tables that every door has."""
-    made = []
-    for one in everywhere(*tables).values():
-        default = _USUAL.get(one.name, one.default)
-        kind: Any = Any if one.metadata["option"].is_bytes else kind_of(one)
-        kind = kind | None if default is None else kind
-        if one.name not in apart:
-            made.append((one.name, Annotated[kind, of_table(one)], default))
+def group(name: str, base: type, options: Iterable[Field[Any]], **usual: Any) -> Any:
+    """Return a group whose fields are options of tables; `usual` are other defaults of them."""
+    defaults = {one.name: usual.get(one.name, one.default) for one in options}
+    made = [(one.name, annotated(one, defaults[one.name]), defaults[one.name]) for one in options]
     return make_dataclass(name, made, bases=(base,), frozen=True)
 
 
-class _Options:
+class Options:
     """The values of a group, by name."""
 
     @property
@@ -263,7 +262,7 @@ class _Options:
         return {one.name: getattr(self, one.name) for one in fields(cast(Any, self))}
 
 
-class _Engine(_Options):
+class _Engine(Options):
     """What makes an engine of its options."""
 
     def engine(self, index: Index, **more: Any) -> KVEngine:
@@ -281,7 +280,7 @@ class _Engine(_Options):
         return KVEngine(index, **{"max_batch": 1, **self.values, **more})
 
 
-class _Sampled(_Options):
+class _Sampled(Options):
     """Checks its options, before any model is loaded."""
 
     def __post_init__(self) -> None:
@@ -301,48 +300,39 @@ if TYPE_CHECKING:
     class Sampled(_Sampled):
         """How tokens are sampled."""
 else:
-    Answering = _group(
-        "Answering", _Engine, AnswerOptions, EngineOptions, apart=everywhere(Sampling)
-    )
-    Sampled = _group("Sampled", _Sampled, Sampling)
+    _sampling = everywhere(Sampling)
+    _answering = [one for one in _ANSWERS.values() if one.name not in _sampling]
+    Answering = group("Answering", _Engine, _answering, **_USUAL)
+    Sampled = group("Sampled", _Sampled, _sampling.values())
 
 
 # -- other groups -----------------------------------------------------------------------------
 
 RerankOption = Annotated[
     str | None,
-    typer.Option(
+    setting(
         "--rerank",
         metavar="MODEL",
         help="Cross-encoder of sentence-transformers that reads the 30 best chunks and orders "
         "them: its folder or hub name. Default: none.",
-        hidden=True,
-        show_default=False,
     ),
 ]
 EmbeddingOption = Annotated[
     str | None,
-    typer.Option(
+    setting(
         "--embedding",
         metavar="MODULE:NAME",
         help="The embedding that the index was made with, if it was made with an object: a "
         "module and its attribute, an embedding or a function that returns one.",
-        hidden=True,
-        show_default=False,
     ),
 ]
 NoChatOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-chat",
-        help="Use the bare prompt: no chat template, no solved examples.",
-        hidden=True,
-    ),
+    bool, setting("--no-chat", help="Use the bare prompt: no chat template, no solved examples.")
 ]
 
 
 @dataclass(frozen=True)
-class Opening:
+class Opening(Options):
     """Which index, and what it is opened with."""
 
     index: IndexOption = DEFAULT_INDEX
@@ -356,14 +346,7 @@ class Opening:
         """Open the index without loading its model."""
         from kvrag.cli.opening import open_index
 
-        return open_index(
-            self.index,
-            self.model,
-            self.device,
-            self.store,
-            embedding=self.embedding,
-            compute=self.compute,
-        )
+        return open_index(**self.values)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.cli.answering import answer, report_line
+from kvrag.cli.opening import quiet_libraries
 
 if TYPE_CHECKING:
-    from kvrag.engine.answer import Answer
     from kvrag.pml.layout import SchemaLayout
     from kvrag.pml.schema import Schema
 
@@ -31,7 +32,6 @@ def check(
             "-m",
             help="Also lay the schema out with the tokenizer of this model: folder, hub name or "
             "'kvrag-tiny'.",
-            show_default=False,
         ),
     ] = None,
     as_json: o.JsonOption = False,
@@ -57,7 +57,6 @@ def check(
 
 
 def _lay_out(schema: Schema, model: str) -> SchemaLayout:
-    from kvrag.cli.opening import quiet_libraries
     from kvrag.models.loading import load_tokenizer, shared_prefix_ids
     from kvrag.pml.layout import lay_out_schema
 
@@ -124,7 +123,6 @@ def run(
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer a prompt; modules that are not encoded yet are computed and reported."""
-    from kvrag.cli.answering import report_line
     from kvrag.pml.engine import PMLEngine
 
     with opening.open() as opened:
@@ -134,13 +132,8 @@ def run(
             placed = pml.place(file)
             _ = opened.model
         on_text = console.AnswerText(quiet=as_json)
-        final: Answer | None = None
-        for delta in pml.engine.stream(placed, **sampled.values):
-            if delta.text:
-                on_text(delta.text)
-            final = delta.answer or final
+        final = answer(pml.engine, placed, on_text, **sampled.values)
         on_text.end()
-    assert final is not None
     if as_json:
         console.print_json(final.to_dict())
     else:

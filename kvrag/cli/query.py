@@ -9,7 +9,9 @@ import typer
 from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.cli.answering import Outcome, answer, as_turn, print_below, retrieve
 from kvrag.cli.command import given
+from kvrag.cli.opening import warm_up
 
 if TYPE_CHECKING:
     from kvrag.engine.engine import KVEngine
@@ -33,8 +35,6 @@ def query(
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer one question from the index, and show the sources and a report."""
-    from kvrag.cli.answering import Outcome, answer, as_turn, print_below, retrieve
-    from kvrag.cli.opening import warm_up
     from kvrag.errors import ParameterError
 
     if not arguments.text(question, "the question").strip():

@@ -17,6 +17,7 @@ from kvrag import similar
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
+from kvrag.cli.opening import open_catalog
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ def rm(
     The files themselves stay, so a later 'kvrag ingest' of their folder adds them again. The next
     'kvrag gc' deletes their stored KV.
     """
-    from kvrag.cli.opening import open_catalog
-
     if any(not one.strip() for one in sources):
         # An empty path would mean the working directory, with everything in it.
         raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")

@@ -11,6 +11,7 @@ import typer
 from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.cli.opening import load_reranker, open_catalog, open_index
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ def search(
 
     By default, chunks are ranked by meaning and by words, and the two rankings are fused.
     """
-    from kvrag.cli.opening import load_reranker, open_catalog, open_index
-
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
     chosen = [name for name, is_set in (("--sparse", sparse), ("--dense", dense)) if is_set]
@@ -98,23 +97,18 @@ def _plain(rank: int, hit: SearchHit) -> dict[str, Any]:
 
 
 def _print(hits: Sequence[SearchHit]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("chunk", overflow="fold")
-    table.add_column("begins", no_wrap=True, overflow="ellipsis")
-    for rank, hit in enumerate(hits, start=1):
-        begins = " ".join(hit.chunk.text.split())[:_SNIPPET_CHARACTERS]
-        table.add_row(
-            str(rank),
-            f"{hit.score:.3g}",
-            Text(console.one_line(_place(hit))),
-            Text(console.harmless(begins), style="dim"),
-        )
-    console.out().print(table)
+    console.print_table(
+        {"": "number", "score": "number", "chunk": "folded", "begins": "begins"},
+        (
+            (
+                str(rank),
+                f"{hit.score:.3g}",
+                console.one_line(_place(hit)),
+                " ".join(hit.chunk.text.split())[:_SNIPPET_CHARACTERS],
+            )
+            for rank, hit in enumerate(hits, start=1)
+        ),
+    )
 
 
 def _place(hit: SearchHit) -> str:

@@ -16,6 +16,8 @@ from kvrag import similar
 from kvrag.arguments import cut, shown
 from kvrag.cli import options as o
 from kvrag.cli.command import given
+from kvrag.cli.listening import until_told
+from kvrag.cli.opening import load_reranker, warm_up
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -44,12 +46,7 @@ def serve(
     ] = _TRANSFORMERS,
     top_k: Annotated[
         int,
-        typer.Option(
-            "-k",
-            min=1,
-            help="Chunks that the server retrieves, for the model rag:NAME.",
-            hidden=True,
-        ),
+        o.setting("-k", min=1, help="Chunks that the server retrieves, for the model rag:NAME."),
     ] = o.DEFAULT_TOP_K,
     rerank: o.RerankOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -62,110 +59,79 @@ def serve(
             metavar="FILE",
             help="TOML file of API keys and their limits; other users may not read it. Default: "
             "the one key in the variable KVRAG_SERVER_KEY, or none.",
-            show_default=False,
         ),
     ] = None,
     anyone: Annotated[
         bool,
-        typer.Option("--anyone", help="Serve other machines without keys.", hidden=True),
+        o.setting("--anyone", help="Serve other machines without keys."),
     ] = False,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Let pages of this origin ask from a browser (CORS); repeatable.",
-            hidden=True,
-            show_default=False,
+        o.setting(
+            metavar="URL", help="Let pages of this origin ask from a browser (CORS); repeatable."
         ),
     ] = None,
     allow_upload: Annotated[
         bool,
-        typer.Option(
-            "--allow-upload",
-            help="Let everybody who may ask add and delete documents, too.",
-            hidden=True,
+        o.setting(
+            "--allow-upload", help="Let everybody who may ask add and delete documents, too."
         ),
     ] = False,
     no_history: Annotated[
         bool,
-        typer.Option(
+        o.setting(
             "--no-history",
             help="Keep no conversations of the page. Default: they are in a file beside the index.",
-            hidden=True,
         ),
     ] = False,
     streams: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Answers generated at the same time; each holds its prompt's KV in memory.",
-            hidden=True,
+        o.setting(
+            min=1, help="Answers generated at the same time; each holds its prompt's KV in memory."
         ),
     ] = 8,
     waiting: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Answers that may wait for their turn; more are refused.",
-            hidden=True,
-        ),
+        int, o.setting(min=0, help="Answers that may wait for their turn; more are refused.")
     ] = 128,
     grace: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Seconds that answers get to finish when the server stops.",
-            hidden=True,
-        ),
+        int, o.setting(min=0, help="Seconds that answers get to finish when the server stops.")
     ] = 30,
     trace: Annotated[
         str | None,
-        typer.Option(
+        o.setting(
             metavar="URL",
             help="OpenTelemetry collector that gets a span of each request, search and answer, "
             "without texts (OTLP over HTTP).",
-            hidden=True,
-            show_default=False,
         ),
     ] = None,
     refresh: Annotated[
         float,
-        typer.Option(
+        o.setting(
             parser=o.above_zero,
             metavar="SECONDS",
             help="How often to look for changes of a shared index (--index URL).",
-            hidden=True,
         ),
     ] = 5.0,
     artefacts: Annotated[
         str | None,
-        typer.Option(
+        o.setting(
             metavar="URL",
             help="vLLM: store of prompts fused in advance. Default: a folder in the index's "
             "folder.",
-            hidden=True,
-            show_default=False,
         ),
     ] = None,
     only_asked: Annotated[
         bool,
-        typer.Option(
-            "--only-asked",
-            help="vLLM: look for chunks only in prompts whose client asks for it.",
-            hidden=True,
+        o.setting(
+            "--only-asked", help="vLLM: look for chunks only in prompts whose client asks for it."
         ),
     ] = False,
     any_version: Annotated[
-        bool,
-        typer.Option(
-            "--any-version",
-            help="vLLM: accept untested versions.",
-            hidden=True,
-        ),
+        bool, o.setting("--any-version", help="vLLM: accept untested versions.")
     ] = False,
     show: Annotated[
         bool,
-        typer.Option("--show", help="vLLM: print the command; start nothing.", hidden=True),
+        o.setting("--show", help="vLLM: print the command; start nothing."),
     ] = False,
 ) -> None:
     """Serve an index to clients of the OpenAI API, which need no change.
@@ -204,13 +170,11 @@ def serve(
             show=show,
         )
         return
-    from kvrag.cli.opening import load_reranker
     from kvrag.store.extras import require
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
         require(module, "serve")
-    from kvrag.server.access import read_keys
-    from kvrag.server.addresses import is_loopback
+    from kvrag.server.access import is_loopback, read_keys
     from kvrag.server.app import ServerOptions
     from kvrag.server.running import check_address, check_origin
 
@@ -229,8 +193,6 @@ def serve(
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
-    from kvrag.cli.listening import until_told
-    from kvrag.cli.opening import warm_up
     from kvrag.server.app import make_app
     from kvrag.server.running import Server, log_to_stderr
 

@@ -181,7 +181,7 @@ def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
             most=info.max,
             parse=info.parser,
             default=parameter.default,
-            text=info.help or "",
+            text=(info.help or "").replace("\\[", "["),
         )
     return keys
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvrag.cli import console
 from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES
-from kvrag.cli.demo_questions import DemoQuestion, read_questions
+from kvrag.cli.demo_view import DemoQuestion, read_questions
 from kvrag.errors import KVRagError
 from kvrag.ingest.index import Index
 from kvrag.weights.named import NamedModel, named_model
