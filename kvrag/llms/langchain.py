@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from operator import itemgetter
 from typing import Any, Literal
 
 try:
@@ -22,6 +23,7 @@ try:
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
     from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
     from langchain_core.messages.tool import tool_call, tool_call_chunk
+    from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
     from langchain_core.outputs import (
         ChatGeneration,
         ChatGenerationChunk,
@@ -30,9 +32,13 @@ try:
         GenerationChunk,
         LLMResult,
     )
-    from langchain_core.runnables import Runnable
+    from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
     from langchain_core.tools import BaseTool
-    from langchain_core.utils.function_calling import convert_to_openai_tool
+    from langchain_core.utils.function_calling import (
+        convert_to_json_schema,
+        convert_to_openai_tool,
+    )
+    from langchain_core.utils.pydantic import is_basemodel_subclass
 except ImportError as error:
     raise ImportError(
         "kvrag.llms.langchain needs langchain-core: pip install 'kvrag[langchain]'"
@@ -42,12 +48,10 @@ from pydantic import ConfigDict, model_validator
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.shared import place_of
-from kvrag.errors import KVRagError
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.llms.langchain_messages import to_turns
-from kvrag.llms.langchain_structured import structured_output
 from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import PER_CALL, EngineSettings
-from kvrag.llms.tool_calls import Piece
 
 
 class _LangChainSettings(EngineSettings):
@@ -84,6 +88,18 @@ class _LangChainSettings(EngineSettings):
         except (KVRagError, OSError):
             # Tracing must not fail a call before the call itself reports the error.
             return "unknown"
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's token ids of `text`, without special tokens."""
+        own: Any = getattr(self, "custom_get_token_ids", None)
+        ids: list[int] = (own or self.token_ids)(text)
+        return ids
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        named = {**kwargs, "model": self._traced_name(kwargs)}
+        found: LangSmithParams = super()._get_ls_params(stop=stop, **named)  # type: ignore[misc]
+        found["ls_provider"] = "kvrag"
+        return found
 
     def _call(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         # "stream" is for LangChain, which has already decided which method to call.
@@ -224,18 +240,6 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
             }
         return chunk
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's token ids of `text`, without special tokens."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self.token_ids(text)
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        named = {**kwargs, "model": self._traced_name(kwargs)}
-        return LangSmithParams(
-            **{**super()._get_ls_params(stop=stop, **named), "ls_provider": "kvrag"}
-        )
-
 
 class ChatKVRag(_LangChainSettings, BaseChatModel):
     """A LangChain chat model that reuses the KV of every indexed chunk found in the messages.
@@ -317,7 +321,7 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         kwargs.pop("strict", None)
         if method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
-        return structured_output(self, schema, method, include_raw=include_raw, **kwargs)
+        return _structured_output(self, schema, method, include_raw=include_raw, **kwargs)
 
     def _generate(
         self,
@@ -327,7 +331,8 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(stop, kwargs)
-        return self._result(self.answer(to_turns(messages), call), call)
+        (answer,) = self.answers([to_turns(messages)], call)
+        return self._result(answer, call)
 
     async def _agenerate(
         self,
@@ -341,8 +346,7 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
 
     def _result(self, answer: Answer, call: Mapping[str, Any]) -> ChatResult:
         details = self._details(answer, call)
-        parser = self.parser(call)
-        piece = parser.whole(answer.text) if parser else Piece(answer.text)
+        piece = self.parser(call).whole(answer.text)
         message = AIMessage(
             content=piece.text,
             tool_calls=[
@@ -397,9 +401,7 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
 
         def chunk(delta: AnswerDelta) -> ChatGenerationChunk:
             nonlocal num_calls
-            piece = parser.push(delta.text) if parser else Piece(delta.text)
-            if parser and delta.answer is not None:
-                piece += parser.finish()
+            piece = parser.read(delta)
             calls = [
                 tool_call_chunk(name=one.name, args=one.json, id=one.id, index=number)
                 for number, one in enumerate(piece.calls, num_calls)
@@ -414,22 +416,10 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
 
         return chunk
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's token ids of `text`, without special tokens."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self.token_ids(text)
-
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         # A serialisable class's default cache key contains only its constructor's arguments, not
         # the fingerprints that the index records.
         return str(sorted(self._get_invocation_params(stop=stop, **kwargs).items()))
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        named = {**kwargs, "model": self._traced_name(kwargs)}
-        return LangSmithParams(
-            **{**super()._get_ls_params(stop=stop, **named), "ls_provider": "kvrag"}
-        )
 
 
 def _usage_metadata(answer: Answer) -> UsageMetadata:
@@ -447,3 +437,43 @@ def _token_of(chunk: ChatGenerationChunk) -> str | None:
     message = chunk.message
     has_calls = isinstance(message, AIMessageChunk) and bool(message.tool_call_chunks)
     return str(message.text) if message.text or has_calls else None
+
+
+def _structured_output(
+    model: BaseChatModel,
+    schema: dict[str, Any] | type,
+    method: str,
+    *,
+    include_raw: bool,
+    **options: Any,
+) -> Runnable[LanguageModelInput, Any]:
+    """Return a chain of the model, bound to a response format, and a parser.
+
+    For the parameters see `kvrag.llms.langchain.ChatKVRag.with_structured_output`; `options` are
+    those of each call.
+    """
+    if method not in ("json_schema", "json_mode"):
+        raise ParameterError(
+            f"method {method!r}: expected json_schema, json_mode or function_calling"
+        )
+    json_schema = convert_to_json_schema(schema)
+    named = {"name": json_schema.get("title", "answer"), "schema": json_schema}
+    bound = model.bind(
+        response_format={"type": "json_object"}
+        if method == "json_mode"
+        else {"type": "json_schema", "json_schema": named},
+        ls_structured_output_format={"kwargs": {"method": method}, "schema": json_schema},
+        **options,
+    )
+    parser: JsonOutputParser = (
+        PydanticOutputParser(pydantic_object=schema)
+        if isinstance(schema, type) and is_basemodel_subclass(schema)
+        else JsonOutputParser()
+    )
+    if not include_raw:
+        return bound | parser
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")

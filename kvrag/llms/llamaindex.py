@@ -6,9 +6,9 @@ text. So any index, retriever or response mode works unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     from llama_index.core.base.llms.generic_utils import (
@@ -24,6 +24,7 @@ try:
         CompletionResponseGen,
         LLMMetadata,
         MessageRole,
+        TextBlock,
         ToolCallBlock,
     )
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -40,10 +41,12 @@ from pydantic import ConfigDict
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.constraint import is_installed
 from kvrag.engine.shared import shared_index
-from kvrag.llms.llamaindex_messages import to_message, to_turns
 from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import EngineSettings, Prompt
-from kvrag.llms.tool_calls import Piece
+from kvrag.llms.tool_calls import Piece, ToolCall
+from kvrag.models.messages import merged
+
+T = TypeVar("T")
 
 
 class KVRagLLM(EngineSettings, FunctionCallingLLM):
@@ -95,38 +98,45 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer one prompt."""
-        return self._complete(self._formatted(prompt, formatted), kwargs)
+        (answer,) = self.answers([self._formatted(prompt, formatted)], kwargs)
+        return CompletionResponse(text=answer.text, raw=self._raw(answer, kwargs))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """Answer one prompt piece by piece."""
-        return self._stream_complete(self._formatted(prompt, formatted), kwargs)
+        to_response = self._completions(kwargs)
+        deltas = self.deltas(self._formatted(prompt, formatted), kwargs)
+        return (to_response(delta) for delta in deltas)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return self._chat(messages, kwargs)
+        (answer,) = self.answers([self._turns(messages)], kwargs)
+        return self._response(answer, kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        return self._stream_chat(messages, kwargs)
+        to_response = self._responses(kwargs)
+        return (to_response(delta) for delta in self.deltas(self._turns(messages), kwargs))
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """Answer one prompt while the event loop runs on."""
-        return await self._acomplete(self._formatted(prompt, formatted), kwargs)
+        answer = await self.aanswer(self._formatted(prompt, formatted), kwargs)
+        return CompletionResponse(text=answer.text, raw=self._raw(answer, kwargs))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """Answer one prompt piece by piece while the event loop runs on."""
-        return self._astream_complete(self._formatted(prompt, formatted), kwargs)
+        prompt = self._formatted(prompt, formatted)
+        return self._responding(prompt, kwargs, self._completions(kwargs))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -139,7 +149,7 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece while the event loop runs on."""
-        return self._astream_chat(messages, kwargs)
+        return self._responding(self._turns(messages), kwargs, self._responses(kwargs))
 
     def get_tool_calls_from_response(
         self,
@@ -180,30 +190,24 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         given = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
         return {"messages": messages, "tools": given, "tool_choice": choice, **kwargs}
 
-    async def _acomplete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponse:
-        answer = await self.aanswer(prompt, call)
-        return CompletionResponse(text=answer.text, raw=self._raw(answer, call))
-
-    async def _astream_complete(
-        self, prompt: Prompt, call: dict[str, Any]
-    ) -> CompletionResponseAsyncGen:
-        text = ""
+    async def _responding(
+        self, prompt: Prompt, call: dict[str, Any], to_response: Callable[[AnswerDelta], T]
+    ) -> AsyncGenerator[T, None]:
         async with aclosing(self.adeltas(prompt, call)) as deltas:
             async for delta in deltas:
-                text += delta.text
-                raw = None if delta.answer is None else self._raw(delta.answer, call)
-                yield CompletionResponse(text=text, delta=delta.text, raw=raw)
+                yield to_response(delta)
 
-    def _complete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponse:
-        answer = self.answer(prompt, call)
-        return CompletionResponse(text=answer.text, raw=self._raw(answer, call))
-
-    def _stream_complete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponseGen:
+    def _completions(self, call: dict[str, Any]) -> Callable[[AnswerDelta], CompletionResponse]:
+        """Return what makes the completions of one answer of its pieces."""
         text = ""
-        for delta in self.deltas(prompt, call):
+
+        def response(delta: AnswerDelta) -> CompletionResponse:
+            nonlocal text
             text += delta.text
             raw = None if delta.answer is None else self._raw(delta.answer, call)
-            yield CompletionResponse(text=text, delta=delta.text, raw=raw)
+            return CompletionResponse(text=text, delta=delta.text, raw=raw)
+
+        return response
 
     def _validate_chat_with_tools_response(
         self,
@@ -218,28 +222,9 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
             response.message.blocks = [one for one in blocks if one not in calls[1:]]
         return response
 
-    def _chat(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> ChatResponse:
-        return self._response(self.answer(self._turns(messages), call), call)
-
     def _response(self, answer: Answer, call: dict[str, Any]) -> ChatResponse:
-        parser = self.parser(call)
-        piece = parser.whole(answer.text) if parser else Piece(answer.text)
+        piece = self.parser(call).whole(answer.text)
         return ChatResponse(message=to_message(piece), raw=self._raw(answer, call))
-
-    def _stream_chat(
-        self, messages: Sequence[ChatMessage], call: dict[str, Any]
-    ) -> ChatResponseGen:
-        to_response = self._responses(call)
-        for delta in self.deltas(self._turns(messages), call):
-            yield to_response(delta)
-
-    async def _astream_chat(
-        self, messages: Sequence[ChatMessage], call: dict[str, Any]
-    ) -> ChatResponseAsyncGen:
-        to_response = self._responses(call)
-        async with aclosing(self.adeltas(self._turns(messages), call)) as deltas:
-            async for delta in deltas:
-                yield to_response(delta)
 
     def _responses(self, call: dict[str, Any]) -> Callable[[AnswerDelta], ChatResponse]:
         """Return what makes the responses of one answer of its pieces."""
@@ -247,9 +232,7 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
 
         def response(delta: AnswerDelta) -> ChatResponse:
             nonlocal whole
-            piece = parser.push(delta.text) if parser else Piece(delta.text)
-            if parser and delta.answer is not None:
-                piece += parser.finish()
+            piece = parser.read(delta)
             whole += piece
             raw = None if delta.answer is None else self._raw(delta.answer, call)
             return ChatResponse(message=to_message(whole), delta=piece.text, raw=raw)
@@ -282,3 +265,50 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         if self._renders():
             return to_turns(messages)
         return (self.messages_to_prompt or generic_messages_to_prompt)(messages)
+
+
+def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages in the form of OpenAI's API; neighbours of one role become one turn.
+
+    Raises
+    ------
+    ParameterError
+        When a message holds something other than text and calls of tools.
+    """
+    return merged(map(_turn, messages))
+
+
+def to_message(piece: Piece) -> ChatMessage:
+    """Return what a model has said and called as one message."""
+    blocks: list[Any] = [TextBlock(text=piece.text)] if piece.text or not piece.calls else []
+    blocks += [
+        ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=one.arguments)
+        for one in piece.calls
+    ]
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    calls = [_call(block) for block in message.blocks if isinstance(block, ToolCallBlock)]
+    said = [block for block in message.blocks if not isinstance(block, ToolCallBlock)]
+    given = message.additional_kwargs
+    turn: dict[str, Any] = {
+        "role": message.role.value,
+        "content": [
+            block.text if isinstance(block, TextBlock) else {"type": block.block_type}
+            for block in said
+        ],
+    }
+    # Models that know no blocks of calls put them into the other arguments.
+    calls = calls or [dict(one) for one in given.get("tool_calls") or () if isinstance(one, dict)]
+    if calls:
+        turn["tool_calls"] = calls
+    return turn | {
+        name: str(given[name]) for name in ("tool_call_id", "name") if given.get(name) is not None
+    }
+
+
+def _call(block: ToolCallBlock) -> dict[str, Any]:
+    call = ToolCall(block.tool_call_id or "", block.tool_name, {}).to_dict()
+    call["function"]["arguments"] = block.tool_kwargs
+    return call

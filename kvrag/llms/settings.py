@@ -265,21 +265,16 @@ class EngineSettings(_FromTable):
             raise ParameterError(str(error)) from error
         return {name: getattr(checked, name) for name in PER_CALL}
 
-    def answer(self, prompt: Prompt, call: Mapping[str, Any]) -> Answer:
-        """Return the engine's answer to one prompt.
+    def answers(self, prompts: Sequence[Prompt], call: Mapping[str, Any]) -> list[Answer]:
+        """Return the engine's answers to prompts, written together.
 
         Parameters
         ----------
-        prompt
-            The rendered prompt, or the turns of a conversation (role and content).
+        prompts
+            Rendered prompts, or the turns of conversations (role and content).
         call
             Per-call parameters, as the framework passes them.
         """
-        engine, request = self._prepare(call)
-        return self._retrying(lambda: engine().generate(request(prompt)))
-
-    def answers(self, prompts: Sequence[Prompt], call: Mapping[str, Any]) -> list[Answer]:
-        """Return the engine's answers to several prompts, written together; see `answer`."""
         engine, request = self._prepare(call)
         done: dict[int, Answer] = {}
 
@@ -300,7 +295,7 @@ class EngineSettings(_FromTable):
         return [done[number] for number in range(len(prompts))]
 
     async def aanswer(self, prompt: Prompt, call: Mapping[str, Any]) -> Answer:
-        """Return the answer to one prompt while the event loop runs on; see `answer`."""
+        """Return the answer to one prompt while the event loop runs on; see `answers`."""
         async with aclosing(self.adeltas(prompt, call)) as deltas:
             async for delta in deltas:
                 if delta.answer is not None:
@@ -370,10 +365,10 @@ class EngineSettings(_FromTable):
 
         return engine, request
 
-    def parser(self, call: Mapping[str, Any]) -> ToolCallParser | None:
-        """Return what finds calls of tools in a call's answer; None if it has no tools."""
+    def parser(self, call: Mapping[str, Any]) -> ToolCallParser:
+        """Return what finds calls of tools in a call's answer."""
         if not call.get("tools") or call.get("tool_choice") == "none":
-            return None
+            return ToolCallParser(None)
         return ToolCallParser(tool_format(shared_index(self.index).tokenizer))
 
     def engine(self, model: str | None = None) -> Engine:
@@ -443,16 +438,10 @@ class EngineSettings(_FromTable):
         LangChain's caches use it as their key. While the index cannot be opened, the values that
         it records are left out, so that an object can be printed before its index exists.
         """
-        identity: dict[str, Any] = {
-            name: getattr(self, name) for name in PER_CALL if name not in ("stop", "timeout")
-        }
+        names = {*PER_CALL, "device", "links", "ttft", "eviction"} - {"stop"}
+        identity: dict[str, Any] = {name: getattr(self, name) for name in sorted(names)}
         # LangChain overwrites "stop" with the call's value, which may be None.
         identity["default_stop"] = self.stop
-        identity["timeout"] = self.timeout
-        identity["device"] = self.device
-        identity["links"] = self.links
-        identity["ttft"] = self.ttft
-        identity["eviction"] = self.eviction
         identity["schemas"] = [file_digest(schema) for schema in self.schemas]
         try:
             identity |= recorded_identity(shared_index(self.index))

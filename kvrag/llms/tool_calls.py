@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from kvrag.engine.answer import AnswerDelta
 from kvrag.models.tools import ToolFormat, new_call_id
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -67,12 +68,11 @@ class ToolCallParser:
     Parameters
     ----------
     form
-        How the model writes calls.
+        How the model writes calls; None if there are no tools, and all is text.
     """
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat | None) -> None:
         self._form = form
-        self._marker = form.marker
         self._whole = self._rest = ""
         self._num_calls = 0
         self._has_said = False
@@ -80,31 +80,38 @@ class ToolCallParser:
 
     def push(self, text: str) -> Piece:
         """Add a piece of the answer."""
+        if self._form is None:
+            return Piece(text)
         self._whole += text
         self._rest += text
-        return self._take(is_last=False)
+        return self._take(self._form, is_last=False)
 
     def finish(self) -> Piece:
         """Return what was held back; call this after the last piece."""
-        return self._take(is_last=True)
+        return Piece() if self._form is None else self._take(self._form, is_last=True)
+
+    def read(self, delta: AnswerDelta) -> Piece:
+        """Add a piece of an answer; with the last one comes what was held back."""
+        said = self.push(delta.text)
+        return said if delta.answer is None else said + self.finish()
 
     def whole(self, text: str) -> Piece:
         """Return a whole answer's text and calls."""
         return self.push(text) + self.finish()
 
-    def _take(self, *, is_last: bool) -> Piece:
+    def _take(self, form: ToolFormat, *, is_last: bool) -> Piece:
         said, calls = "", []
-        while mark := self._mark():
+        while mark := self._mark(form.marker):
             said += self._say(self._rest[: mark.start()])
             self._rest = self._rest[mark.start() :]
-            found = self._read(mark.end() - mark.start(), is_last)
+            found = self._read(form, mark.end() - mark.start(), is_last)
             if found is None:
                 break
             calls += [self._numbered(*one) for one in found[0]]
             self._rest = self._rest[found[1] :]
             self._has_called = True
         if mark is None or is_last:
-            settled = len(self._rest) if is_last else self._settled()
+            settled = len(self._rest) if is_last else self._settled(form.marker)
             said += self._say(self._rest[:settled])
             self._rest = self._rest[settled:]
         return Piece(said, tuple(calls))
@@ -118,16 +125,16 @@ class ToolCallParser:
         self._has_said = self._has_said or bool(text.strip("; \n"))
         return text
 
-    def _mark(self) -> re.Match[str] | None:
+    def _mark(self, marker: str) -> re.Match[str] | None:
         """Return where the next call begins."""
-        if self._marker:
-            return re.search(rf"\s*{re.escape(self._marker)}\s*", self._rest)
+        if marker:
+            return re.search(rf"\s*{re.escape(marker)}\s*", self._rest)
         # The whole answer is a call, or several with semicolons between them.
         return None if self._has_said else _JSON_MARK.match(self._rest)
 
-    def _settled(self) -> int:
+    def _settled(self, marker: str) -> int:
         """Return how many characters are certainly text, though no call has begun."""
-        rest, marker = self._rest, self._marker
+        rest = self._rest
         if not marker:
             is_open = not self._has_said and _PYTHON_TAG.startswith(rest.strip("; \n"))
             return 0 if is_open else len(rest)
@@ -135,9 +142,11 @@ class ToolCallParser:
         held = next((n for n in range(most, 0, -1) if rest.endswith(marker[:n])), 0)
         return len(rest[: len(rest) - held].rstrip())
 
-    def _read(self, begin: int, is_last: bool) -> tuple[list[tuple[str, Any]], int] | None:
+    def _read(
+        self, form: ToolFormat, begin: int, is_last: bool
+    ) -> tuple[list[tuple[str, Any]], int] | None:
         """Return the calls that begin there and where they end; None if they are not complete."""
-        name = _NAMED.match(self._rest, begin) if self._form.separator else None
+        name = _NAMED.match(self._rest, begin) if form.separator else None
         try:
             found, end = _decoder.raw_decode(self._rest, name.end() if name else begin)
         except (ValueError, RecursionError):
@@ -146,7 +155,7 @@ class ToolCallParser:
         calls = [(name[1], found)] if name else [_named(one) for one in listed]
         if not calls or not all(isinstance(n, str) and isinstance(a, dict) for n, a in calls):
             return None
-        close = "" if self._form.is_list else self._form.end.strip()
+        close = "" if form.is_list else form.end.strip()
         tail = re.compile(rf"\s*{re.escape(close)}\s*").match(self._rest, end)
         if tail is None and not is_last:
             return None

@@ -176,8 +176,7 @@ class KVRagVectorStore(VectorStore):
         ids: list[str] | None = None,
         path: str | Path,
         model: str | Path,
-        codec: str | None = None,
-        chunk_tokens: int | None = None,
+        **made_with: Any,
     ) -> Self:
         """Create an index in `path`, or open the existing one, and add `texts` to it.
 
@@ -188,24 +187,27 @@ class KVRagVectorStore(VectorStore):
             `KVRagEmbeddings` can be opened only with the same embeddings.
         path
             Folder of the index.
-        model, codec, chunk_tokens
-            As in `Index.create`; an existing index must have the same values. None means the
-            existing index's value, or the default of `Index.create`.
+        model
+            As in `Index.create`; an existing index must have the same.
+        made_with
+            ``codec`` and ``chunk_tokens``, of which the same holds. None means the existing
+            index's value, or the default of `Index.create`.
 
         Raises
         ------
         IndexMismatchError
             When the existing index has another model, embedding, codec or chunk length.
         """
+        wanted = {name: made_with.pop(name, None) for name in ("codec", "chunk_tokens")}
+        arguments.refuse_options(made_with)
         chosen = embedding.embedding if isinstance(embedding, KVRagEmbeddings) else embedding
         try:
             index = Index.open(path, model=model, embedding=chosen)
         except IndexNotFoundError:
-            given = {"codec": codec, "chunk_tokens": chunk_tokens}
-            made_with: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-            index = Index.create(path, model=model, embedding=chosen, **made_with)
+            given = {name: value for name, value in wanted.items() if value is not None}
+            index = Index.create(path, model=model, embedding=chosen, **given)
         try:
-            _check_made_with(index, codec=codec, chunk_tokens=chunk_tokens)
+            _check_made_with(index, **wanted)
         except IndexMismatchError:
             index.close()
             raise

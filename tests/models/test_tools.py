@@ -234,7 +234,7 @@ def test_contents_that_are_no_text(message: dict[str, Any], said: str) -> None:
 def test_the_same_conversation_through_every_door() -> None:
     langchain = pytest.importorskip("langchain_core.messages")
     llama = pytest.importorskip("llama_index.core.base.llms.types")
-    from kvrag.llms import langchain_messages, llamaindex_messages
+    from kvrag.llms import langchain_messages, llamaindex
 
     parts = ["d", "e"]
     blocks = [{"type": "text", "text": one} for one in parts]
@@ -261,4 +261,4 @@ def test_the_same_conversation_through_every_door() -> None:
         )
         for r, t in zip(roles, texts, strict=True)
     ]
-    assert llamaindex_messages.to_turns(given) == expected
+    assert llamaindex.to_turns(given) == expected
