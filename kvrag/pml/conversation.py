@@ -21,8 +21,7 @@ from kvrag.models import templates
 from kvrag.models.chat import PromptText, hide_message
 from kvrag.models.control import ControlTokens
 from kvrag.models.hidden import HiddenStrings
-from kvrag.pml.locations import Location
-from kvrag.pml.schema import Module, Node, Path, Schema, Text, Turn, Union, flat, turns
+from kvrag.pml.schema import Location, Module, Node, Path, Schema, Text, Turn, Union, flat, turns
 
 _MARK = "\ue000{}\ue001"
 _REMEDY = "use a model with a chat template that fits, or write the prompt without roles"

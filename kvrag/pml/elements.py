@@ -20,7 +20,7 @@ from defusedxml.expatreader import DefusedExpatParser
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.pml.locations import Location
+from kvrag.pml.schema import Location
 from kvrag.regularfile import open_regular
 
 MAX_BYTES = 8 << 20

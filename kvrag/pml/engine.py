@@ -13,17 +13,15 @@ key names what it was encoded after. Models with learned positions have no scaff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from kvrag.arguments import shown
-from kvrag.codec.base import EncodedChunk
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.base import Engine
 from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import ParameterError
-from kvrag.fusion.layout import Layout
 from kvrag.ingest.passages import KeepReport, Passage, Passages
 from kvrag.pml.layout import SchemaLayout, lay_out_schema
 from kvrag.pml.parser import parse_schema
@@ -199,39 +197,16 @@ class PMLEngine(OfProcess):
         pieces = place_prompt(
             found.layout, prompt, self.engine.index.tokenizer, self.engine.index.control
         )
-        numbers = [str(number) for number in range(len(found.passages))]
-        layout = as_layout(found.layout, pieces, numbers)
         chosen = _choose_scaffolds(found, prompt)
-        layout = self._with_records(layout, found, chosen)
-
-        def open_kv(chunk_id: str, _: tuple[int, ...]) -> EncodedChunk | None:
-            number = int(chunk_id)
-            passage = chosen.get(number, found.passages[number])
-            return self.passages.open(passage)
-
-        return PlacedPrompt(layout, open_kv)
+        passages = [chosen.get(number, own) for number, own in enumerate(found.passages)]
+        is_bound = self.engine.index.model.is_position_bound
+        layout = as_layout(found.layout, pieces, passages, is_bound)
+        return PlacedPrompt(layout, lambda number, _: self.passages.open(passages[int(number)]))
 
     @staticmethod
     def schema_of(prompt: str | FilePath | Prompt) -> str:
         """Return the name of a prompt's schema. Raises PMLError."""
         return prompt.schema.name if isinstance(prompt, Prompt) else schema_name(prompt)
-
-    def _with_records(
-        self, layout: Layout, found: EncodedSchema, chosen: dict[int, Passage]
-    ) -> Layout:
-        """Add to each span what its record was encoded after, and at which position."""
-        is_bound = self.engine.index.model.is_position_bound
-        spans = []
-        for span in layout.spans:
-            passage = chosen.get(int(span.chunk_id), found.passages[int(span.chunk_id)])
-            spans.append(
-                replace(
-                    span,
-                    context_ids=passage.context_ids,
-                    encoded_at=passage.start if is_bound else None,
-                )
-            )
-        return replace(layout, spans=tuple(spans))
 
     def generate(self, prompt: str | FilePath | Prompt, **options: Any) -> Answer:
         """Answer a prompt. Options are as in `KVEngine.generate`."""

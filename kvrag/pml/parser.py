@@ -18,8 +18,8 @@ from pathlib import Path as FilePath
 from kvrag.arguments import shown
 from kvrag.chunk import normalise_text
 from kvrag.pml.elements import Element, Run, normalise, read_bytes, read_elements
-from kvrag.pml.locations import Location
 from kvrag.pml.schema import (
+    Location,
     Module,
     Node,
     Parameter,

@@ -10,16 +10,19 @@ scaffold text, stay as they were encoded.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.ingest.passages import Passage
 from kvrag.models.control import ControlTokens
 from kvrag.pml.layout import SchemaLayout, Stretch, token_ids_of
 from kvrag.pml.prompt import Import, Prompt
-from kvrag.pml.schema import Path, Text
+from kvrag.pml.schema import Path, Schema, Text
+
+IdsOf = Callable[[str], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,30 +67,36 @@ def place_prompt(
         If an argument is longer than its parameter, a text does not fit into the gap at its place,
         or the prompt is empty.
     """
+
+    def ids_of(text: str) -> tuple[int, ...]:
+        return tuple(*token_ids_of(tokenizer, [text], control))
+
     imports = {one.path: one for one in prompt.body.all()}
     pieces: list[Piece] = []
     for number, stretch in enumerate(layout.stretches):
         if stretch.path in imports:
-            pieces += _filled(number, stretch, imports[stretch.path], prompt, tokenizer, control)
-    _place_texts(layout, prompt.body, layout.num_positions, pieces, tokenizer, control)
+            pieces += _filled(number, stretch, imports[stretch.path], prompt.schema, ids_of)
+    _place_texts(layout, prompt.body, layout.num_positions, pieces, ids_of)
     end = max((piece.end for piece in pieces), default=len(layout.prefix_ids))
     if layout.conversation is None:
-        (ids,) = token_ids_of(tokenizer, [prompt.ending], control)
+        ids = ids_of(prompt.ending)
     else:
         tail = layout.conversation.tail(imports, prompt.turns, prompt.location, control)
         if control is None:
-            (ids,) = token_ids_of(tokenizer, [tail.text])
+            ids = ids_of(tail.text)
         else:
             tokens = control.prompt(tail.text, add_special_tokens=False, data=tail.data or ())
-            ids = list(tokens.token_ids)
+            ids = tuple(tokens.token_ids)
     if ids:
-        pieces.append(Piece(end, tuple(ids)))
+        pieces.append(Piece(end, ids))
     if not pieces and not layout.prefix_ids:
         raise prompt.location.error("the prompt is empty", "import a module, or write a text")
     return pieces
 
 
-def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence[str]) -> Layout:
+def as_layout(
+    layout: SchemaLayout, pieces: Sequence[Piece], passages: Sequence[Passage], is_bound: bool
+) -> Layout:
     """Return a prompt in the form that the fuser takes.
 
     Parameters
@@ -96,8 +105,10 @@ def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence
         The schema's layout.
     pieces
         The prompt's pieces, in order.
-    chunk_ids
-        For each stretch, the name under which its KV is opened.
+    passages
+        For each stretch, the passage whose KV is opened, under the stretch's number.
+    is_bound
+        Whether KV fits only the position that it was encoded at.
     """
     prefix = layout.prefix_ids
     token_ids = list(prefix)
@@ -112,7 +123,10 @@ def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence
             # The last token is always computed, since it gives the first logits.
             length -= piece is pieces[-1]
             if length:
-                spans.append(ReusedSpan(chunk_ids[piece.stretch], row, piece.offset, length))
+                passage = passages[piece.stretch]
+                span = ReusedSpan(str(piece.stretch), row, piece.offset, length)
+                encoded_at = passage.start if is_bound else None
+                spans.append(replace(span, context_ids=passage.context_ids, encoded_at=encoded_at))
     return Layout(
         token_ids=tuple(token_ids),
         spans=tuple(spans),
@@ -126,9 +140,8 @@ def _filled(
     number: int,
     stretch: Stretch,
     found: Import,
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
-    control: ControlTokens | None,
+    schema: Schema,
+    ids_of: IdsOf,
 ) -> list[Piece]:
     """Return the pieces of one stretch, with arguments instead of placeholders."""
     pieces: list[Piece] = []
@@ -139,16 +152,16 @@ def _filled(
         if begin < slot.offset:
             ids = stretch.token_ids[begin : slot.offset]
             pieces.append(Piece(stretch.start + begin, ids, number, begin))
-        (ids_of_argument,) = token_ids_of(tokenizer, [found.arguments[slot.name]], control)
-        if len(ids_of_argument) > slot.length:
+        argument = ids_of(found.arguments[slot.name])
+        if len(argument) > slot.length:
             raise found.location.error(
-                f"argument {slot.name!r} has {len(ids_of_argument)} tokens, its parameter holds "
+                f"argument {slot.name!r} has {len(argument)} tokens, its parameter holds "
                 f"{slot.length}",
                 "shorten it, or raise the parameter's length in the schema "
-                f"({prompt.schema.parameters(stretch.path)[slot.name].location})",
+                f"({schema.parameters(stretch.path)[slot.name].location})",
             )
-        if ids_of_argument:
-            pieces.append(Piece(stretch.start + slot.offset, tuple(ids_of_argument)))
+        if argument:
+            pieces.append(Piece(stretch.start + slot.offset, argument))
         begin = slot.end
     if begin < len(stretch.token_ids):
         pieces.append(Piece(stretch.start + begin, stretch.token_ids[begin:], number, begin))
@@ -160,20 +173,19 @@ def _place_texts(
     body: Import,
     limit: int,
     pieces: list[Piece],
-    tokenizer: PreTrainedTokenizerBase,
-    control: ControlTokens | None,
+    ids_of: IdsOf,
 ) -> None:
     """Put the texts between a module's imports into gaps, and add them to `pieces` in order."""
     lower = layout.extents[body.path][0]
     for number, part in enumerate(body.parts):
         if isinstance(part, Import):
-            _place_texts(layout, part, layout.extents[part.path][1], pieces, tokenizer, control)
+            _place_texts(layout, part, layout.extents[part.path][1], pieces, ids_of)
             lower = max(lower, _last_end(pieces, layout, part.path))
             continue
         following = next((one for one in body.parts[number + 1 :] if isinstance(one, Import)), None)
         upper = limit if following is None else layout.extents[following.path][0]
-        (ids,) = token_ids_of(tokenizer, [part.text], control)
-        piece = Piece(_first_gap(pieces, lower, upper, len(ids), part), tuple(ids))
+        ids = ids_of(part.text)
+        piece = Piece(_first_gap(pieces, lower, upper, len(ids), part), ids)
         pieces.insert(bisect_left(pieces, piece.start, key=lambda one: one.start), piece)
         lower = piece.end
 

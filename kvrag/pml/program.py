@@ -23,9 +23,8 @@ from typing import Any, TypeVar, get_type_hints
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.pml.elements import normalise
-from kvrag.pml.locations import Location
 from kvrag.pml.parser import MAX_LENGTH, RESERVED, check_name
-from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
+from kvrag.pml.schema import Location, Module, Node, Parameter, Schema, Text, Union
 
 F = TypeVar("F", bound=Callable[..., str])
 

@@ -12,7 +12,6 @@ from pathlib import Path as FilePath
 
 from kvrag.arguments import shown
 from kvrag.pml.elements import Element, normalise, read_elements
-from kvrag.pml.locations import Location
 from kvrag.pml.parser import (
     ROLES,
     check_attributes,
@@ -21,7 +20,7 @@ from kvrag.pml.parser import (
     listing,
     settled,
 )
-from kvrag.pml.schema import Path, Schema, Text
+from kvrag.pml.schema import Location, Path, Schema, Text
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The parts of a schema.
+"""The parts of a schema, and where in a file they are.
 
 Source: Gim et al., Prompt Cache (arXiv 2311.04934) §3.2: text and modules, unions of modules that
 exclude each other, parameters of a reserved length, the roles of a conversation. §3.3: scaffolds.
@@ -10,10 +10,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvrag.pml.locations import Location
+from kvrag.errors import PMLError
 
 Path = tuple[str, ...]
 """The names of the modules around a module, then its own name; () is the schema itself."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A location in a file of markup or a program.
+
+    Attributes
+    ----------
+    file
+        The file, as the caller named it.
+    line, column
+        Both counted from 1.
+    """
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+    def error(self, problem: str, remedy: str) -> PMLError:
+        """Return an error about a problem at this place."""
+        return PMLError(f"{self}: {problem}; {remedy}", self.file, self.line, self.column)
 
 
 @dataclass(frozen=True)

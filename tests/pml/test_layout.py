@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import PMLError
+from kvrag.ingest.passages import Passage
 from kvrag.pml.layout import SchemaLayout, lay_out_schema, placeholder_id
 from kvrag.pml.parser import parse_schema
 from kvrag.pml.placing import as_layout, place_prompt
@@ -27,6 +28,10 @@ PREFIX = (0,)
 
 def count(text: str) -> int:
     return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def passages_of(layout: SchemaLayout) -> list[Passage]:
+    return [Passage(PREFIX, stretch.token_ids) for stretch in layout.stretches]
 
 
 def pieces_of(nodes: tuple[Node, ...]) -> Iterator[Node | None]:
@@ -177,7 +182,7 @@ def check_prompt(data: st.DataObject, turns: bool) -> None:
             given = imported[stretch.path].arguments
             replaced = sum(slot.length for slot in stretch.slots if slot.name in given)
             assert covered.get(number, 0) == len(stretch.token_ids) - replaced
-    fused = as_layout(layout, pieces, [str(n) for n in range(len(layout.stretches))])
+    fused = as_layout(layout, pieces, passages_of(layout), is_bound=False)
     positions = [fused.position(row) for row in range(len(fused.token_ids))]
     assert positions == sorted(set(positions))
     # The last token is always computed.
@@ -257,7 +262,7 @@ def test_a_chat_template_is_spread_around_modules() -> None:
     )
     assert TOKENIZER.decode(ids) == rendered
     assert layout.prefix_ids == PREFIX
-    assert as_layout(layout, pieces, [""] * len(layout.stretches)).positions is None
+    assert as_layout(layout, pieces, passages_of(layout), is_bound=False).positions is None
 
 
 def test_bare_text_goes_on_as_the_users_turn() -> None:
