@@ -1,8 +1,9 @@
-"""API keys, and what each one may do."""
+"""API keys and what each one may do; whose an address is."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import math
 import os
 import stat
@@ -60,6 +61,9 @@ class ApiKey(BaseModel):
     max_prompt_tokens: _Limit
     kept_bytes: _Limit
     operator: bool = False
+
+
+_ANYONE = ApiKey.model_construct(name="", key="")
 
 
 class _File(BaseModel):
@@ -143,31 +147,29 @@ class Account:
     Parameters
     ----------
     key
-        The caller's key; None for a server without keys.
+        The caller's key; that of a server without keys has no limits.
     """
 
-    def __init__(self, key: ApiKey | None) -> None:
-        self.name = "" if key is None else key.name
-        self.tenant = "" if key is None else key.tenant or key.name
-        self.is_operator = key is not None and key.operator
+    def __init__(self, key: ApiKey = _ANYONE) -> None:
+        self.name = key.name
+        self.tenant = key.tenant or key.name
+        self.is_operator = key.operator
         self._key = key
         self._num_active = 0
-        self._requests = _bucket(None if key is None else key.requests_per_minute)
-        self._tokens = _bucket(None if key is None else key.tokens_per_minute)
+        self._requests = _bucket(key.requests_per_minute)
+        self._tokens = _bucket(key.tokens_per_minute)
 
     @property
     def counts_tokens(self) -> bool:
         """Whether prompts must be counted before they are computed."""
-        return self._tokens is not None or (
-            self._key is not None and self._key.max_prompt_tokens is not None
-        )
+        return self._tokens is not None or self._key.max_prompt_tokens is not None
 
     def enter(self, *, computes: bool = True) -> None:
         """Begin a request; `leave` ends it. Raises LimitError.
 
         `computes` says whether it may cost tokens.
         """
-        most = None if self._key is None else self._key.concurrency
+        most = self._key.concurrency
         if most is not None and self._num_active >= most:
             raise LimitError(f"this key may have {most} requests at the same time", 1)
         tokens = self._tokens if computes else None
@@ -188,7 +190,7 @@ class Account:
         RequestError
             When the request alone has more answers than the key may have.
         """
-        most = None if self._key is None else self._key.concurrency
+        most = self._key.concurrency
         if most is not None and 1 + num_answers > most:
             raise RequestError(
                 400,
@@ -206,7 +208,7 @@ class Account:
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise RequestError if a prompt is too long for the key."""
-        most = None if self._key is None else self._key.max_prompt_tokens
+        most = self._key.max_prompt_tokens
         if most is not None and num_tokens > most:
             raise RequestError(
                 400,
@@ -217,11 +219,11 @@ class Account:
     @property
     def limits_bytes(self) -> bool:
         """Whether what the tenant keeps must be counted before anything is added."""
-        return self._key is not None and self._key.kept_bytes is not None
+        return self._key.kept_bytes is not None
 
     def check_kept(self, num_bytes: int) -> None:
         """Raise RequestError if the tenant would keep more than the key allows."""
-        most = None if self._key is None else self._key.kept_bytes
+        most = self._key.kept_bytes
         if most is not None and num_bytes > most:
             raise RequestError(
                 507,
@@ -253,7 +255,7 @@ class Accounts:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         # By digest, so that the time of a look-up says nothing about a key.
         self._by_digest = {_digest(one.key): Account(one) for one in keys}
-        self._anyone = Account(None)
+        self._anyone = Account()
         self._has_tenants = len({one.tenant for one in self._by_digest.values()}) > 1
 
     @property
@@ -290,3 +292,29 @@ class Accounts:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's own, whatever a name server says."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address_of(host: str) -> str:
+    """Return the address that counts as one peer: an IPv4 address, or an IPv6 subscriber's /64.
+
+    Text that is not an address counts as it is.
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((address, 64), strict=False).network_address)
+    return str(address)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,7 +29,7 @@ from kvrag.server.access import Accounts, ApiKey
 from kvrag.server.documents import Documents, add_documents
 from kvrag.server.gate import Gate
 from kvrag.server.history import History, add_history
-from kvrag.server.items import ItemsRequest
+from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.page_routes import add_page
 from kvrag.server.problems import RequestError, as_problem, validation_problem
@@ -40,27 +41,6 @@ from kvrag.server.requests import (
 )
 from kvrag.server.service import Service
 from kvrag.server.worker import MAX_STREAMS, MAX_WAITING, Worker
-
-# Each event's data is a body like the whole answer's, or [DONE]. OpenAPI 3.2's word, as FastAPI
-# writes it.
-_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": r.ErrorBody, "description": what}
-    for status, what in {
-        400: "The request is wrong, or asks for what this server does not support.",
-        401: "There is no key, or a wrong one.",
-        403: "A server without keys answers to localhost alone, or the key has not this right.",
-        404: "There is no such model, chunk or document.",
-        409: "There is a document of this name.",
-        408: "The body took too long.",
-        413: "The body is too large.",
-        429: "A limit of the key is reached; Retry-After says for how long.",
-        500: "The server failed.",
-        507: "The disk is full, or the key may keep no more.",
-        503: "The queue is full, or the index cannot be read; Retry-After says for how long.",
-    }.items()
-}
 
 
 @dataclass(frozen=True)
@@ -143,16 +123,11 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     )
     accounts = Accounts(options.keys)
     _add_routes(app, service, metrics, accounts)
-    add_page(
-        app,
-        service,
-        _answers,
-        keeps_history=options.keeps_history,
-        can_upload=options.can_upload,
-    )
-    add_documents(app, service, documents, _answers)
+    allowed = {"keeps_history": options.keeps_history, "can_upload": options.can_upload}
+    add_page(app, service, **allowed)
+    add_documents(app, service, documents)
     if history is not None:
-        add_history(app, service, history, _answers)
+        add_history(app, service, history)
     _add_errors(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     checks_host = options.is_local and not accounts.need_a_key
@@ -185,49 +160,38 @@ class _Pausing:
             await self._app(scope, receive, send)
 
 
-def _answers(
-    model: Any, *, streams: bool = False, lines: bool = False
-) -> dict[int | str, dict[str, Any]]:
-    """Return a route's responses for the OpenAPI document."""
-    if lines:
-        schema = {"application/x-ndjson": {"schema": {"type": "string"}}}
-        return {200: {"description": "Lines of JSON.", "content": schema}, **_ERRORS}
-    content = {"content": _STREAM} if streams else {}
-    return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
-
-
 def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts: Accounts) -> None:
-    @app.post("/v1/chat/completions", responses=_answers(r.ChatCompletion, streams=True))
+    @app.post("/v1/chat/completions", responses=r.answers(r.ChatCompletion, streams=True))
     async def chat_completions(asked: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         return await service.chat(asked, http)
 
-    @app.post("/v1/responses", responses=_answers(r.ItemsResponse, streams=True))
+    @app.post("/v1/responses", responses=r.answers(r.ItemsResponse, streams=True))
     async def responses(asked: ItemsRequest, http: Request) -> Response:
         """Answer a conversation, as items."""
-        return await service.respond(asked, http)
+        return await service.chat(asked.chat, http, partial(ItemsShape, asked))
 
-    @app.post("/v1/completions", responses=_answers(r.Completion, streams=True))
+    @app.post("/v1/completions", responses=r.answers(r.Completion, streams=True))
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         """Complete a text."""
         return await service.complete(asked, http)
 
-    @app.post("/v1/embeddings", responses=_answers(r.EmbeddingList))
+    @app.post("/v1/embeddings", responses=r.answers(r.EmbeddingList))
     async def embeddings(asked: EmbeddingRequest, http: Request) -> Response:
         """Return the vectors of texts."""
         return await service.embed(asked, http)
 
-    @app.post("/v1/rerank", responses=_answers(r.Ranking))
+    @app.post("/v1/rerank", responses=r.answers(r.Ranking))
     async def rerank(asked: RerankRequest, http: Request) -> Response:
         """Order texts by how well they fit a question."""
         return await service.rerank(asked, http)
 
-    @app.get("/v1/models", responses=_answers(r.ModelList))
+    @app.get("/v1/models", responses=r.answers(r.ModelList))
     async def models() -> Response:
         """List the models."""
         return JSONResponse(service.models().model_dump(mode="json"))
 
-    @app.get("/v1/models/{name:path}", responses=_answers(r.Model))
+    @app.get("/v1/models/{name:path}", responses=r.answers(r.Model))
     async def model(name: str) -> Response:
         """Return one model."""
         for one in service.models().data:
@@ -237,12 +201,12 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts
             404, f"there is no model {shown(name)}", code="model_not_found", param="model"
         )
 
-    @app.get("/healthz", responses=_answers(r.Health))
+    @app.get("/healthz", responses=r.answers(r.Health))
     async def healthz() -> Response:
         """Say that the server runs."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/readyz", responses={**_answers(r.Health), 503: {"model": r.Health}})
+    @app.get("/readyz", responses={**r.answers(r.Health), 503: {"model": r.Health}})
     async def readyz() -> Response:
         """Say whether the server would accept a request now."""
         if service.is_ready:

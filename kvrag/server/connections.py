@@ -8,7 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvrag.server.addresses import address_of
+from kvrag.server.access import address_of
 
 HEAD_SECONDS = 10.0
 """Time for a request's header, from the connection or from the answer before."""

@@ -387,37 +387,35 @@ def _lines(events: AsyncIterator[Event]) -> Response:
     return StreamingResponse(lines, media_type="application/x-ndjson", headers=PRIVATE)
 
 
-def add_documents(app: FastAPI, service: Service, documents: Documents, answers: Any) -> None:
+def add_documents(app: FastAPI, service: Service, documents: Documents) -> None:
     """Add the routes of documents.
 
     Parameters
     ----------
     app, service, documents
         The application, its service, and what adds and deletes.
-    answers
-        Returns the responses of a route for the OpenAPI document, from the model of a good one.
     """
     service.keepers.append(documents.kept_bytes)
 
-    @app.get(DOCUMENTS, responses=answers(r.Documents))
+    @app.get(DOCUMENTS, responses=r.answers(r.Documents))
     async def listed() -> Response:
         """List the documents."""
         found = await service.in_thread(documents.find)
         return private({"documents": found})
 
-    @app.put(DOCUMENTS + "/{name}", openapi_extra=_BODY, responses=answers(r.Added, lines=True))
+    @app.put(DOCUMENTS + "/{name}", openapi_extra=_BODY, responses=r.answers(r.Added, lines=True))
     async def add(name: Annotated[str, InPath(max_length=_MAX_NAME)], http: Request) -> Response:
         """Add a file; the answer has a line of JSON for each step, and says last how it ended."""
         account = record_of(http).account
         check_room = partial(service.check_room, account)
         return _lines(await documents.add(name, http.stream(), account, check_room))
 
-    @app.post(DOCUMENTS, responses=answers(r.Added, lines=True))
+    @app.post(DOCUMENTS, responses=r.answers(r.Added, lines=True))
     async def read_again(source: Source, http: Request) -> Response:
         """Read a document's file again; the answer is that of adding it."""
         return _lines(await documents.read_again(source, record_of(http).account))
 
-    @app.delete(DOCUMENTS, responses=answers(r.Deleted))
+    @app.delete(DOCUMENTS, responses=r.answers(r.Deleted))
     async def delete(source: Source) -> Response:
         """Delete a document."""
         num_chunks = await documents.delete(source)

@@ -16,8 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.ingest.limits import ParseLimits
-from kvrag.server.access import Account, Accounts
-from kvrag.server.addresses import is_loopback
+from kvrag.server.access import Account, Accounts, is_loopback
 from kvrag.server.answering import Generation
 from kvrag.server.batches import asking
 from kvrag.server.metrics import ServerMetrics
@@ -136,7 +135,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(f"req-{uuid.uuid4().hex}", Account(None))
+        record = Record(f"req-{uuid.uuid4().hex}", Account())
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -192,7 +191,7 @@ class Gate:
                 code="wrong_origin",
             )
         if scope["path"] in _OPEN or scope["path"].startswith(PAGE):
-            return Account(None)
+            return Account()
         return self._accounts.of(headers.get("authorization", ""))
 
     def _may_write(self, headers: Headers) -> bool:

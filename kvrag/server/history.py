@@ -9,10 +9,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
@@ -206,6 +206,8 @@ def _packed(turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return words, json.dumps(list(turns))
 
 
+T = TypeVar("T")
+
 _MOST_TURNS = 200
 _MOST_CITATIONS = 100
 
@@ -240,69 +242,59 @@ class Conversation(Title):
     turns: Annotated[list[Turn], Field(min_length=1, max_length=_MOST_TURNS, fail_fast=True)]
 
 
-def add_history(app: FastAPI, service: Service, history: History, answers: Any) -> None:
+def add_history(app: FastAPI, service: Service, history: History) -> None:
     """Add the routes of conversations.
 
     Parameters
     ----------
     app, service, history
         The application, its service, and where conversations are kept.
-    answers
-        Returns the responses of a route for the OpenAPI document, from the model of a good one.
     """
     service.keepers.append(history.kept_bytes)
     root, one = "/v1/kvrag/conversations", "/v1/kvrag/conversations/{conversation}"
 
-    def found(value: Any) -> Any:
+    async def run(call: Callable[..., T], http: Request, *given: Any) -> T:
+        tenant = record_of(http).account.tenant
+        return await service.in_thread(lambda: call(tenant, *given))
+
+    def found(value: T) -> T:
         if not value:
             raise RequestError(404, "there is no such conversation", code="not_found")
         return value
 
-    def done() -> Response:
-        return private({"status": "ok"})
+    done = {"status": "ok"}
 
-    @app.get(root, responses=answers(r.Conversations))
+    @app.get(root, responses=r.answers(r.Conversations))
     async def conversations(
         http: Request, search: Annotated[str, Query(max_length=200)] = ""
     ) -> Response:
         """List conversations, the latest first."""
-        tenant = _tenant(http)
         text = arguments.text(search, "search")
-        listed = await service.in_thread(lambda: history.find(tenant, text))
-        return private({"conversations": listed})
+        return private({"conversations": await run(history.find, http, text)})
 
-    @app.get(one, responses=answers(r.Conversation))
+    @app.get(one, responses=r.answers(r.Conversation))
     async def conversation(conversation: Id, http: Request) -> Response:
         """Return one conversation."""
-        tenant = _tenant(http)
-        told = await service.in_thread(lambda: history.get(tenant, conversation))
-        return private(found(told))
+        return private(found(await run(history.get, http, conversation)))
 
-    @app.put(one, responses=answers(r.Health))
+    @app.put(one, responses=r.answers(r.Health))
     async def keep(conversation: Id, asked: Conversation, http: Request) -> Response:
         """Keep a conversation, in place of what has its id."""
-        tenant = _tenant(http)
         turns = [turn.model_dump() for turn in asked.turns]
-        growth = await service.in_thread(lambda: history.growth(tenant, conversation, turns))
+        growth = await run(history.growth, http, conversation, turns)
         if growth > 0:
             await service.check_room(record_of(http).account, growth)
-        await service.in_thread(lambda: history.put(tenant, conversation, asked.title, turns))
-        return done()
+        await run(history.put, http, conversation, asked.title, turns)
+        return private(done)
 
-    @app.patch(one, responses=answers(r.Health))
+    @app.patch(one, responses=r.answers(r.Health))
     async def rename(conversation: Id, asked: Title, http: Request) -> Response:
         """Rename a conversation."""
-        tenant = _tenant(http)
-        found(await service.in_thread(lambda: history.rename(tenant, conversation, asked.title)))
-        return done()
+        found(await run(history.rename, http, conversation, asked.title))
+        return private(done)
 
-    @app.delete(one, responses=answers(r.Health))
+    @app.delete(one, responses=r.answers(r.Health))
     async def delete(conversation: Id, http: Request) -> Response:
         """Delete a conversation."""
-        tenant = _tenant(http)
-        found(await service.in_thread(lambda: history.delete(tenant, conversation)))
-        return done()
-
-
-def _tenant(http: Request) -> str:
-    return record_of(http).account.tenant
+        found(await run(history.delete, http, conversation))
+        return private(done)

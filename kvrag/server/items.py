@@ -17,10 +17,11 @@ from kvrag.server.requests import (
     MAX_NAME,
     MAX_TOKENS,
     MAX_TOOLS,
+    Asked,
     ChatRequest,
     False_,
-    KVRagOptions,
-    Labelled,
+    Function,
+    NamedFunction,
     Object,
     Strict,
 )
@@ -95,21 +96,16 @@ class ResultItem(Strict):
         messages.append(result)
 
 
-class FunctionTool(Strict):
-    """A function that the model may call; the fields of `kvrag.server.requests.Function`."""
+class FunctionTool(Function):
+    """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(min_length=1, max_length=MAX_NAME)
-    description: str | None = None
-    parameters: Object | None = None
-    strict: bool | None = None
 
 
-class NamedFunctionTool(Strict):
+class NamedFunctionTool(NamedFunction):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: _Name
 
 
 class TextFormat(Strict):
@@ -145,10 +141,9 @@ class NoReasoning(Strict):
     generate_summary: None = None
 
 
-class ItemsRequest(Labelled):
+class ItemsRequest(Asked):
     """The body of ``POST /v1/responses``."""
 
-    model: str = Field(max_length=500)
     input: (
         str
         | Annotated[
@@ -167,9 +162,7 @@ class ItemsRequest(Labelled):
     text: TextOptions | None = None
     include: list[_Name] | None = Field(default=None, max_length=16)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    stream: bool | None = None
     stream_options: EventOptions | None = None
-    kvrag: KVRagOptions = KVRagOptions()
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
     background: False_ = None
@@ -377,10 +370,8 @@ class ItemsShape(ChatShape):
             created_at=self._head["created"],
             status=ended if answers else "in_progress",
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            instructions=given.instructions,
-            max_output_tokens=given.max_output_tokens,
+            **given.model_dump(include={"instructions", "max_output_tokens", "model", "user"}),
             metadata=given.metadata or {},
-            model=given.model,
             output=self._items if answers else [],
             parallel_tool_calls=given.parallel_tool_calls is not False,
             temperature=given.temperature or 0.0,
@@ -388,7 +379,6 @@ class ItemsShape(ChatShape):
             tool_choice=_dumped(given.tool_choice) or "auto",
             tools=[_dumped(one) for one in given.tools or ()],
             top_p=1.0 if given.top_p is None else given.top_p,
-            user=given.user,
             usage=None
             if usage is None
             else r.ItemsUsage(

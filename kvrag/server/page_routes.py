@@ -38,15 +38,13 @@ _HEADERS = {
 }
 
 
-def add_page(app: FastAPI, service: Service, answers: Any, **allowed: bool) -> None:
+def add_page(app: FastAPI, service: Service, **allowed: bool) -> None:
     """Add the page's routes.
 
     Parameters
     ----------
     app, service
         The application, and what it serves.
-    answers
-        Returns the responses of a route for the OpenAPI document, from the model of a good one.
     allowed
         ``keeps_history`` and ``can_upload``, for the page.
     """
@@ -70,13 +68,13 @@ def add_page(app: FastAPI, service: Service, answers: Any, **allowed: bool) -> N
             raise RequestError(404, f"the page has no file {shown(name)}")
         return send(name, http)
 
-    @app.get("/v1/kvrag", responses=answers(r.About))
+    @app.get("/v1/kvrag", responses=r.answers(r.About))
     async def about() -> Response:
         """Describe the index, and what the page may ask of the server."""
         told = await service.in_thread(lambda: service.about(**allowed))
         return private(told.model_dump(mode="json"))
 
-    @app.get("/v1/kvrag/chunks/{chunk_id}", responses=answers(r.Passages))
+    @app.get("/v1/kvrag/chunks/{chunk_id}", responses=r.answers(r.Passages))
     async def chunk(
         chunk_id: Annotated[str, Path(max_length=200)],
         around: Annotated[int, Query(ge=0, le=_MOST_NEIGHBOURS)] = 3,

@@ -200,9 +200,13 @@ class Message(Strict):
         return turn
 
 
-class Labelled(Strict):
-    """Fields that say whose a request is and how it is billed; no answer depends on them."""
+class Asked(Strict):
+    """The fields that all requests for answers share."""
 
+    model: str = Field(max_length=500)
+    stream: bool | None = None
+    kvrag: KVRagOptions = KVRagOptions()
+    # Whose a request is and how it is billed; no answer depends on these.
     user: str | None = Field(default=None, max_length=200)
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     store: bool | None = None
@@ -220,11 +224,11 @@ def _field(one: Any, rule: Option) -> tuple[Any, Any]:
 
 
 if TYPE_CHECKING:
-    _Sampling = Labelled
+    _Sampling = Asked
 else:
     _Sampling = create_model(
         "_Sampling",
-        __base__=Labelled,
+        __base__=Asked,
         **{one.name: _field(one, rule) for one, rule in options_of(Sampling)},
     )
 
@@ -232,13 +236,10 @@ else:
 class Generating(_Sampling, ABC):
     """The fields that chat completions and completions share."""
 
-    model: str = Field(max_length=500)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    kvrag: KVRagOptions = KVRagOptions()
     # Many clients send this empty, which asks for nothing.
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
 
@@ -437,7 +438,7 @@ class CompletionRequest(Generating):
 
 
 class RankedText(Strict):
-    """A document to rank, as an object."""
+    """A document to rank, or one of a ranking."""
 
     text: str
 

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from kvrag.server.requests import RankedText
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -304,12 +306,6 @@ class EmbeddingList(BaseModel):
     usage: TextUsage
 
 
-class RankedText(BaseModel):
-    """A document of a ranking."""
-
-    text: str
-
-
 class Ranked(BaseModel):
     """A document's place in the request, and how well it fits.
 
@@ -441,3 +437,36 @@ class Health(BaseModel):
     """Whether the server works."""
 
     status: Literal["ok", "busy"] = Field(examples=["ok"])
+
+
+# Each event's data is a body like the whole answer's, or [DONE]. OpenAPI 3.2's word, as FastAPI
+# writes it.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": what}
+    for status, what in {
+        400: "The request is wrong, or asks for what this server does not support.",
+        401: "There is no key, or a wrong one.",
+        403: "A server without keys answers to localhost alone, or the key has not this right.",
+        404: "There is no such model, chunk or document.",
+        409: "There is a document of this name.",
+        408: "The body took too long.",
+        413: "The body is too large.",
+        429: "A limit of the key is reached; Retry-After says for how long.",
+        500: "The server failed.",
+        507: "The disk is full, or the key may keep no more.",
+        503: "The queue is full, or the index cannot be read; Retry-After says for how long.",
+    }.items()
+}
+
+
+def answers(
+    model: Any, *, streams: bool = False, lines: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """Return a route's responses for the OpenAPI document."""
+    if lines:
+        schema = {"application/x-ndjson": {"schema": {"type": "string"}}}
+        return {200: {"description": "Lines of JSON.", "content": schema}, **_ERRORS}
+    content = {"content": _STREAM} if streams else {}
+    return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}

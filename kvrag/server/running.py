@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.server.addresses import is_loopback
+from kvrag.server.access import is_loopback
 from kvrag.server.connections import Connection, Connections, most_connections
 
 DEFAULT_PORT = 8000

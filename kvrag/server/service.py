@@ -33,13 +33,13 @@ from kvrag.server.access import Account
 from kvrag.server.answering import Generation, choices, request_options
 from kvrag.server.batches import Batches, Pool
 from kvrag.server.gate import Record
-from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.problems import RequestError, as_problem
 from kvrag.server.requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     Generating,
+    RankedText,
     RerankRequest,
 )
 from kvrag.server.retrieving import PREFIX
@@ -164,10 +164,6 @@ class Service:
         names = dict.fromkeys(astuple(self.names))
         return r.ModelList(data=[r.Model(id=name, created=self._created) for name in names])
 
-    async def respond(self, given: ItemsRequest, http: HttpRequest) -> Response:
-        """Answer a conversation in the form of the Responses API."""
-        return await self.chat(given.chat, http, partial(ItemsShape, given))
-
     async def chat(
         self,
         asked: ChatRequest,
@@ -264,7 +260,7 @@ class Service:
             r.Ranked(
                 index=number,
                 relevance_score=scores[number],
-                document=r.RankedText(text=texts[number]) if asked.return_documents else None,
+                document=RankedText(text=texts[number]) if asked.return_documents else None,
             )
             for number in best
         ]

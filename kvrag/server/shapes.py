@@ -169,7 +169,7 @@ class ChatShape(Shape):
         return r.ChatCompletion(choices=choices, **self._ending(answers))
 
     def _choice(self, number: int, answer: Answer) -> r.ChatChoice:
-        said = ToolCallParser(self._calls).whole(answer.text) if self._calls else Piece(answer.text)
+        said = ToolCallParser(self._calls).whole(answer.text)
         message = r.ChatMessage(
             role="assistant",
             content=said.text if said.text or not said.calls else None,
@@ -207,11 +207,7 @@ class ChatShape(Shape):
             )
 
     def _parsed(self, number: int, delta: AnswerDelta) -> Piece:
-        if self._calls is None:
-            return Piece(delta.text)
-        parser = self._parsers.setdefault(number, ToolCallParser(self._calls))
-        said = parser.push(delta.text)
-        return said if delta.answer is None else said + parser.finish()
+        return self._parsers.setdefault(number, ToolCallParser(self._calls)).read(delta)
 
     def _piece(
         self,

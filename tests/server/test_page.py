@@ -326,7 +326,7 @@ def test_the_report_and_another_answer_beside_the_first(
     assert f" of {total} tokens reused" in answered
     # All tokens are in the strip, and all stages sum to the first token.
     assert report.get_by_role("img").get_attribute("aria-label").startswith(f"{total} tokens")
-    assert report.get_by_text("Plain prefill (estimate)").is_visible()
+    assert report.get_by_text("Full prefill (estimate)").is_visible()
     page.get_by_text("Where the tokens come from").click()
     assert report.get_by_role("cell", name=re.compile("ships.md, passage [1-9]")).first.is_visible()
     page.get_by_text("The prompt's text, coloured").click()
@@ -335,7 +335,7 @@ def test_the_report_and_another_answer_beside_the_first(
     page.get_by_role("button", name="Ask again with full prefill").click()
     page.locator(".comparison").wait_for()
     assert asked[-1]["kvrag"]["reuse"] is False
-    assert report.get_by_text("Plain prefill (measured)").is_visible()
+    assert report.get_by_text("Full prefill (measured)").is_visible()
     page.get_by_text("How to answer").click()
     page.get_by_label("Repair policy").select_option("none")
     assert page.get_by_label("Reused tokens to repair").is_disabled()

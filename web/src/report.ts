@@ -249,12 +249,12 @@ function waterfall(details: Details, plainSeconds: number | null): HTMLElement {
   });
   lines.push(bar("First token", 0, total, longest, "total"));
   if (plain !== null) {
-    const label = plainSeconds === null ? "Plain prefill (estimate)" : "Plain prefill (measured)";
+    const label = plainSeconds === null ? "Full prefill (estimate)" : "Full prefill (measured)";
     lines.push(bar(label, 0, plain, longest, "plain"));
   }
   const note =
     plain === null
-      ? "Nothing was reused, so this is plain prefill."
+      ? "Nothing was reused, so this is full prefill."
       : plainSeconds === null
         ? "The estimate is the time of searching, and of computing every token as fast as the tokens that were computed here. Ask again with full prefill to measure it."
         : "Both were measured on this server, one after the other.";
@@ -267,7 +267,7 @@ function waterfall(details: Details, plainSeconds: number | null): HTMLElement {
   );
 }
 
-/** What plain prefill would have taken, from the rows that were computed; null without reuse. */
+/** What full prefill would have taken, from the rows that were computed; null without reuse. */
 function estimated({ report, search_seconds }: Details): number | null {
   const compute = report.seconds.compute ?? 0;
   if (!report.num_cached || !report.work_share || !compute) return null;
