@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +123,7 @@ class Lines:
         self._due = time.monotonic() + SECONDS_BETWEEN_LINES
         self._last = ""
 
-    def update(self, text: str) -> None:
+    def update(self, text: str, _share: float | None = None) -> None:
         """Write the text if it has changed and the last line is old enough."""
         if text != self._last and time.monotonic() >= self._due:
             self._last = text
@@ -131,28 +131,46 @@ class Lines:
             print(harmless(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
+class Say(Protocol):
+    """Shows another text, and perhaps what share is done."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None: ...
+
+
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Show progress of long work on stderr: a spinner on a terminal, otherwise `Lines`.
+def progress(what: str, *, has_bar: bool = True) -> Iterator[Say]:
+    """Show progress of long work on stderr: a bar on a terminal, otherwise `Lines`.
 
     Parameters
     ----------
     what
         The first text to show.
+    has_bar
+        False: somebody else draws on a terminal.
 
     Yields
     ------
-    update
+    say
         A function that shows another text.
     """
     stderr = err()
     if not stderr.is_terminal:
         yield Lines().update
         return
-    from rich.text import Text
+    if not has_bar:
+        yield lambda _text, _share=None: None
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-    with stderr.status(Text(what)) as status:
-        yield lambda text: status.update(Text(text))
+    columns = SpinnerColumn(), BarColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def say(text: str, share: float | None = None) -> None:
+            total = None if share is None else 1.0
+            bar.update(task, description=harmless(text), completed=share or 0.0, total=total)
+
+        yield say
 
 
 def print_json(value: object) -> None:

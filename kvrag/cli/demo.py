@@ -17,6 +17,7 @@ from kvrag.cli import options as o
 from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
 from kvrag.cli.demo_view import DemoQuestion, DemoRow, DemoView, read_questions, summarise
 from kvrag.cli.opening import quiet_libraries, warm_up
+from kvrag.cli.progress import IngestBar
 from kvrag.errors import DocumentError, ParameterError
 
 if TYPE_CHECKING:
@@ -227,8 +228,6 @@ def _ingest(index: Index, folder: Path, pages: Sequence[Path]) -> IngestReport:
     ParameterError
         When the index has other documents as well.
     """
-    from kvrag.cli.progress import IngestBar
-
     inside = str(folder.resolve())
     others = [row.source for row in index.documents() if not row.source.startswith(inside)]
     if others:
@@ -236,8 +235,8 @@ def _ingest(index: Index, folder: Path, pages: Sequence[Path]) -> IngestReport:
             f"{console.short_path(str(index.path))} has other documents, such as "
             f"{console.short_path(others[0])}; give the demo another folder with --index"
         )
-    with IngestBar(index.path) as bar:
-        return index.add(pages, on_progress=bar.update)
+    with console.progress("reading") as say:
+        return index.add(pages, on_progress=IngestBar(index.path, say).update)
 
 
 def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> None:
@@ -245,7 +244,6 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> 
 
     The first run is then as fast as all later ones.
     """
-    from kvrag.cli.progress import IngestBar
     from kvrag.engine.asking import reading_order
 
     found = [
@@ -255,7 +253,8 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> 
         for one in asked
     ]
     firsts = {chunks[0].chunk_id for chunks in found if chunks}
-    with IngestBar(index.path) as bar:
+    with console.progress("first places") as say:
+        bar = IngestBar(index.path, say)
         for number, chunk_id in enumerate(firsts, start=1):
             index.on_demand.make(chunk_id, check=lambda: None)
             bar.update_first(number, len(firsts))

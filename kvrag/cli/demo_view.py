@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import statistics
@@ -17,7 +16,7 @@ from kvrag.cli.answering import Outcome
 from kvrag.cli.options import DEFAULT_INDEX
 from kvrag.codec.names import RAW, expected_bytes_per_token
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.regularfile import open_regular, read_regular
+from kvrag.regularfile import read_regular
 
 if TYPE_CHECKING:
     from kvrag.chunk import Chunk
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _BAR_COLUMNS = 40
 _INDENT = 3
 _TOO_QUICK_SECONDS = 0.25
-_MOST_TITLE = 1000
 _COMPRESSED = "transform:2"
 
 
@@ -103,35 +101,23 @@ def read_questions(path: Path) -> list[DemoQuestion]:
 
 def summarise(rows: Sequence[DemoRow]) -> list[WaySummary]:
     """Return right answers, median time to first token and work of both ways of answering."""
-    return [
-        _summary(
-            "full prefill",
-            [row.asked.is_right(row.plain.text) for row in rows],
-            [row.plain.ttft_seconds for row in rows],
-            [row.plain.prompt_tokens for row in rows],
-        ),
-        _summary(
-            "kvrag",
-            [row.asked.is_right(row.kvrag.answer.text) for row in rows],
-            [row.kvrag.answer.ttft_seconds for row in rows],
-            [
-                row.kvrag.answer.usage.prompt_tokens - row.kvrag.answer.usage.cached_tokens
-                for row in rows
-            ],
-        ),
-    ]
-
-
-def _summary(
-    way: str, right: Sequence[bool | None], seconds: Sequence[float], computed: Sequence[int]
-) -> WaySummary:
-    return WaySummary(
-        way,
-        num_right=sum(one is True for one in right),
-        num_judged=sum(one is not None for one in right),
-        median_ttft_seconds=statistics.median(seconds),
-        num_tokens_computed=sum(computed),
-    )
+    told: dict[str, list[tuple[str, float, int]]] = {"full prefill": [], "kvrag": []}
+    for row in rows:
+        plain, answer = row.plain, row.kvrag.answer
+        computed = answer.usage.prompt_tokens - answer.usage.cached_tokens
+        told["full prefill"].append((plain.text, plain.ttft_seconds, plain.prompt_tokens))
+        told["kvrag"].append((answer.text, answer.ttft_seconds, computed))
+    found = []
+    for way, answers in told.items():
+        texts, seconds, computed_tokens = zip(*answers, strict=True)
+        right = [row.asked.is_right(text) for row, text in zip(rows, texts, strict=True)]
+        num_judged = sum(one is not None for one in right)
+        found.append(
+            WaySummary(
+                way, right.count(True), num_judged, statistics.median(seconds), sum(computed_tokens)
+            )
+        )
+    return found
 
 
 def _words(text: str) -> str:
@@ -163,7 +149,7 @@ class DemoView:
 
     def ask(self, number: int, asked: DemoQuestion, chunks: Sequence[Chunk]) -> console.AnswerText:
         """Show a question and the titles of what was found; return what shows the answer."""
-        titles = dict.fromkeys(_title(chunk.source) for chunk in chunks)
+        titles = dict.fromkeys(_title(chunk) for chunk in chunks)
         self._print(f"\n[bold]{number}. {_escape(asked.question)}[/]")
         self._print(f"[dim]{_escape(' · '.join(titles))}[/]", indent=True)
         if not self._quiet:
@@ -262,14 +248,10 @@ def _mark(right: bool | None) -> str:
     return {True: "[green]✓[/]", False: "[red]✗[/]", None: ""}[right]
 
 
-def _title(source: str) -> str:
+def _title(chunk: Chunk) -> str:
     """Return the heading that a page begins with, or the name of its file."""
-    path = Path(source)
-    with contextlib.suppress(OSError, UnicodeError), open_regular(path) as page:
-        first = page.readline(_MOST_TITLE).decode(errors="ignore")
-        if first.startswith("# "):
-            return first[2:].strip()
-    return path.stem
+    headings = chunk.metadata.get("headings")
+    return str(headings[0]) if headings else Path(chunk.source).stem
 
 
 def _escape(text: str) -> str:

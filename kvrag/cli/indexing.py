@@ -15,6 +15,7 @@ from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.opening import load_object, quiet_libraries
+from kvrag.cli.progress import IngestBar
 from kvrag.errors import IndexNotFoundError, ParameterError
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ def index_into(
     further arguments of `Index.add`. Raises ParameterError, before anything is written, for a store
     that is unknown or ends with the command.
     """
-    from kvrag.cli.progress import IngestBar
     from kvrag.ingest.checks import check_lasting
     from kvrag.store.registry import check_kind, without_password
     from kvrag.weights.cache import check_model
@@ -91,8 +91,9 @@ def index_into(
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
         opened = _open_or_create(target, asked, given, folder)
-        is_hidden = adding.get("runner") is not None  # Ray has its own bars
-        with opened, IngestBar(opened.path, is_hidden=is_hidden) as bar:
+        has_bar = adding.get("runner") is None  # Ray has its own
+        with opened, console.progress("reading", has_bar=has_bar) as say:
+            bar = IngestBar(opened.path, say)
             check_lasting(opened.store)  # also for an index that was created elsewhere
             is_new = not any(opened.catalog.counts())
             report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)

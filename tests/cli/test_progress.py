@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.cli import console
+from kvrag.cli.progress import IngestBar
 from kvrag.ingest.report import IngestProgress
 from tests.cli.conftest import Run
 
@@ -44,9 +45,8 @@ def test_lines_come_every_few_seconds(now: list[float], capsys: pytest.CaptureFi
 def test_ingestion_tells_tokens(
     now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvrag.cli.progress import IngestBar
-
-    with IngestBar(tmp_path) as bar:
+    with console.progress("reading") as say:
+        bar = IngestBar(tmp_path, say)
         for second, stage, tokens in ((1, "read", 0), (6, "read", 0), (12, "compute", 1500)):
             now[0] = float(second)
             bar.update(
@@ -71,9 +71,8 @@ def test_ingestion_tells_tokens(
 def test_the_end_tells_no_time_left(
     now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvrag.cli.progress import IngestBar
-
-    with IngestBar(tmp_path) as bar:
+    with console.progress("reading") as say:
+        bar = IngestBar(tmp_path, say)
         now[0] = 6.0
         bar.update(IngestProgress("compute", 3, 3, 900, 900, 0, 0, 6.0, 150.0, 0.0))
     last = capsys.readouterr().err.splitlines()[-1]
