@@ -30,16 +30,21 @@ _LONG_RUN = re.compile(r"[^\w\x00-\x7f]{64,}")
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 
 
-def normalise_text(text: str) -> str:
-    r"""Return the text as it is hashed, tokenised and passed to frameworks.
+def normalise(text: str) -> str:
+    r"""Return the text in NFC, with line ends as ``\n``."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if text.isascii():
+        return text
+    return unicodedata.normalize("NFC", _LONG_RUN.sub(_order_marks, text))
 
-    NFC, line ends as ``\n``, outer whitespace stripped. Prompt builders pass a chunk on in this
+
+def normalise_text(text: str) -> str:
+    """Return the text as it is hashed, tokenised and passed to frameworks.
+
+    That is `normalise`, with outer whitespace stripped. Prompt builders pass a chunk on in this
     form, so it can be found again in the rendered prompt.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", _LONG_RUN.sub(_order_marks, text))
-    return text.strip()
+    return normalise(text).strip()
 
 
 def _order_marks(run: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,9 +65,6 @@ class _Refused:
     question: str
     error: str
 
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def chat(
     opening: o.Opening,
@@ -107,7 +104,7 @@ def chat(
             how = _How(engine, asking, dict(sampled.values), places)
             turns = _Chat(how, conversation, quiet=as_json).run()
     if as_json:
-        console.print_json({"turns": [turn.to_dict() for turn in turns]})
+        console.print_json({"turns": turns})
     # An interactive user has seen the error already.
     if not sys.stdin.isatty() and any(isinstance(turn, _Refused) for turn in turns):
         raise typer.Exit(EXIT_FAILURE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +52,7 @@ def explain(
         parts = prompt_parts(laid_out, fused)
         report = fused.report
     if as_json:
-        console.print_json({"parts": [asdict(one) for one in parts], "report": report.to_dict()})
+        console.print_json({"parts": parts, "report": report})
         return
     _print(parts)
     console.out().print(f"\n{report.one_line()}", style="dim", markup=False)

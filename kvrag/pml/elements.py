@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax import SAXParseException
@@ -19,6 +18,7 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.expatreader import DefusedExpatParser
 
 from kvrag.arguments import shown
+from kvrag.chunk import normalise
 from kvrag.errors import ParameterError
 from kvrag.pml.schema import Location
 from kvrag.regularfile import open_regular
@@ -151,11 +151,6 @@ def read_bytes(path: Path, location: Location) -> bytes:
         raise location.error(f"{path} cannot be read ({reason})", "give a readable file") from error
     _check_size(len(found), location)
     return found
-
-
-def normalise(text: str) -> str:
-    """Return text as it is tokenised: NFC, with line feeds as line ends."""
-    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _is_text(content: bytes) -> bool:

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path as FilePath
 
 from kvrag.arguments import shown
-from kvrag.chunk import normalise_text
-from kvrag.pml.elements import Element, Run, normalise, read_bytes, read_elements
+from kvrag.chunk import normalise, normalise_text
+from kvrag.pml.elements import Element, Run, read_bytes, read_elements
 from kvrag.pml.schema import (
     Location,
     Module,

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any, TypeVar, get_type_hints
 
 from kvrag.arguments import shown
+from kvrag.chunk import normalise
 from kvrag.errors import ParameterError
-from kvrag.pml.elements import normalise
 from kvrag.pml.parser import MAX_LENGTH, RESERVED, check_name
 from kvrag.pml.schema import Location, Module, Node, Parameter, Schema, Text, Union
 

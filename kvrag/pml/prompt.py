@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from kvrag.arguments import shown
-from kvrag.pml.elements import Element, normalise, read_elements
+from kvrag.chunk import normalise
+from kvrag.pml.elements import Element, read_elements
 from kvrag.pml.parser import (
     ROLES,
     check_attributes,

@@ -139,10 +139,18 @@ class Generation:
         return [self.answers[number] for number in sorted(self.answers)]
 
     @property
-    def completion_tokens(self) -> int:
-        """Tokens of the finished answers; for a request that was left, at least its pieces."""
-        counted = sum(one.usage.completion_tokens for one in self.answers.values())
-        return counted if self.is_done else max(counted, self.num_pieces)
+    def tokens(self) -> dict[str, int]:
+        """Tokens of the finished answers: ``prompt``, ``cached`` (a part of those), ``completion``.
+
+        For a request that was left, the last are at least its pieces.
+        """
+        usages = [one.usage for one in self.answers.values()]
+        counted = sum(one.completion_tokens for one in usages)
+        return {
+            "prompt": sum(one.prompt_tokens for one in usages),
+            "cached": sum(one.cached_tokens for one in usages),
+            "completion": counted if self.is_done else max(counted, self.num_pieces),
+        }
 
     def cancel(self) -> None:
         """Stop generating what is not finished."""

@@ -165,7 +165,7 @@ class Gate:
             self._num_requests -= 1
             if record.generation is not None:
                 record.generation.cancel()
-                record.account.charge(record.generation.completion_tokens)
+                record.account.charge(record.generation.tokens["completion"])
             if has_entered:
                 record.account.leave(record.num_answers)
             self._note(scope, record)
@@ -226,12 +226,7 @@ class Gate:
             line["user"] = record.user
         generation = record.generation
         if generation is not None:
-            counts = {
-                "prompt": sum(one.usage.prompt_tokens for one in generation.answers.values()),
-                "cached": sum(one.usage.cached_tokens for one in generation.answers.values()),
-                "completion": generation.completion_tokens,
-            }
-            for kind, count in counts.items():
+            for kind, count in generation.tokens.items():
                 metrics.tokens.labels(kind, tenant).inc(count)
                 line[f"{kind}_tokens"] = count
             if generation.ttft_seconds is not None:

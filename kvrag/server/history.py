@@ -84,6 +84,7 @@ class History:
             # SQLite would let others read what it creates.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._file, _ = connect(path, key)
+            self._file.row_factory = self._sql.Row
             self._file.execute(_SCHEMA)
             columns = self._file.execute("PRAGMA table_info(conversations)").fetchall()
             if "place" not in [column[1] for column in columns]:
@@ -123,23 +124,16 @@ class History:
                 "AND (title LIKE ? ESCAPE '\\' OR words LIKE ? ESCAPE '\\') ORDER BY place DESC",
                 (tenant, f"%{escaped}%", f"%{escaped}%"),
             ).fetchall()
-        return [{"id": row[0], "title": row[1], "updated": row[2]} for row in rows]
+        return [dict(row) for row in rows]
 
     def get(self, tenant: str, conversation: str) -> dict[str, Any] | None:
         """Return a conversation with its ``turns``; None if the tenant has none of this id."""
         with self._using() as file:
             row = file.execute(
-                "SELECT title, updated, turns FROM conversations WHERE tenant = ? AND id = ?",
+                "SELECT id, title, updated, turns FROM conversations WHERE tenant = ? AND id = ?",
                 (tenant, conversation),
             ).fetchone()
-        if row is None:
-            return None
-        return {
-            "id": conversation,
-            "title": row[0],
-            "updated": row[1],
-            "turns": json.loads(row[2]),
-        }
+        return None if row is None else {**dict(row), "turns": json.loads(row["turns"])}
 
     def put(
         self, tenant: str, conversation: str, title: str, turns: Sequence[Mapping[str, Any]]

@@ -20,8 +20,6 @@ from kvrag.server.requests import (
     Asked,
     ChatRequest,
     False_,
-    Function,
-    NamedFunction,
     Object,
     Strict,
 )
@@ -96,16 +94,21 @@ class ResultItem(Strict):
         messages.append(result)
 
 
-class FunctionTool(Function):
-    """A function that the model may call."""
+class FunctionTool(Strict):
+    """A function that the model may call; the fields of `kvrag.server.requests.Function`."""
 
     type: Literal["function"]
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
 
 
-class NamedFunctionTool(NamedFunction):
+class NamedFunctionTool(Strict):
     """The function that must be called."""
 
     type: Literal["function"]
+    name: _Name
 
 
 class TextFormat(Strict):

@@ -81,11 +81,10 @@ def _told(record: Record) -> dict[str, Any]:
     told: dict[str, Any] = {"kvrag.tenant": record.account.tenant, "kvrag.status": record.outcome}
     generation = record.generation
     if generation is not None:
-        usages = [one.usage for one in generation.answers.values()]
         told |= {
-            "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in usages),
-            "gen_ai.usage.cache_read.input_tokens": sum(one.cached_tokens for one in usages),
-            "gen_ai.usage.output_tokens": generation.completion_tokens,
+            "gen_ai.usage.input_tokens": generation.tokens["prompt"],
+            "gen_ai.usage.cache_read.input_tokens": generation.tokens["cached"],
+            "gen_ai.usage.output_tokens": generation.tokens["completion"],
         }
         if generation.ttft_seconds is not None:
             # With the wait for a turn, which the answer's own span leaves out.

@@ -141,10 +141,10 @@ def test_eviction_is_the_constructors(rag: Rag) -> None:
 
 @pytest.mark.parametrize("model_class", [KVRagLLM, LlamaIndexLLM])
 def test_a_time_to_first_token(rag: Rag, model_class: Any) -> None:
-    report = model_class(index=rag.path, max_tokens=2, ttft=30.0).answer(PROMPT, {}).report
+    report = model_class(index=rag.path, max_tokens=2, ttft=30.0).answers([PROMPT], {})[0].report
     assert report.stream is not None
     assert report.stream.is_met
-    assert model_class(index=rag.path, max_tokens=2).answer(PROMPT, {}).report.stream is None
+    assert model_class(index=rag.path, max_tokens=2).answers([PROMPT], {})[0].report.stream is None
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="ttft"):
             model_class(index=rag.path, ttft=wrong)
@@ -173,7 +173,7 @@ def test_links_can_be_named_and_left_out(
 ) -> None:
     def num_links(**settings: Any) -> int:
         llm = model_class(index=rag.path, max_tokens=2, **settings)
-        return llm.answer(PROMPT, {}).report.num_links
+        return llm.answers([PROMPT], {})[0].report.num_links
 
     named = shutil.copy(folder_with_links / FILE_NAME, tmp_path / "mine")
     assert num_links() == num_links(links=str(named)) == 2 * 3 + 2
@@ -196,8 +196,8 @@ def test_identity_and_caches_tell_links_apart(
     named = shutil.copy(folder_with_links / FILE_NAME, tmp_path / "mine")
     assert linked._identifying_params != off._identifying_params
     assert linked._identifying_params == make(links=named)._identifying_params
-    assert linked.invoke(PROMPT) == linked.answer(PROMPT, {}).text
-    assert off.invoke(PROMPT) == off.answer(PROMPT, {}).text != linked.invoke(PROMPT)
+    assert linked.invoke(PROMPT) == linked.answers([PROMPT], {})[0].text
+    assert off.invoke(PROMPT) == off.answers([PROMPT], {})[0].text != linked.invoke(PROMPT)
 
 
 def test_identity_needs_no_weights_and_no_index(tmp_path: Path) -> None:

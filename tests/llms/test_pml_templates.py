@@ -76,7 +76,7 @@ def test_a_langchain_chain_is_answered_from_modules(index: Index, schema: Path) 
     assert found == expected.text
     (generation,) = llm.generate([prompt]).generations[0]
     assert generation.generation_info is not None
-    assert llm.answer(prompt, {}).report.num_cached > 30
+    assert llm.answers([prompt], {})[0].report.num_cached > 30
     assert "".join(llm.stream(prompt)) == found
 
 
@@ -87,21 +87,21 @@ def test_llamaindex_answers_from_modules(index: Index, schema: Path) -> None:
     prompt = template.format(llm=llm, who=HOSTILE, question="Why?")
     assert prompt == PMLPromptTemplate(markup=MARKUP).format(who=HOSTILE, question="Why?")
     assert llm.predict(template, who=HOSTILE, question="Why?") == llm.complete(prompt).text
-    assert llm.answer(prompt, {}).report.num_cached > 30
-    assert llm.answer(template.partial_format(who="I").format(question="?"), {}).text
+    assert llm.answers([prompt], {})[0].report.num_cached > 30
+    assert llm.answers([template.partial_format(who="I").format(question="?")], {})[0].text
 
 
 def test_without_schemas_markup_is_text(index: Index) -> None:
     llm = KVRagLLM(index=index, max_tokens=2)
-    assert llm.answer("<prompt schema='tale'/>", {}).report.num_cached == 0
+    assert llm.answers(["<prompt schema='tale'/>"], {})[0].report.num_cached == 0
 
 
 def test_schemas_count_for_caches_and_survive_copies(index: Index, schema: Path) -> None:
     llm = KVRagLLM(index=index, schemas=schema, max_tokens=2)
-    llm.answer("<prompt schema='tale'>x</prompt>", {})
+    llm.answers(["<prompt schema='tale'>x</prompt>"], {})
     before = llm.identity()["schemas"]
     copied = copy.deepcopy(llm)
-    assert copied.answer("<prompt schema='tale'>x</prompt>", {}).text
+    assert copied.answers(["<prompt schema='tale'>x</prompt>"], {})[0].text
     assert pickle.loads(pickle.dumps(llm)).schemas == [str(schema)]
     schema.write_text(SCHEMA.replace("By", "From"))
     assert llm.identity()["schemas"] != before
