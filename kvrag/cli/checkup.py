@@ -119,7 +119,7 @@ def doctor(
 
 def check_all(index: Path | None, model: str | None, store: str | None = None) -> list[Finding]:
     """Run every check; check the index and the model only if they are given."""
-    findings = [*_versions(), *_optional_packages(), *_plugins(), *_processor(), _offline()]
+    findings = [*_versions(), *_plugins(), *_processor(), _offline()]
     findings.append(_disk(index if index is not None else Path.cwd()))
     reference = model
     if index is not None:
@@ -146,15 +146,21 @@ def _versions() -> Iterator[Finding]:
     for name, minimum in MINIMUM_VERSIONS.items():
         wanted = ".".join(map(str, minimum))
         remedy = f"pip install '{name}>={wanted}'"
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding(name, "problem", "not installed", remedy)
-            continue
-        if _leading_numbers(version) < minimum:
-            yield Finding(name, "problem", f"{version}, too old: {wanted} is needed", remedy)
-        else:
-            yield Finding(name, "ok", version)
+        found = _package(name, "problem", "not installed", remedy)
+        if found.status == "ok" and _leading_numbers(found.detail) < minimum:
+            detail = f"{found.detail}, too old: {wanted} is needed"
+            found = Finding(name, "problem", detail, remedy)
+        yield found
+    for name, extra in _OPTIONAL.items():
+        yield _package(name, "note", "not installed (optional)", f"pip install '{extra}'")
+
+
+def _package(name: str, status: Status, absent: str, remedy: str) -> Finding:
+    """Return a package's version, or a finding that says that it is absent."""
+    try:
+        return Finding(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, status, absent, remedy)
 
 
 def _leading_numbers(version: str) -> tuple[int, ...]:
@@ -163,14 +169,6 @@ def _leading_numbers(version: str) -> tuple[int, ...]:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         numbers.append(int(digits or 0))
     return tuple(numbers)
-
-
-def _optional_packages() -> Iterator[Finding]:
-    for name, extra in _OPTIONAL.items():
-        try:
-            yield Finding(name, "ok", metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Finding(name, "note", "not installed (optional)", f"pip install '{extra}'")
 
 
 def _plugins() -> Iterator[Finding]:

