@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import IndexFormatError, ParameterError, RecordError, StoreError
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.filters import Filter, Wanted, read_filter
@@ -26,8 +23,10 @@ from kvrag.store.capabilities import LocatesTier, Pins, capability
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
+    from kvrag.codec.base import Destination, EncodedChunk
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.ranking import Reranker
 
