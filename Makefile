@@ -48,9 +48,10 @@ demo: $(STAMP)
 	@$(BIN)/kvrag models pull smollm2-135m >/dev/null || true
 	$(BIN)/kvrag demo
 
-# A worker for each core; each imports all the libraries, hence at most eight.
-WORKERS ?= logical
-PYTEST := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+# Three workers for two cores: a third of the time a test waits, for a server, a process or a deadline. Each
+# imports all the libraries, hence at most eight.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); n=$$(((3 * n + 1) / 2)); echo $$((n < 8 ? n : 8)))
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
