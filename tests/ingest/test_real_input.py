@@ -208,7 +208,7 @@ def test_an_index_holds_the_checkpoints_16_bits_on_every_processor(
     keys, used = [], instruction_set()
     hf = make_model("llama", num_hidden_layers=2, dtype=torch.bfloat16)
     try:
-        for name in ("scalar", used):  # "scalar" does not multiply bfloat16
+        for name in dict.fromkeys(("scalar", used)):  # "scalar" does not multiply bfloat16
             use_instruction_set(name)
             folder = tmp_path / f"model-{name}"
             hf.save_pretrained(folder)
@@ -232,7 +232,7 @@ def test_an_index_holds_the_checkpoints_16_bits_on_every_processor(
             assert reports[0].num_cached == reports[1].num_cached > 0
     finally:
         use_instruction_set(used)
-    assert keys[0] == keys[1]
+    assert keys[0] == keys[-1]
 
 
 def test_a_type_that_is_asked_for_is_the_one_stored(

@@ -81,7 +81,8 @@ def test_operations_in_pytorch_compute_what_modules_do(family: str, num_rows: in
         found, ours, our_mass = rows_of_prompt(model, on_card(model), num_rows)
     assert ((found - expected).abs() <= 1e-5 * expected.std()).all()
     for mine, others in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True):
-        torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-5, equal_nan=True)
+        # Sums of other kernels round otherwise: 1.6e-5 apart at most, under the scalar ones.
+        torch.testing.assert_close(mine, others, rtol=1e-5, atol=4e-5, equal_nan=True)
     if family != "gemma2":  # the modules' look leaves soft-capping out
         torch.testing.assert_close(our_mass, their_mass, rtol=1e-4, atol=1e-4)
 
