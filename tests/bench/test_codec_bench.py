@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -219,26 +218,6 @@ def test_the_two_parts_of_a_data_set_share_no_text(data: Path) -> None:
     assert not any(
         torch.allclose(source.measured[40][0].keys, kv.keys, atol=1e-4) for kv in source.fit
     )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"parts": ("weight",)}, "there is no part 'weight'"),
-        ({"parts": ()}, "at least one part"),
-        ({"sources": ("kvrag-big",), "data": __file__}, "there is no source 'kvrag-big'"),
-        ({"sources": (MINILM,)}, "'minilm' needs texts"),
-        ({"sources": (MINILM,), "data": "missing.json"}, "no data file 'missing.json'"),
-        ({"chunk_tokens": (0,)}, "chunk tokens: expected 1 or more, found 0"),
-        ({"codecs": ("zip",)}, "there is no codec 'zip'"),
-        ({"shape": "gpt-9"}, "there is no shape 'gpt-9'"),
-        ({"group_layers": (-1,)}, "layers of a group"),
-        ({"repeats": 0}, "repeats"),
-    ],
-)
-def test_bad_input_is_refused_before_any_work(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        replace(SMALL, **wrong)
 
 
 def test_a_picture(source: Source, tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvrag.codec.raw import RawCodec
-from kvrag.errors import ParameterError
 from kvrag.eviction.corm import CormPolicy
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.policies.none import NonePolicy
@@ -114,18 +112,3 @@ def test_the_bench_holds_steps_and_memory_against_the_full_cache() -> None:
         assert row.step_ratio == pytest.approx(row.step_seconds / row.full_step_seconds)
         assert row.size_bytes > 0
         assert row.full_bytes == 304 * 3 * 2 * 2 * 16 * 4
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"evictions": ("none",)}, "leave it out"),
-        ({"evictions": ()}, "at least one policy"),
-        ({"num_tokens": 0}, "1 or more"),
-        ({"sharpness": 0.0}, "expected a number above 0"),
-        ({"evictions": ("corm:window=x",)}, "expected a whole number"),
-    ],
-)
-def test_benches_that_cannot_be(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        EvictionBenchOptions(**given)

@@ -59,6 +59,7 @@ def test_tables_for_a_person_fit_100_columns(run: Run, asked: list[Any]) -> None
         (("--chunk-tokens", "many"), "--chunk-tokens"),
         (("--codecs", "zip"), "zip"),
         (("--group-layers", "-1"), "--group-layers"),
+        (("--random-shape", "gpt-9"), "gpt-9"),
         (("--out", "curves.jpg"), "curves.jpg"),
         (("--out", "curves.png", "--parts", "speed"), "--out"),
     ],

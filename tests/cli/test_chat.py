@@ -319,3 +319,10 @@ def test_an_error_of_one_question_leaves_the_others(
     assert done.err.count("error: the store is gone\n") == 1
     assert done.json["turns"][0] == {"question": "And the clock?", "error": "the store is gone"}
     assert "answer" in done.json["turns"][1]
+
+
+def test_session_bytes_are_sizes(run: Run, index_folder: Path) -> None:
+    done = run("chat", "--index", index_folder, "--session-bytes", "much", stdin="")
+    assert done.code != 0
+    assert "expected bytes as in 20GB or 512MiB" in " ".join(done.err.split())
+    assert run("chat", "--index", index_folder, "--session-bytes", "64MiB", stdin="").code == 0

@@ -96,3 +96,10 @@ def test_long_commands_tell_how_far_they_are(
     done = run(*command, "-i", index_folder)
     assert done.code == 0, done.err
     assert " of " in done.err
+
+
+def test_short_work_says_nothing(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("working") as say:
+        now[0] = 4.9
+        say("nearly done")
+    assert capsys.readouterr() == ("", "")

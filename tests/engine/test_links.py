@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,11 @@ def test_an_adapter_around_it_changes_nothing_that_kvrag_computes(index: Index) 
     with torch.no_grad():
         assert torch.equal(model.hf(feed).logits, bare)
         assert not torch.equal(bare, adapted)
+
+
+def test_positions_left_out_are_nothing_for_transformers(index: Index) -> None:
+    fused = KVEngine(index).fuse(PROMPT)
+    positions = tuple(range(7, 7 + fused.kv.num_tokens))
+    gapped = replace(fused, layout=replace(fused.layout, positions=positions))
+    with pytest.raises(ParameterError, match="positions have gaps"):
+        gapped.to_generate()

@@ -84,3 +84,8 @@ def test_a_request_does_not_change_with_the_callers_lists() -> None:
     stop[0] = hints[0] = "other"
     assert request == Request("x", stop=("end",), hints=("chunk",))
     assert request.stop == ("end",)
+
+
+def test_options_beside_a_request_are_refused(index: Index) -> None:
+    with pytest.raises(ParameterError, match="ratio given with a Request"):
+        KVEngine(index).generate(Request(PROMPT), ratio=0.5)

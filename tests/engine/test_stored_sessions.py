@@ -455,3 +455,13 @@ def test_an_encrypted_index_holds_no_number_of_a_conversation(
             found[name] = sum(row in content for row in rows) / len(rows)
             assert tell(engine, root_of((0, 1), QUESTIONS[0])).report.num_kept > 50
     assert found == {"plain": 1.0, "encrypted": 0.0}
+
+
+def test_sessions_share_nothing(own: Index) -> None:
+    engine = storing(own)
+    prompt = root_of((0, 1), QUESTIONS[0])
+    for session in ("ines", "tomas", None):
+        assert tell(engine, prompt, session=session).report.num_kept == 0
+    assert len({kept.key for kept in kept_of(engine)}) == 3
+    for session in ("ines", "tomas", None):
+        assert tell(engine, prompt, session=session).report.num_kept > 50

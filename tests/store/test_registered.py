@@ -16,7 +16,7 @@ from kvrag.plugins import Table
 from kvrag.store import capabilities
 from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
-from kvrag.store.capabilities import capability, tiers_of
+from kvrag.store.capabilities import Limits, capability, tiers_of
 from kvrag.store.limited import LimitedStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import REMOTE, open_store
@@ -239,3 +239,16 @@ def test_a_table_lists_kvrags_own_and_then_the_others(tmp_path: Path) -> None:
         assert len(table) == 2
     with pytest.raises(KeyError):
         table["sea"]
+
+
+def test_a_reserved_name_may_have_its_use(tmp_path: Path) -> None:
+    lines = (
+        "is_in_memory = True\n    limit_bytes = 1000\n    derive = lambda self, _: b'k' * 32\n"
+        "    damage = lambda self: []\n    mend = lambda self: None"
+    )
+    module = f"{LAKE}\nclass Odd(LakeStore):\n    {lines}\n"
+    with (
+        installed(tmp_path, "lake_kv", module, {"kvrag.stores: lake": "lake_kv:Odd"}),
+        closing(open_store("lake://north")) as store,
+    ):
+        assert capability(store, Limits) is capability(store, RemoteStore)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.loading.price_list import Price, parse_prices, price_of
+from kvrag.loading.price_list import Price, parse_prices, price_of, read_prices
 from kvrag.tune.stores import Offer, choose_store
 
 FAST = Offer("file:/ssd", 0.002, 1.0, 80.0)
@@ -65,3 +67,11 @@ def test_the_longest_name_counts() -> None:
 def test_tables_that_are_none(text: str) -> None:
     with pytest.raises(ParameterError, match=r"^prices.toml: "):
         parse_prices(text, "prices.toml")
+
+
+def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="cannot be read"):
+        read_prices(tmp_path / "absent.toml")
+    (tmp_path / "latin.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ParameterError, match="cannot be read"):
+        read_prices(tmp_path / "latin.toml")
