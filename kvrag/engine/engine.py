@@ -234,7 +234,7 @@ class KVEngine(OfProcess):
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         with working():
-            laid_out = self._reader.lay_out(request)
+            laid_out = self._reader.lay_out(request, self._fuser.early(request))
             seconds = time.perf_counter() - started
             work = self._fuser.fuse(request, choice, laid_out, seconds, keeps=False)
             return whole(work, is_wanted)[0]
@@ -421,7 +421,7 @@ class KVEngine(OfProcess):
         choice = self._choice(request)
         eviction = self._checked_eviction(request)
         with working():
-            laid_out = self._reader.lay_out(request)
+            laid_out = self._reader.lay_out(request, self._fuser.early(request))
             allowed = self._allowed(request)
         layout_seconds = time.perf_counter() - started
 

@@ -35,7 +35,7 @@ from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.fusion.reasons import counted
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Clock, Slices
-from kvrag.fusion.staging import HotTiers
+from kvrag.fusion.staging import EarlyRecords, HotTiers
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.loading import threads
@@ -135,6 +135,7 @@ class PromptFuser:
         self._estimates = StreamEstimates()
         self._waited = Pace()
         self.buffers = BufferPool()
+        self._device: torch.device | None = None
         self._hot = HotTiers(options.card_bytes, options.pinned_bytes)
         room = options.session_store_bytes
         self.stored = StoredSessions(index, room, self.buffers.give_back)
@@ -163,6 +164,20 @@ class PromptFuser:
         # A controller has not chosen yet.
         policy = choice.policy if isinstance(choice, Repair) else NonePolicy()
         return self._estimates.computing.seconds(planned_rows(policy, prompt, num_fresh)) or 0.0
+
+    def early(self, request: Request) -> EarlyRecords | None:
+        """Return what begins to bring a prompt's records to a card; None without one.
+
+        Nothing begins before the layout for a store on another machine, whose patience depends on
+        it, nor for a target of time to first token, which chooses what is loaded, nor before a
+        prompt has needed the model.
+        """
+        index = self._index
+        if self._device is None or (hot := self._hot.of_prompt(self._device, index.store)) is None:
+            return None
+        begins = request.ttft is None and threads.is_local(index.store)
+        num_threads = self._num_threads() if begins else 0
+        return EarlyRecords(index.open_kv, hot, index.model.spec, num_threads)
 
     def fuse(
         self,
@@ -208,7 +223,14 @@ class PromptFuser:
             lost = {one[0]: str(why) for one, why in error.lost.items()}
             return replace(laid_out, layout=without_chunks(laid_out.layout, lost))
 
-        return (yield from without_lost(laid_out, attempt, without))
+        self._device = self._index.model.device
+        if laid_out.early is None:
+            laid_out = replace(laid_out, early=self.early(request))
+        try:
+            return (yield from without_lost(laid_out, attempt, without))
+        finally:
+            if laid_out.early is not None:
+                laid_out.early.close()
 
     def _fuse(
         self,
@@ -241,11 +263,11 @@ class PromptFuser:
             fused = yield from fuse_in_slices(
                 index.model,
                 layout,
-                open_kv or self._opener(request, layout),
+                open_kv or self._opener(request, layout, laid_out.early),
                 choice,
                 buffer,
                 self._links.on_model if layout.links else None,
-                self._loading(request, layout_seconds, is_placed=open_kv is not None),
+                self._loading(request, layout_seconds, laid_out),
             )
         except BaseException:  # a cancelled one as well
             if earlier is not None and earlier.goes_on:
@@ -370,7 +392,7 @@ class PromptFuser:
             self.sessions.keep(session, earlier.kept)
         return buffer
 
-    def _opener(self, request: Request, layout: Layout) -> OpenKV:
+    def _opener(self, request: Request, layout: Layout, early: EarlyRecords | None) -> OpenKV:
         """Return what opens the records of a prompt, for as long as it has patience."""
         index, seconds = self._index, self._options.store_patience
         patience = None
@@ -382,17 +404,28 @@ class PromptFuser:
                 price = self._estimates.computing.seconds(num_tokens * index.model.spec.num_layers)
                 seconds = UNKNOWN_SECONDS if price is None else max(price, LEAST_SECONDS)
             patience = Patience(seconds)
-        return index.on_demand.opener(partial(index.open_kv, patience=patience), layout)
+        open_kv: OpenKV = partial(index.open_kv, patience=patience)
+        if early is not None and patience is None:
+            open_kv = early.open_kv
+        return index.on_demand.opener(open_kv, layout)
 
-    def _loading(self, request: Request, layout_seconds: float, *, is_placed: bool) -> Loading:
+    def _num_threads(self) -> int:
         index, num_threads = self._index, self._options.load_threads
-        if num_threads is None:
-            num_threads = threads.suitable(index.store, index.model.device)
+        return (
+            threads.suitable(index.store, index.model.device)
+            if num_threads is None
+            else (num_threads)
+        )
+
+    def _loading(self, request: Request, layout_seconds: float, laid_out: LaidOutPrompt) -> Loading:
+        index, num_threads = self._index, self._num_threads()
+        hot = None if laid_out.early is None else laid_out.early.hot
         streaming = None
         if request.ttft is not None:
             streaming = self._streaming(request.ttft, layout_seconds)
-        hot = self._hot.of_prompt(index.model.device, index.store)
-        if is_placed:  # by markup, or for another engine, which may compute faster or slower
+        if (
+            laid_out.open_kv is not None
+        ):  # by markup, or for another engine, which may compute faster or slower
             return Loading(num_threads, None, streaming, hot=hot)
         rows = self._row_prices()
         pricing = None if rows is None else Pricing(rows, self._waited)

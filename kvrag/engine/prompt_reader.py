@@ -21,6 +21,7 @@ from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.reasons import Stretch
 from kvrag.fusion.segments import Match
+from kvrag.fusion.staging import EarlyRecords
 from kvrag.ingest.folding import long_words
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
@@ -52,6 +53,8 @@ class LaidOutPrompt:
         Opens the records that the layout's spans name; None means the index's.
     fresh
         The stretches that no span covers, and why; empty if nobody looked.
+    early
+        Opens the records that the text seemed to need; who fuses the prompt closes it.
     text, offsets
         The prompt's text, and for each token its first character and its end there; empty if the
         caller laid the prompt out.
@@ -63,6 +66,7 @@ class LaidOutPrompt:
     fresh: tuple[Stretch, ...] = ()
     text: str = ""
     offsets: Sequence[Span] = ()
+    early: EarlyRecords | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -108,8 +112,13 @@ class PromptReader:
             return prompt.layout.token_ids
         return tokenise_prompt(self._index, self._text(prompt, tools), hints).token_ids
 
-    def lay_out(self, request: Request) -> LaidOutPrompt:
+    def lay_out(self, request: Request, early: EarlyRecords | None = None) -> LaidOutPrompt:
         """Return a request's prompt as tokens and chunks, and warn if it looks wrong.
+
+        Parameters
+        ----------
+        early
+            Begins with the records of chunks as soon as they are found.
 
         Raises
         ------
@@ -118,25 +127,35 @@ class PromptReader:
         PromptTooLongError
             If the prompt is too long to tokenise in reasonable time.
         """
+        try:
+            return self._lay_out(request, early)
+        except BaseException:
+            if early is not None:
+                early.close()
+            raise
+
+    def _lay_out(self, request: Request, early: EarlyRecords | None) -> LaidOutPrompt:
         index, prompt, hints = self._index, request.prompt, request.hints
         index.require_open()
         if isinstance(prompt, PlacedPrompt):
             layout = prompt.layout if request.reuse else replace(prompt.layout, spans=())
-            return LaidOutPrompt(layout, {}, prompt.open_kv)
+            return LaidOutPrompt(layout, {}, prompt.open_kv, early=early)
         written = self._text(prompt, request.tools)
+        found: tuple[Sequence[Match], Mapping[str, Chunk], Mapping[str, int]] = [], {}, {}
+        if request.reuse:
+            found = self._find_chunks(written.text, hints)
+        matches, chunks, damage = found
+        if early is not None:
+            early.begin(_probable_records(matches, chunks))
         tokens = tokenise_prompt(index, written, hints)
         holds = index.config.max_positions
         if len(tokens.token_ids) >= holds and index.compression is None:
-            # Before its chunks are looked for, which takes as long again.
             raise PromptTooLongError(
                 f"the prompt has {len(tokens.token_ids)} tokens, but the model holds {holds} "
                 "with at least one to answer in; shorten it, or retrieve fewer chunks"
             )
         if tokens.num_control:
             self._warn_of_control(tokens.num_control)
-        matches, chunks, damage = (
-            self._find_chunks(written.text, hints) if request.reuse else ([], {}, {})
-        )
         layout = lay_out(tokens, matches, chunks, index.prefix_ids, hints=hints)
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
@@ -148,10 +167,10 @@ class PromptReader:
             layout, chunks, fresh = self._with_runs(layout, chunks, hints)
         rank = {chunk_id: number for number, chunk_id in enumerate(hints)}
         ranked = sorted(layout.chunk_ids, key=lambda one: rank.get(one, len(rank)))
-        found = {chunk_id: chunks[chunk_id] for chunk_id in ranked}
+        named = {chunk_id: chunks[chunk_id] for chunk_id in ranked}
         if request.reuse and self._watching:
-            self._warn_if_nothing_matched(found, written.text)
-        return LaidOutPrompt(layout, found, fresh=fresh, text=written.text, offsets=tokens.offsets)
+            self._warn_if_nothing_matched(named, written.text)
+        return LaidOutPrompt(layout, named, None, fresh, written.text, tokens.offsets, early)
 
     def _text(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -244,6 +263,17 @@ class PromptReader:
         return any(
             2 * len(own & words) > len(own) for chunk in chunks if (own := long_words(chunk.text))
         )
+
+
+def _probable_records(
+    matches: Sequence[Match], chunks: Mapping[str, Chunk]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the records that a layout will probably name."""
+    for number, match in enumerate(matches):
+        chunk = chunks.get(match.chunk_id)
+        # The first chunk of a prompt may have a record for this place.
+        if chunk is not None and (number or len(chunk.contexts) == 1):
+            yield chunk.chunk_id, chunk.contexts[0]
 
 
 def _is_usable(match: Match, damaged: Collection[str], chunks: Collection[str]) -> bool:

@@ -19,14 +19,12 @@ import torch
 from kvrag.codec.base import EncodedChunk
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.placement import Part, Placement
-from kvrag.fusion.staging import Hot, HotRecords, Source
+from kvrag.fusion.staging import GROUP_LAYERS, Hot, HotRecords, Source
 from kvrag.kvcache import FusedKV
 from kvrag.loading.pinned import buffers, copy_stream, start_copy
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.rotary import RotaryTable
 
-GROUP_LAYERS = 8
-"""The most layers that are read, copied and placed at once."""
 AHEAD = 2
 """How many groups may be read before the prompt needs them."""
 _SLOT_BYTES = 256 << 20

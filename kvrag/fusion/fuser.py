@@ -197,8 +197,6 @@ def fuse_in_slices(
     finally:
         # The buffer's next user must not have anything written into it.
         loader.end()
-        if loading.hot is not None:
-            loading.hot.close()
     # Making a record is computing, and opening had to wait for it.
     clock.move("load", "compute", sum(loader.made_seconds.values()))
     report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)

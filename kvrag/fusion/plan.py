@@ -47,7 +47,7 @@ class Loading:
     pricing
         Lets all of a prompt be computed where that is faster; None takes what is stored.
     hot
-        What stays on a graphics card for later prompts, closed with the prompt; None: nothing.
+        What stays on a graphics card for later prompts; the caller closes it. None: nothing.
     """
 
     num_threads: int = LOAD_THREADS

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.codec.header import padded_size
+from kvrag.fusion.layout import RecordId
 from kvrag.fusion.loss import DAMAGE
 from kvrag.kvcache import KVSpec
 from kvrag.loading import threads
@@ -22,6 +25,8 @@ from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 from kvrag.store.metrics import StoreCounts
 
+GROUP_LAYERS = 8
+"""The most layers that are read, copied and placed at once."""
 _READ_BYTES = 32 << 20
 """The most that a thread reads at once."""
 _CARD_SHARE, _HOST_SHARE = 4, 8
@@ -385,6 +390,96 @@ class HotRecords:
             return None
         after = torch.cuda.current_stream(self._device).record_event()
         return Hot(source, chunk, self._card, after)
+
+
+class EarlyRecords:
+    """Opens a prompt's records, and copies them to a card, before the prompt is laid out.
+
+    Parameters
+    ----------
+    open_kv
+        Opens a record, as `kvrag.fusion.loader.OpenKV`.
+    hot
+        Where records stay, closed with this; None: nothing begins early.
+    spec
+        The KV's shape and type.
+    num_threads
+        Records that are opened and copied at the same time.
+    """
+
+    def __init__(
+        self,
+        open_kv: Callable[[str, tuple[int, ...]], EncodedChunk | None],
+        hot: HotRecords | None,
+        spec: KVSpec,
+        num_threads: int,
+    ) -> None:
+        self.hot = hot
+        self._open_kv, self._spec = open_kv, spec
+        self._num_threads = num_threads
+        self._opened: dict[RecordId, Future[EncodedChunk | None]] = {}
+        self._threads: list[Future[None]] = []
+        self._is_closed = False
+
+    def begin(self, record_ids: Iterable[RecordId]) -> None:
+        """Begin with the records that a prompt probably needs, in their order there."""
+        if self.hot is None:
+            return
+        self._opened = {one: Future() for one in record_ids}
+        left = iter(list(self._opened.items()))
+        taking = threading.Lock()
+
+        def work() -> None:
+            while not self._is_closed:
+                with taking:
+                    one = next(left, None)
+                if one is None:
+                    return
+                self._bring(*one)
+
+        for _ in range(min(self._num_threads, len(self._opened))):
+            self._threads.append(threads.start(work))
+
+    def open_kv(self, chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
+        """Return a record that is open already, or open it; raises what opening it raised."""
+        opened = self._opened.pop((chunk_id, context_ids), None)
+        # Nobody waits for a record that no thread has taken.
+        found = None if opened is None or opened.cancel() else opened.result()
+        return self._open_kv(chunk_id, context_ids) if found is None else found
+
+    def close(self) -> None:
+        """Wait until nothing is copied, and give everything back."""
+        self._is_closed = True
+        threads.end(self._threads)
+        self._opened = {}
+        if self.hot is not None:
+            self.hot.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _bring(self, record_id: RecordId, opened: Future[EncodedChunk | None]) -> None:
+        if not opened.set_running_or_notify_cancel():
+            return
+        try:
+            record = self._open_kv(*record_id)
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(record)
+        if record is not None and not getattr(record, "decodes_on_gpu", False):
+            # The prompt finds the same error where it needs the record.
+            with suppress(Exception):
+                self._copy(Source(record, self._spec, 0))
+
+    def _copy(self, source: Source) -> None:
+        assert self.hot is not None
+        _, hot = self.hot.take(source)
+        layers = range(self._spec.num_layers)
+        for first in layers[::GROUP_LAYERS]:
+            if hot is None or self._is_closed:
+                return
+            hot.bring(layers[first : first + GROUP_LAYERS], lambda: not self._is_closed)
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ from typer.testing import CliRunner
 
 from kvrag.chunk import Document
 from kvrag.cli.main import app
+from kvrag.engine import prompt_reader
 from kvrag.engine.engine import KVEngine
-from kvrag.fusion.card import GROUP_LAYERS
+from kvrag.engine.request import Request
+from kvrag.errors import PromptTooLongError
+from kvrag.fusion.slices import StoppedError
+from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
 from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
@@ -65,6 +71,54 @@ def test_branches_for_a_card_fuse_as_the_cpu_does(policy: str, codec: str, tmp_p
     assert counted == sum(run.report.hot_bytes["card"] for run in runs[1:]) > 0
     counts.settle("test")
     assert counts.names["test", "graph"] > 0
+
+
+def test_records_are_opened_before_the_prompt_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = KVModel(make_model(), make_tokenizer(), name="made")
+    begun: list[int] = []
+    earlies: list[EarlyRecords] = []
+    tokenise = prompt_reader.tokenise_prompt
+
+    def tokenising(*given: Any) -> Any:
+        begun.append(len(earlies[-1]._threads))
+        return tokenise(*given)
+
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        KVEngine(index, session_bytes=0).fuse(PROMPT)  # makes the first chunk's record
+        with pretended_card() as counts:
+            to_card(model.hf, counts)
+            engine = KVEngine(index, session_bytes=0, max_tokens=1)
+            engine.fuse(PROMPT, policy="none", is_wanted=lambda: True)
+            early = engine._fuser.early
+
+            def beginning(request: Request) -> EarlyRecords:
+                made = early(request)
+                assert made is not None
+                earlies.append(made)
+                return made
+
+            monkeypatch.setattr(engine._fuser, "early", beginning)
+            monkeypatch.setattr(prompt_reader, "tokenise_prompt", tokenising)
+            again = engine.fuse(PROMPT, policy="none")
+            with pytest.raises(PromptTooLongError):
+                engine.fuse(PROMPT + " word" * 9_000)
+            with pytest.raises(StoppedError):
+                engine.fuse(PROMPT, is_wanted=iter([True, True, False]).__next__)
+            never_begun = engine.stream(PROMPT)
+            del never_begun
+            tiers = engine._fuser._hot._made
+            assert tiers is not None
+            card = tiers[0]
+            assert len(earlies) == len(begun) == 4
+            del earlies[:]
+            gc.collect()
+    assert min(begun) > 0
+    assert again.report.hot_chunks["card"] == again.report.num_chunks
+    assert card.size_bytes > 0
+    assert not any(one._num_holders for one in card._kept.values())
 
 
 @pytest.mark.parametrize(("policy", "most_waits"), [("none", 0), ("two_stage", 1)])

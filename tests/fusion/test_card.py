@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.loss import MISS_DAMAGED, MISS_UNREADABLE, LostError, without_lost
 from kvrag.fusion.made import MadeChunk
 from kvrag.fusion.slices import Slices, in_one_slice, whole
-from kvrag.fusion.staging import HotRecords
+from kvrag.fusion.staging import EarlyRecords, HotRecords
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
 from kvrag.loading.hot import HotTier
 from kvrag.positions.rotary import RotaryTable
@@ -191,7 +192,8 @@ def _assert_same(prompt: _Prompt, found: Sequence[torch.Tensor]) -> None:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "GROUP_LAYERS", 2)
+    for module in (card, staging):
+        monkeypatch.setattr(module, "GROUP_LAYERS", 2)
     monkeypatch.setattr(staging, "_READ_BYTES", 4096)
     monkeypatch.setenv("KVRAG_GPU_KERNELS", "off")
 
@@ -444,3 +446,44 @@ def test_a_hot_chunk_is_neither_read_nor_copied(monkeypatch: pytest.MonkeyPatch)
             headers = sum(prompt.open_kv(*one).bytes_read for one in prompt.records)
             assert (loader.bytes_loaded == headers) is is_hot
             assert bool(copies) is not (is_hot and name == "card")
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_records_are_open_and_on_the_card_before_the_layout(
+    is_given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = replace(_plain(4), damage={("chunk-2", ()): (3, True)})
+    queue = QueueDevice(1)
+    use(queue, monkeypatch)
+    memory = _Memory(10_000_000, queue)
+    opened: list[RecordId] = []
+
+    def open_kv(*record_id: Any) -> EncodedChunk | None:
+        opened.append(record_id)
+        if record_id == ("chunk-3", ()):
+            raise StoreError("gone")
+        return prompt.open_kv(*record_id)
+
+    hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+    early = EarlyRecords(open_kv, hot, prompt.spec, num_threads=2)
+    # The last one is not in the layout.
+    early.begin([(f"chunk-{n}", ()) for n in (1, 0, 2, 3)])
+    assert len(opened) == 4
+    size = 5 * prompt.spec.layer_bytes_per_token * 6
+    assert memory.tier.counts().bytes_written == 2 * size
+    if not is_given_up:
+        mine = replace(prompt, spans=prompt.spans[1:3])
+        loader = SpanLoader(early.open_kv, num_threads=2, hot=hot)
+        _, seen, lost = _loaded(mine, loader, queue, finishes=False)
+        assert lost == {("chunk-2", ()): MISS_DAMAGED}
+        queue.finish()
+        _assert_same(replace(mine, spans=prompt.spans[1:2], damage={}), seen)
+        assert len(opened) == 4
+        with pytest.raises(StoreError, match="gone"):
+            early.open_kv("chunk-3", ())
+    early.close()
+    queue.finish()
+    assert memory.tier.size_bytes == 3 * size
+    assert memory.tier.make("other", 1) is not None  # what never became whole has left by now
+    assert memory.tier.size_bytes == 2 * size + 1
+    assert not any(one._num_holders for one in memory.tier._kept.values())
