@@ -442,7 +442,8 @@ class KVEngine(OfProcess):
                 release,
             )
 
-        return Start(fuse, self._fuser.due_seconds(request, choice, laid_out.layout))
+        due_seconds = self._fuser.due_seconds(request, choice, laid_out.layout)
+        return Start(fuse, due_seconds, has_target=request.ttft is not None)
 
     def _allowed(self, request: Request) -> Allowed | None:
         """Return which tokens may follow; to make it may take a second, too long for a step."""

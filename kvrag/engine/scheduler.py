@@ -50,10 +50,13 @@ class Start:
         How long after that its answer should begin: its target, or what it takes alone. The prompt
         that is due first is fused first, so a short one does not wait for long ones before it, and
         a long one not for ever.
+    has_target
+        Whether that is a target: no other prompt begins to load while this one does.
     """
 
     fuse: Callable[[float], Slices[OpenAnswer]]
     due_seconds: float = 0.0
+    has_target: bool = False
 
 
 @dataclass(eq=False)
@@ -77,6 +80,7 @@ class Job:
     submitted: float = field(default=0.0, init=False)
     is_cancelled: bool = field(default=False, init=False)
     is_ended: bool = field(default=False, init=False)
+    loads_alone: bool = field(default=False, init=False)
     fusing: Slices[OpenAnswer] | None = field(default=None, init=False)
     answer: OpenAnswer | None = field(default=None, init=False)
 
@@ -349,7 +353,7 @@ class Scheduler:
         with self._changed:
             ready = [job for job in self._joining if job not in slow]
             has_room = len(self._joining) + len(self._running) < self._max_batch
-            if has_room and len(slow) < _MOST_SLOW:
+            if has_room and len(slow) < _MOST_SLOW and not any(job.loads_alone for job in slow):
                 ready += [job for job in self._waiting if job.is_read]
             job = min(ready, key=lambda one: one.due, default=None)
             if job is not None and job in self._waiting:
@@ -362,7 +366,7 @@ class Scheduler:
         try:
             if job.fusing is None:
                 start = job.start.result() if isinstance(job.start, Future) else job.start
-                job.fusing = start.fuse(job.submitted)
+                job.fusing, job.loads_alone = start.fuse(job.submitted), start.has_target
                 return next(job.fusing)
             return job.fusing.send(waits)
         except StopIteration as done:

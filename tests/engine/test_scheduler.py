@@ -70,6 +70,7 @@ class Script:
         due: float | None = None,
         is_here: Callable[[], bool] = lambda: True,
         error: Exception | None = None,
+        has_target: bool = False,
     ) -> Job:
         def fuse(_: float) -> Slices[Any]:
             try:
@@ -90,7 +91,8 @@ class Script:
         def tell(event: Any) -> None:
             self.errors[name] = event
 
-        job = Job(Start(fuse, num_slices * SLICE if due is None else due), tell)
+        due = num_slices * SLICE if due is None else due
+        job = Job(Start(fuse, due, has_target), tell)
         self.scheduler.submit(job)
         return job
 
@@ -170,6 +172,16 @@ def test_the_more_prompts_wait_the_longer_they_are_fused(monkeypatch: pytest.Mon
     for _ in range(3):
         script.scheduler.wait_until(lambda: False, once=True)
     assert max(map(len, "".join(script.happened).split("|"))) == 5
+
+
+def test_no_prompt_begins_to_load_beside_one_with_a_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would share the link that its target was planned for."""
+    script = Script(monkeypatch)
+    script.submit("a", 1, due=0.0, is_here=lambda: False, has_target=True)
+    script.submit("b", 1, due=1.0)
+    assert script.run().startswith("(a)aa.b")
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), ValueError("damaged")])
