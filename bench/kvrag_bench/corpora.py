@@ -31,6 +31,8 @@ _PAGES = frozenset({".htm", ".html", ".xhtml"})
 _NUMBER = re.compile(r"^(?:\w+\s)?(?:[A-Z]\.)?[\d.]*\d[.)]?\s+")
 _SENTENCE = re.compile(r"[^\W\d_].+?[^\W\d_]{2}[.!?](?=\s|$)", re.DOTALL)
 _FEWEST_WORDS, _MOST_WORDS = 12, 60
+# A document is a copy if others hold more of its runs of words than this share.
+_MOST_COPIED, _RUN = 0.2, 12
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,24 @@ def asked_of(documents: Sequence[Document]) -> Iterator[Case]:
         words = sentence.split()
         half = len(words) // 2
         yield Case(f"{' '.join(words[:half])} ...", (" ".join(words[half:]),), (source,))
+
+
+def without_copies(documents: Sequence[Document]) -> list[Document]:
+    """Return documents without those that repeat earlier ones.
+
+    MuSiQue's texts are windows over longer ones. Nine tenths of each are in another one too, so
+    the nearest to a chunk would be the chunk again.
+    """
+    seen: set[int] = set()
+    kept = []
+    for document in documents:
+        words = document.text.split()
+        starts = range(max(1, len(words) - _RUN + 1))
+        runs = {hash(" ".join(words[start : start + _RUN])) for start in starts}
+        if len(runs & seen) <= _MOST_COPIED * len(runs):
+            kept.append(document)
+            seen |= runs
+    return kept
 
 
 def _sections(text: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag_bench.corpora import Case, asked_of, read_corpus
+from kvrag_bench.corpora import Case, asked_of, read_corpus, without_copies
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.contexts import parse_context
 from kvrag_bench.judge.judgements import Asked
@@ -32,8 +32,8 @@ __all__ = ["run"]
 TOPICS = ("harbour ledger", "tall clock", "salt market", "glass bridge", "winter ferry")
 
 
-def sentence(topic: str, number: int) -> str:
-    return f"The {topic} of part {number} is kept by a person whom nobody in Varn has ever seen."
+def sentence(topic: str, number: int, name: str = "west") -> str:
+    return f"The {topic} of {name} {number} is kept by a person in {name} whom nobody has yet seen."
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def pages(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("north", "south"):
         parts = (
-            f"<h2>{number}. Of the {topic}, {name}</h2><p>{sentence(topic, number)}</p>"
+            f"<h2>{number}. Of the {topic}, {name}</h2><p>{sentence(topic, number, name)}</p>"
             for number, topic in enumerate(TOPICS, 1)
         )
         (folder / f"{name}.html").write_text(f"<h1>{name}</h1>{''.join(parts)}", "utf-8")
@@ -68,7 +68,7 @@ def test_headings_and_first_sentences_are_asked_for(pages: Path) -> None:
     documents, cases = read_corpus(str(pages))
     # Where there are HTML pages, other files are copies of them.
     assert [one.source for one in documents] == ["north.html", "south.html"]
-    first = sentence("harbour ledger", 1)
+    first = sentence("harbour ledger", 1, "north")
     begun, rest = first[: first.index(" a person")], first[first.index("a person") :]
     assert cases[:2] == [
         Case("Of the harbour ledger, north?", (first,), ("north.html",)),
@@ -94,6 +94,16 @@ def test_what_is_asked_for(text: str, questions: int) -> None:
     cases = list(asked_of([Document("page", text)]))
     assert len(cases) == questions
     assert not any(one.question.startswith(("Chapter", "It?", "Too")) for one in cases)
+
+
+def test_windows_over_one_text_are_copies() -> None:
+    words = [f"word{number}" for number in range(300)]
+    windows = [
+        Document(str(start), " ".join(words[start : start + 100])) for start in range(0, 201, 50)
+    ]
+    assert [one.source for one in without_copies(windows)] == ["0", "100", "200"]
+    few = [Document("a", "a few words"), Document("b", "a few words"), Document("c", "others")]
+    assert [one.source for one in without_copies(few)] == ["a", "c"]
 
 
 def test_prompts_hold_what_a_search_finds(pages: Path, model: KVModel) -> None:

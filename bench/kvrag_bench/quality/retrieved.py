@@ -19,7 +19,7 @@ from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SEPARATOR
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag_bench.corpora import one_layer, read_corpus, read_handbook
+from kvrag_bench.corpora import one_layer, read_corpus, read_handbook, without_copies
 from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.questions import JudgedQuestion
 
@@ -65,7 +65,8 @@ def retrieve(
     Parameters
     ----------
     data
-        The corpus (`read_corpus`); None is the handbook of the examples.
+        The corpus (`read_corpus`), without its copies (`without_copies`); None is the handbook of
+        the examples.
     model
         Its tokenizer cuts the chunks.
     tops
@@ -89,6 +90,7 @@ def retrieve(
     if num_questions < 1:
         raise ParameterError(f"{num_questions} questions: expected at least 1")
     documents, cases = read_handbook() if data is None else read_corpus(data)
+    documents = without_copies(documents)
     drawn = Random(seed).sample(cases, len(cases))[:num_questions]
     parsed = [parse_context(one) for one in contexts]
     of_corpus = max((one.num_tokens for one in parsed if one.name == CORPUS), default=0)
