@@ -144,12 +144,19 @@ class Counts:
                 self.names[phase, one[1]] += self.names.pop(one)
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Leave out this thread's time in here: on a card, the card would spend it."""
+    def computing(self, since: float | None = None) -> Iterator[None]:
+        """Leave out this thread's time in here: on a card, the card would spend it.
+
+        Parameters
+        ----------
+        since
+            The thread's time at which this began; None: now.
+        """
         if threading.get_ident() != self._thread or self._is_computing:
             yield
             return
-        self._is_computing, started = True, time.thread_time()
+        self._is_computing = True
+        started = time.thread_time() if since is None else since
         try:
             yield
         finally:
@@ -188,9 +195,10 @@ class CardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        started = time.thread_time()
         given = tree_flatten((args, kwargs or {}))[0]
         counts: Counts = next(one.counts for one in given if isinstance(one, CardTensor))
-        with counts.computing():
+        with counts.computing(started):
             return cls._call(func, args, kwargs or {}, counts)
 
     @classmethod

@@ -8,7 +8,7 @@ together with the tokens that the policy recomputes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -307,7 +307,9 @@ def execute(
             with torch.no_grad():
                 loader.load_layer(layer_index)
             clock.lap("load")
-        with computing():
+        # To begin and to end computing takes a tenth of a short layer's time.
+        waits = layer_index in together[:-1]
+        with nullcontext() if waits else computing():
             hidden = selection.enter(layer_index, model, hidden, fused, table, compiled)
             clock.lap("select")
             rows = selection.rows
@@ -346,7 +348,6 @@ def execute(
                     attending=attending,
                     compiled=compiled,
                 )
-                # To begin and to end computing takes a tenth of a short layer's time.
                 forward(slice(0, size))
         clock.lap("compute")
         if layer_index in together:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,9 @@ from kvrag.models.precision import INT8
 from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
 from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
-from kvrag.models.scratch import scratch
 from kvrag.positions.rotary import RotaryTable
+
+_LARGE_BYTES = 1 << 20
 
 
 class RowMethods:
@@ -100,7 +102,7 @@ class RowMethods:
             getattr(self._base, family.position_embedding) if family.position_embedding else None
         )
         width = self.hf.config.hidden_size
-        hidden = scratch(len(token_ids), width, self.spec.dtype, self.device)
+        hidden = _scratch(len(token_ids), width, self.spec.dtype, self.device)
         size = rows_at_once(self.device)
         for begin in range(0, len(token_ids), size):
             block = slice(begin, begin + size)
@@ -339,3 +341,16 @@ class RowMethods:
         """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""
         norm = getattr(self._base, self.family.final_norm)
         return project_logits(self.hf, norm(hidden))
+
+
+def _scratch(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for hidden states ``[num_rows, width]``.
+
+    The C allocator would keep it. After one large block is freed, glibc takes later blocks of that
+    size from its heap and holds them, beside the fused KV that then fills up.
+    """
+    num_bytes = num_rows * width * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LARGE_BYTES:
+        return torch.empty(num_rows, width, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes)
+    return torch.frombuffer(memory, dtype=dtype).view(num_rows, width)
