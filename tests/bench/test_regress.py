@@ -74,6 +74,10 @@ class TestCompare:
         moved = (value + (0.06 if n % 2 else -0.05) for n, value in enumerate(LOST.values))
         assert verdict(LOST, replace(LOST, values=tuple(moved))) == Verdict.SAME
 
+    def test_other_cases_are_not_compared(self) -> None:
+        (change,) = compare(results(LOST), results(replace(LOST, values=LOST.values[:9])))
+        assert (change.verdict, change.share) == (Verdict.OTHER_CASES, None)
+
     def test_figures_that_one_run_lacks(self) -> None:
         changes = compare(results(TIMED), results(LOST))
         assert [(one.before, one.now, one.verdict) for one in changes] == [
