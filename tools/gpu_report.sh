@@ -79,7 +79,7 @@ PY
 stage rates 30 "$python" "$out/rates.py" "$device"
 # Kernels over rows: how far they are from PyTorch, and what a layer takes.
 [ "$device" = cpu ] && export TRITON_INTERPRET=1
-stage kernels 40 "$python" tools/gpu_kernels.py "$device"
+stage kernels "$([ -n "$small" ] && echo 200 || echo 40)" "$python" tools/gpu_kernels.py "$device"
 # Chunks from host memory, from page-locked memory, from the card's.
 tiers() {
 	local name=$1 limit=$2
