@@ -26,7 +26,7 @@ NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/ho
 	wheels release matrix notebooks bench-regress
 
 help:
-	@echo "make demo     index a few pages, answer questions about them, and compare with plain prefill"
+	@echo "make demo     index a few pages, answer questions about them, and compare with full prefill"
 	@echo "make test     the tests, except slow ones (minutes)"
 	@echo "make test-all make check and make test, then the slow tests; EXHAUSTIVE=1: many more examples and trials"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"

@@ -164,7 +164,7 @@ def _lookup_entry(options: SpeedOptions, say: Say) -> Entry:
 def _in_turn(
     plain: Callable[[], object], ways: Mapping[str, Callable[[], object]], rounds: int, say: Say
 ) -> Iterator[Entry]:
-    """Time plain prefill and each of the ways, one after the other, in every round."""
+    """Time full prefill and each of the ways, one after the other, in every round."""
     runs = []
     for number in range(rounds + 1):
         say(f"{', '.join(ways)}: round {number + 1} of {rounds + 1}")
