@@ -120,7 +120,6 @@ sanitize-%: $(STAMP)
 		-DCMAKE_CXX_FLAGS="-fsanitize=$* -fno-sanitize-recover=all" >/dev/null
 	$(BIN)/cmake --build build/$@ -j 2 >/dev/null
 	build/$@/kvrag_driver $(if $(filter-out 0,$(EXHAUSTIVE)),3000,500)
-	build/$@/kvrag_emulation $(if $(filter-out 0,$(EXHAUSTIVE)),50,10)
 
 # What makes a release has an environment apart: nothing of it runs in kvrag.
 RELEASE_VENV ?= .venv-release

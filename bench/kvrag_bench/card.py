@@ -26,17 +26,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from kvrag.codec.card import CardDecoding
 from kvrag.fusion import placement as placing
 from kvrag.fusion import staging
 from kvrag.fusion.placement import Placement
 from kvrag.loading import threads
-from kvrag.loading.pinned import buffers, copy_stream
+from kvrag.loading.pinned import buffers, copy_stream, decode_stream
 from kvrag.models import captured, cardlayers
 from kvrag.models.compiled import Description
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowPlaces, RowTensors
 from kvrag.positions.rotary import RotaryTable
+from kvrag_bench.codec.played import play
 
+_KERNELS = ("place", "rans", "escapes", "synthesise", "kept")
 _OPEN = ""  # a phase that has no name yet
 CARD = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -509,7 +512,7 @@ def _host_memory(num_bytes: int) -> torch.Tensor:
 
 def _is_ready(name: str, *_: object, **__: object) -> bool:
     """Return whether a kernel is pretended."""
-    return name == "place" and os.environ.get(tiled.VARIABLE, "").lower() not in ("off", "0")
+    return name in _KERNELS and os.environ.get(tiled.VARIABLE, "").lower() not in ("off", "0")
 
 
 def _place(placement: Placement, number: int, layers: range, table: RotaryTable) -> None:
@@ -521,6 +524,16 @@ def _place(placement: Placement, number: int, layers: range, table: RotaryTable)
         parts = [replace(one, memory=_held(one.memory)) for one in placement.groups[number]]
         held = Placement([parts], keys, values, (), lambda numbers: numbers)
         held.place(0, layers, RotaryTable(*_held((table.cos, table.sin))))
+
+
+def _decode(_: CardDecoding, name: str, grid: Any, *given: Any, **constants: Any) -> None:
+    """Count one launch, and do on the host what it does."""
+    if 0 in grid:
+        return
+    counts = next(one.counts for one in given if isinstance(one, CardTensor))
+    counts.note(counts.launches, f"kernel {name}")
+    with counts.computing():
+        play(name, *_held(given), **constants)
 
 
 @contextmanager
@@ -568,7 +581,7 @@ def pretended_card() -> Iterator[Counts]:
 
     torch._C._ensureCUDADeviceGuardSet()
     with ExitStack() as stack:
-        for kept in (copy_stream, buffers):
+        for kept in (copy_stream, decode_stream, buffers):
             kept.cache_clear()
             stack.callback(kept.cache_clear)
         for name, fake in fakes.items():
@@ -584,6 +597,9 @@ def pretended_card() -> Iterator[Counts]:
         stack.enter_context(patch.object(captured, "_failures", []))
         stack.enter_context(patch.object(tiled, "is_ready", _is_ready))
         stack.enter_context(patch.object(placing, "is_right", lambda *_: True))
+        stack.enter_context(patch.object(tiled, "architecture", lambda _: "sm_80"))
+        stack.enter_context(patch.object(tiled, "is_trusted", lambda *_, **__: True))
+        stack.enter_context(patch.object(CardDecoding, "_start", _decode))
         stack.enter_context(patch.object(Placement, "_start", _place))
         stack.enter_context(_Making(counts))
         stack.enter_context(_Operations(counts))

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 
+from kvrag.codec.names import RAW
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
@@ -48,6 +49,7 @@ class LaunchesRow:
 
     shape: str
     policy: str
+    codec: str
     num_layers: int
     num_tokens: int
     launches: Mapping[str, int]
@@ -86,6 +88,7 @@ def count_launches(
     question_tokens: int = 30,
     repeats: int = 4,
     memory: str = "none",
+    codec: str = RAW,
 ) -> LaunchesRow:
     """Return what fusing a prompt starts.
 
@@ -97,6 +100,8 @@ def count_launches(
         What is recomputed.
     num_chunks, chunk_tokens, question_tokens
         The prompt.
+    codec
+        What the chunks are stored with.
     repeats
         Runs. The counts are the last one's, and the least time of the host counts.
     memory
@@ -115,7 +120,7 @@ def count_launches(
     options: dict[str, Any] = {"policy": policy}
     if takes_ratio(policy):
         options["ratio"] = ratio
-    with temporary_index(model, texts, chunk_tokens) as index:
+    with temporary_index(model, texts, chunk_tokens, codec=codec) as index:
         KVEngine(index, session_bytes=0).fuse(prompt, policy="none")  # makes first places
         with pretended_card() as counts, _by_stage(counts):
             to_card(model.hf, counts)
@@ -126,6 +131,7 @@ def count_launches(
     return LaunchesRow(
         shape=shape,
         policy=policy,
+        codec=codec,
         num_layers=num_layers,
         num_tokens=fused.report.num_tokens,
         launches=dict(counts.launches),

@@ -6,6 +6,7 @@ A codec does not know about stores. It writes one self-contained record, and rea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -140,6 +141,13 @@ class Codec(Protocol):
     def open_record(self, reader: RecordReader, spec: KVSpec) -> EncodedChunk:
         """Open a record whose header has been read. Raises as `open` does."""
         ...
+
+
+def place_whole(keys: torch.Tensor, values: torch.Tensor, into: Iterable[Destination]) -> None:
+    """Place stretches of a layer's keys and values ``[H, T, D]``, which are on the CPU."""
+    for one in into:
+        one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
+        one.values.copy_(values[:, one.tokens])
 
 
 def check_kv(kv: ChunkKV) -> KVSpec:

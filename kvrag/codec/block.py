@@ -58,7 +58,14 @@ class BlockReader:
     reader
         The record.
     block
-        The block's number. The constructor reads it and compares its checksum.
+        The block's number.
+    content
+        Its bytes, with padding, whose checksum was compared; None: the constructor reads them.
+
+    Attributes
+    ----------
+    position
+        How many bytes were taken.
 
     Raises
     ------
@@ -68,19 +75,22 @@ class BlockReader:
         If the store cannot deliver the block.
     """
 
-    def __init__(self, reader: RecordReader, block: int) -> None:
+    def __init__(self, reader: RecordReader, block: int, content: memoryview | None = None) -> None:
         self._reader = reader
         self._block = block
         place = reader.header.blocks[block]
-        buffer = reader.room(place.padded_bytes)
-        reader.read_block(block, memoryview(buffer))
-        self._content = memoryview(buffer)[: place.size_bytes]
+        if content is None:
+            content = memoryview(reader.room(place.padded_bytes))
+            reader.read_block(block, content)
+        self._content = content[: place.size_bytes]
+        self.position = 0
 
     def take(self, size: int) -> memoryview:
         """Return the next `size` bytes."""
         if size > self._content.nbytes:
             self.refuse("length", f"{size} bytes more", f"{self._content.nbytes}")
         taken, self._content = self._content[:size], self._content[size:]
+        self.position += size
         return taken
 
     def unpack(self, fields: struct.Struct) -> tuple[int, ...]:
@@ -98,6 +108,14 @@ class BlockReader:
         if not np.isfinite(found).all():
             self.refuse("scales", "finite numbers", "NaN or infinity")
         return torch.from_numpy(found)
+
+    def streams(self, num_symbols: int, num_bytes: int) -> memoryview:
+        """Return the next streams, which are not decoded yet."""
+        if num_symbols > _MAX_SYMBOLS:
+            self.refuse("symbols", f"at most {_MAX_SYMBOLS}", str(num_symbols))
+        if num_bytes and not num_symbols:
+            self.refuse("streams", "none", f"{num_bytes} bytes")
+        return self.take(num_bytes)
 
     def symbols(
         self,
@@ -120,14 +138,9 @@ class BlockReader:
         context
             See `pack_streams`.
         """
-        size = len(classes) * num_tokens
-        if size > _MAX_SYMBOLS:
-            self.refuse("symbols", f"at most {_MAX_SYMBOLS}", str(size))
-        streams = self.take(num_bytes)
+        streams = self.streams(len(classes) * num_tokens, num_bytes)
         out = np.full((len(classes), num_tokens), ZERO_SYMBOL, dtype=np.uint8)
-        if not size:
-            if num_bytes:
-                self.refuse("streams", "none", f"{num_bytes} bytes")
+        if not out.size:
             return out
         try:
             threads = torch.get_num_threads()

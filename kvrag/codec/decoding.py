@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import threading
-from types import ModuleType
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,8 +19,37 @@ from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.planes import NUM_CONTEXTS
 from kvrag.codec.transform.base import KINDS
 from kvrag.codec.transform.pca import Components
+from kvrag.errors import RecordError
 from kvrag.native import Points, Rotation, contexts, reconstruct, refine
+from kvrag.native.entropy import stream_offsets
 from kvrag.positions.rotary import RotaryTable
+
+
+@dataclass(frozen=True)
+class CodedPart:
+    """A plane of a block as it is stored, checked except for what its streams say.
+
+    Attributes
+    ----------
+    block, plane
+        Which one.
+    streams
+        Where each stream begins in the memory that was read to, and where the last one ends.
+    escaped, num_escaped
+        Where the numbers without a symbol are, int16, and how many.
+    raw
+        Where the channels of the tokens are that are not quantised, in the model's type.
+    raw_tokens
+        Those tokens, ascending.
+    """
+
+    block: int
+    plane: int
+    streams: NDArray[np.int64]
+    escaped: int
+    num_escaped: int
+    raw: int
+    raw_tokens: NDArray[np.int64]
 
 
 class PipelineChunk(OpenedRecord):
@@ -30,15 +59,88 @@ class PipelineChunk(OpenedRecord):
     layer is placed.
     """
 
-    decodes_on_gpu = True
-
     def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
         super().__init__(reader)
         self._coder = coder
         self._num_planes = num_planes
         self._blocks: dict[int, CodedBlock] = {}
-        self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._lock = threading.Lock()
+
+    @property
+    def coder(self) -> LevelCoder:
+        """The record's level."""
+        return self._coder
+
+    @property
+    def num_planes(self) -> int:
+        """How many planes are decoded."""
+        return self._num_planes
+
+    def _coded_blocks(self, layers: range) -> Iterator[range]:
+        """Yield the record's blocks of some layers, plane by plane."""
+        blocks = self._coder.blocks_of(layers)
+        for plane in range(self._num_planes):
+            first = plane * len(self._coder.profile.transform.plans)
+            yield range(first + blocks.start, first + blocks.stop)
+
+    def coded_bytes(self, layers: range) -> int:
+        """Return how many bytes `read_coded` reads."""
+        index = self._reader.header.blocks
+        return sum(index[one].padded_bytes for some in self._coded_blocks(layers) for one in some)
+
+    def read_coded(self, layers: range, memory: memoryview) -> list[CodedPart]:
+        """Read the blocks of some layers as they are stored (one matrix a block, no scales).
+
+        Raises RecordError and StoreError as `read_layer` does, except for streams that are not what
+        was written although their checksums are right.
+
+        Parameters
+        ----------
+        layers
+            Layers of whole blocks.
+        memory
+            Writable, of `coded_bytes`.
+        """
+        parts, end = [], 0
+        for plane, blocks in enumerate(self._coded_blocks(layers)):
+            places = [self._reader.header.blocks[one] for one in blocks]
+            size = sum(place.padded_bytes for place in places)
+            self._reader.read_blocks(blocks, memory[end : end + size])
+            for number, place in zip(blocks, places, strict=True):
+                content = memory[end : end + place.padded_bytes]
+                fields = BlockReader(self._reader, number, content)
+                parts.append(self._part(plane, fields, number, end))
+                end += place.padded_bytes
+        return parts
+
+    def _part(self, plane: int, fields: BlockReader, number: int, begin: int) -> CodedPart:
+        coder = self._coder
+        block = number - plane * len(coder.profile.transform.plans)
+        num_escaped, raw, raw_tokens = 0, 0, np.zeros(0, np.int64)
+        if plane:
+            (num_bytes,) = fields.unpack(COUNT)
+        else:
+            (num_raw,) = fields.unpack(COUNT)
+            num_escaped, num_bytes = fields.unpack(MATRIX)
+            raw = begin + fields.position + 4 * num_raw
+            raw_tokens, _ = self._raw(fields, block, num_raw)
+        escaped = begin + fields.position
+        fields.take(2 * num_escaped)
+        first = begin + fields.position
+        num_rows = coder.level.planes[plane].num_rows[block][0]
+        content = fields.streams(num_rows * self.num_tokens, num_bytes)
+        streams = np.zeros(1, np.int64)
+        if num_rows:
+            try:
+                streams = stream_offsets(np.frombuffer(content, np.uint8), num_rows)
+            except RecordError as error:
+                fields.refuse("streams", "those that were written", str(error))
+        fields.end()
+        return CodedPart(block, plane, first + streams, escaped, num_escaped, raw, raw_tokens)
+
+    def refuse_streams(self) -> NoReturn:
+        """Raise RecordError: some streams turned out not to be what was written."""
+        self._reader.refuse("streams", "those that were written", "others")
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
@@ -55,7 +157,6 @@ class PipelineChunk(OpenedRecord):
         with self._lock:
             self._num_planes = num_planes
             self._blocks.clear()
-            self._on_device.clear()
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
@@ -101,16 +202,13 @@ class PipelineChunk(OpenedRecord):
         transform = coder.profile.transform
         block = coder.block_of(layer_index, kind)
         coded = self.block(block)
-        on_gpu = _is_on_gpu(out)
         if not isinstance(transform, Components) or coded.scales[0] is not None:
             spec = coder.profile.spec
             which = transform.plans[block].channels_of(spec, layer_index, kind)
             channels = coder.channels(plane, block, coded, self.num_tokens)[which, tokens]
             place_channels(channels.to(out.device), out, positions)
             return
-        gpu = _gpu_kernels() if on_gpu else None
-        if on_gpu and gpu is None:
-            # Without kernels for the GPU, those for the CPU write to host memory first.
+        if out.device.type != "cpu":
             host = torch.empty(out.shape, dtype=out.dtype)
             self._write(layer_index, kind, host, tokens, None)
             if positions is None:
@@ -118,28 +216,17 @@ class PipelineChunk(OpenedRecord):
             else:
                 positions.place(host.to(out.device), slice(0, len(positions.cos)), out)
             return
-        synthesis = coder.synthesis(plane, layer_index, kind, out.device)
-        basis, mean = synthesis.basis, synthesis.mean
+        synthesis = coder.synthesis(plane, layer_index, kind)
         rotation = None if positions is None else Rotation(positions.cos, positions.sin)
-        if gpu is None:
-            reconstruct(
-                Points(coded.values[0], synthesis.shrink),
-                basis,
-                mean,
-                out,
-                rotation=rotation,
-                tokens=tokens,
-                threads=torch.get_num_threads(),
-            )
-        else:
-            gpu.reconstruct(
-                Points(self._uploaded(block, out.device), synthesis.shrink),
-                basis,
-                mean,
-                out,
-                rotation=rotation,
-                tokens=tokens,
-            )
+        reconstruct(
+            Points(coded.values[0], synthesis.shrink),
+            synthesis.basis,
+            synthesis.mean,
+            out,
+            rotation=rotation,
+            tokens=tokens,
+            threads=torch.get_num_threads(),
+        )
         for index, token in enumerate(coded.raw_tokens.tolist()):
             if tokens.start <= token < tokens.stop:
                 one = slice(token - tokens.start, token - tokens.start + 1)
@@ -147,7 +234,7 @@ class PipelineChunk(OpenedRecord):
                 if positions is not None:
                     there = RotaryTable(positions.cos[one], positions.sin[one])
                 channels = coded.raw[index, synthesis.channels].float()[:, None]
-                place_channels(channels.to(out.device), out[:, one], there)
+                place_channels(channels, out[:, one], there)
 
     def _forget(self, layer_index: int) -> None:
         """Drop blocks whose last layer this was: prompts are filled layer by layer."""
@@ -155,16 +242,6 @@ class PipelineChunk(OpenedRecord):
             for number, plan in enumerate(self._coder.profile.transform.plans):
                 if plan.layers[-1] == layer_index:
                     self._blocks.pop(number, None)
-                    for place in [place for place in self._on_device if place[0] == number]:
-                        del self._on_device[place]
-
-    def _uploaded(self, block: int, device: torch.device) -> torch.Tensor:
-        """Return a block's numbers on a GPU: a fraction of the size of the KV they represent."""
-        found = self._on_device.get((block, device))
-        if found is None:
-            found = torch.from_numpy(self.block(block).values[0]).to(device)
-            self._on_device[block, device] = found
-        return found
 
     def block(self, block: int) -> CodedBlock:
         """Return the whole numbers of a block. Raises as `read_layer` does."""
@@ -177,20 +254,12 @@ class PipelineChunk(OpenedRecord):
     def _read_block(self, block: int) -> CodedBlock:
         # Each length below is checked against the rest of the block before it is used.
         coder, num_tokens = self._coder, self.num_tokens
-        transform, spec = coder.profile.transform, coder.profile.spec
+        transform = coder.profile.transform
         fields = BlockReader(self._reader, block)
         plans = transform.matrices(block)
         (num_raw,) = fields.unpack(COUNT)
         sizes = [fields.unpack(MATRIX) for _ in plans]
-        raw_tokens = fields.array("<u4", num_raw).astype(np.int64)
-        if num_raw and (int(raw_tokens[-1]) >= num_tokens or (np.diff(raw_tokens) <= 0).any()):
-            fields.refuse("tokens kept raw", f"ascending, below {num_tokens}", "others")
-        num_channels = transform.plans[block].num_channels(spec)
-        raw_bytes = fields.array("u1", num_raw * num_channels * spec.dtype.itemsize)
-        raw = torch.empty(num_raw, num_channels, dtype=spec.dtype)
-        raw.view(torch.uint8).numpy().reshape(-1)[:] = raw_bytes
-        if not bool(torch.isfinite(raw).all()):
-            fields.refuse("tokens kept raw", "finite numbers", "NaN or infinity")
+        raw_tokens, raw = self._raw(fields, block, num_raw)
         num_side = transform.num_side(block, num_tokens)
         side = fields.floats(num_side) if num_side else None
         values, scales = [], []
@@ -207,6 +276,22 @@ class PipelineChunk(OpenedRecord):
         for number in range(1, self._num_planes):
             values = self._refine(number, block, values)
         return CodedBlock(tuple(values), tuple(scales), side, torch.from_numpy(raw_tokens), raw)
+
+    def _raw(
+        self, fields: BlockReader, block: int, num_raw: int
+    ) -> tuple[NDArray[np.int64], torch.Tensor]:
+        """Return the tokens that are kept raw, and their channels."""
+        plan, spec = self._coder.profile.transform.plans[block], self._coder.profile.spec
+        tokens = fields.array("<u4", num_raw).astype(np.int64)
+        if num_raw and (int(tokens[-1]) >= self.num_tokens or (np.diff(tokens) <= 0).any()):
+            fields.refuse("tokens kept raw", f"ascending, below {self.num_tokens}", "others")
+        num_channels = plan.num_channels(spec)
+        raw_bytes = fields.array("u1", num_raw * num_channels * spec.dtype.itemsize)
+        raw = torch.empty(num_raw, num_channels, dtype=spec.dtype)
+        raw.view(torch.uint8).numpy().reshape(-1)[:] = raw_bytes
+        if not bool(torch.isfinite(raw).all()):
+            fields.refuse("tokens kept raw", "finite numbers", "NaN or infinity")
+        return tokens, raw
 
     def _refine(
         self, number: int, block: int, coarse: list[NDArray[np.int16]]
@@ -234,19 +319,3 @@ class PipelineChunk(OpenedRecord):
             finer.append(values)
         fields.end()
         return finer
-
-
-def _is_on_gpu(out: torch.Tensor) -> bool:
-    return out.is_cuda
-
-
-@functools.cache
-def _gpu_kernels() -> ModuleType | None:
-    """Return the kernels for the GPU, or None without the extra ``gpu``."""
-    try:
-        importlib.import_module("cuda.core")
-    except ImportError:
-        return None
-    from kvrag.native import gpu
-
-    return gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvrag.codec.base import Destination, EncodedChunk
+from kvrag.codec.base import Destination, EncodedChunk, place_whole
 
 
 class HeadRange:
@@ -56,10 +56,7 @@ class HeadRange:
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer's heads where they belong; see `EncodedChunk.place_layer`."""
-        keys, values = self.read_layer(layer_index)
-        for one in into:
-            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
-            one.values.copy_(values[:, one.tokens])
+        place_whole(*self.read_layer(layer_index), into)
 
     def fetch(self, num_planes: int) -> None:
         """Read planes of the whole record into memory."""

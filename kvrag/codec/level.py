@@ -17,8 +17,6 @@ from kvrag.codec.transform.base import Analysis
 from kvrag.codec.transform.pca import Components
 from kvrag.native import RansModel
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class CodedBlock:
@@ -87,7 +85,7 @@ class LevelCoder:
             for layer_index in plan.layers
             for kind in plan.kinds
         }
-        self._syntheses: dict[tuple[int, int, str, torch.device], Synthesis] = {}
+        self._syntheses: dict[tuple[int, int, str], Synthesis] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -143,19 +141,15 @@ class LevelCoder:
             found[:, coded.raw_tokens] = coded.raw.T.float()
         return found
 
-    def synthesis(
-        self, plane: int, layer_index: int, kind: str, device: torch.device = _CPU
-    ) -> Synthesis:
+    def synthesis(self, plane: int, layer_index: int, kind: str) -> Synthesis:
         """Return the inverse transform of a block to one kind of one layer (`pca` only).
 
         Parameters
         ----------
         plane
             The last plane that is read.
-        device
-            The device of the result's tensors.
         """
-        found = self._syntheses.get((plane, layer_index, kind, device))
+        found = self._syntheses.get((plane, layer_index, kind))
         if found is None:
             transform = self.profile.transform
             assert isinstance(transform, Components)
@@ -164,14 +158,23 @@ class LevelCoder:
             steps = self.steps(plane, block, 0, num_rows)
             found = Synthesis(
                 channels=transform.plans[block].channels_of(self.profile.spec, layer_index, kind),
-                shrink=self.shrink(plane, block, 0, num_rows).to(device),
-                basis=transform.synthesis_basis(block, layer_index, kind, steps).to(device),
-                mean=transform.mean_of(block, layer_index, kind).contiguous().to(device),
+                shrink=self.shrink(plane, block, 0, num_rows),
+                basis=transform.synthesis_basis(block, layer_index, kind, steps),
+                mean=transform.mean_of(block, layer_index, kind).contiguous(),
             )
             with self._lock:
-                self._syntheses[plane, layer_index, kind, device] = found
+                self._syntheses[plane, layer_index, kind] = found
         return found
 
     def block_of(self, layer_index: int, kind: str) -> int:
         """Return the number of the block that holds one kind of one layer."""
         return self._blocks[layer_index, kind]
+
+    def blocks_of(self, layers: range) -> range:
+        """Return the blocks of consecutive layers; a block with others is not among them."""
+        inside = [
+            number
+            for number, plan in enumerate(self.profile.transform.plans)
+            if plan.layers.start >= layers.start and plan.layers.stop <= layers.stop
+        ]
+        return range(inside[0], inside[-1] + 1) if inside else range(0)

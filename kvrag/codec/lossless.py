@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Destination, check_kv, check_layer_index
+from kvrag.codec.base import check_kv, check_layer_index
 from kvrag.codec.block import MATRIX, BlockReader, pack_streams
 from kvrag.codec.container import ByteSource, RecordReader, write_record
 from kvrag.codec.exponents import greatest_exponent, join, rest_bits, split
@@ -107,13 +107,6 @@ class LosslessChunk(OpenedRecord):
             shape = (2, spec.num_kv_heads, spec.head_dim, self.num_tokens)
             keys, values = channels.view(shape).transpose(2, 3).contiguous()
         return keys, values
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Decode one layer into the fused buffer. Raises as `read_layer` does."""
-        keys, values = self.read_layer(layer_index)
-        for one in into:
-            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
-            one.values.copy_(values[:, one.tokens])
 
     def _channels(self, layer_index: int) -> torch.Tensor:
         dtype = self._reader.header.spec.dtype

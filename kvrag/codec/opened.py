@@ -7,14 +7,12 @@ from collections.abc import Hashable
 
 import torch
 
+from kvrag.codec.base import Destination, place_whole
 from kvrag.codec.container import RecordReader
 
 
 class OpenedRecord(ABC):
     """Tokens and bytes of one record, from its header and its reader."""
-
-    decodes_on_gpu = False
-    """Whether `place_layer` sends less than the KV to a GPU, and decodes it there."""
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
@@ -43,6 +41,10 @@ class OpenedRecord(ABC):
     @abstractmethod
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values ``[H, T, D]`` of one layer; see `EncodedChunk.read_layer`."""
+
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
+        """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
+        place_whole(*self.read_layer(layer_index), into)
 
     def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of some heads, of a layer that is read whole."""

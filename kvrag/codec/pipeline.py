@@ -80,7 +80,7 @@ class PipelineCodec:
             )
         coder = self._coders[self._level_index]
         by_block = [
-            self._encode_block(coder, block, plan.gather(kv))
+            self.encode_block(coder, block, plan.gather(kv))
             for block, plan in enumerate(self.profile.transform.plans)
         ]
         # The coarsest plane of all blocks comes first: a reader that stops early has every layer.
@@ -124,7 +124,7 @@ class PipelineCodec:
             )
         return PipelineChunk(reader, coder, num_planes)
 
-    def _encode_block(
+    def encode_block(
         self, coder: LevelCoder, block: int, channels: torch.Tensor
     ) -> list[list[bytes | memoryview]]:
         """Return the payloads of a block's planes."""

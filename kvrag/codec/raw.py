@@ -12,7 +12,7 @@ import threading
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Destination, check_kv, check_layer_index
+from kvrag.codec.base import check_kv, check_layer_index
 from kvrag.codec.container import ByteSource, RecordReader, write_record
 from kvrag.codec.header import padded_size
 from kvrag.codec.opened import OpenedRecord
@@ -105,14 +105,6 @@ class RawChunk(OpenedRecord):
         """
         check_layer_index(layers[-1], len(self._reader.header.blocks))
         self._reader.read_blocks(layers, buffer)
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Read one layer, rotate its keys, and copy both to `into`. Raises as `read_layer` does."""
-        # To a GPU, pageable memory is copied before the call returns.
-        keys, values = (one.to(into[0].keys.device) for one in self.read_layer(layer_index))
-        for one in into:
-            one.table.place(keys[:, one.tokens], one.rows, one.keys)
-            one.values.copy_(values[:, one.tokens])
 
 
 class RawCodec:

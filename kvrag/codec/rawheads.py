@@ -11,7 +11,7 @@ import sys
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Destination, check_kv, check_layer_index
+from kvrag.codec.base import check_kv, check_layer_index
 from kvrag.codec.container import ByteSource, RecordReader, write_record
 from kvrag.codec.header import padded_size
 from kvrag.codec.names import RAW_HEADS
@@ -70,13 +70,6 @@ class RawHeadsChunk(OpenedRecord):
             keys, values = both.view(shape).transpose(0, 1).flatten(1, 2)
         wanted = slice(heads.start - groups.start * each, heads.stop - groups.start * each)
         return keys[wanted], values[wanted]
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Read one layer into the fused buffer. Raises as `read_layer` does."""
-        keys, values = self.read_layer(layer_index)
-        for one in into:
-            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
-            one.values.copy_(values[:, one.tokens])
 
 
 class RawHeadsCodec:

@@ -2,26 +2,33 @@
 
 Threads read a group of layers of a record at once into page-locked memory. One stream copies it to
 one of a few slots on the card; the prompt's own stream waits for the copies, there, and places the
-rows of all records from the slot into the buffer. Events say when a slot, or page-locked memory,
-may be written again. The host waits for the card only where a reader is two buffers ahead of it.
+rows of all records from the slot into the buffer. Compressed records are copied as they are stored;
+a third stream decodes those of a group (`kvrag.codec.card`). Events say when a slot, or page-locked
+memory, may be written again. The host waits for the card only where a reader is two buffers ahead
+of it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
+from typing import Any
 
 import torch
 
 from kvrag.codec.base import EncodedChunk
+from kvrag.codec.card import CardDecoding, Coded
+from kvrag.errors import RecordError
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.placement import Part, Placement
-from kvrag.fusion.staging import GROUP_LAYERS, Hot, HotRecords, Source
+from kvrag.fusion.staging import GROUP_LAYERS, Hot, HotRecords, Source, queue_copy
 from kvrag.kvcache import FusedKV
-from kvrag.loading.pinned import buffers, copy_stream, start_copy
+from kvrag.loading.hot import is_over
+from kvrag.loading.pinned import buffers, decode_stream, page_locked, start_copy
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.rotary import RotaryTable
 
@@ -29,24 +36,24 @@ AHEAD = 2
 """How many groups may be read before the prompt needs them."""
 _SLOT_BYTES = 256 << 20
 
-Bring = Callable[[RecordId, int], None]
-"""Reads a layer of a record, decodes it, and places it in the prompt's rows."""
-
 
 @dataclass(frozen=True)
 class _Lane:
-    """A record, and its layers' places: in memory that stays, or in a slot from `offset` on."""
+    """A record, and its layers' places: in memory that stays, or in a slot from `offset` on.
+
+    What the card decodes has a number.
+    """
 
     record_id: RecordId
     source: Source
     hot: Hot | None
     offset: int
     first_layer: int
+    coded: int | None
 
-    @property
-    def is_staged(self) -> bool:
-        """Whether the layers pass through slots."""
-        return self.hot is None and not self.source.decodes_on_gpu
+    def is_needed(self, group: range) -> bool:
+        """Return whether layers are read; memory that stays gets those nobody needs yet, too."""
+        return self.hot is not None or self.first_layer < group.stop
 
 
 class CardReading:
@@ -66,8 +73,6 @@ class CardReading:
         The rotary table of each layer.
     num_threads
         How many records are read at the same time.
-    bring
-        For records whose codec decodes on the card.
     seconds
         For each record, gets the seconds that reading took.
     hot
@@ -82,34 +87,48 @@ class CardReading:
         fused: FusedKV,
         tables: Sequence[RotaryTable],
         num_threads: int,
-        bring: Bring,
         seconds: dict[RecordId, float],
         hot: HotRecords | None = None,
     ) -> None:
         self._spans, self._firsts = spans, first_layers
         self._fused, self._tables = fused, tables
-        self._bring, self._seconds = bring, seconds
+        self._seconds = seconds
         self._device = fused.storage.device
         self._lanes, size = self._lanes_of(records, hot)
+        coded: list[Any] = [one.source.record for one in self._lanes if one.coded is not None]
+        self._decoding = CardDecoding(coded, self._device) if coded else None
         edges = {0, len(tables), *first_layers.values()}
         most = min(GROUP_LAYERS, _SLOT_BYTES // max(1, size * fused.spec.dtype.itemsize))
         if all(lane.hot is not None and lane.hot.is_whole for lane in self._lanes):
             most = len(tables)  # nothing to wait for
-        edges |= set(range(0, len(tables), max(1, most)))
-        starts = sorted(edge for edge in edges if edge <= len(tables))
-        self._groups = [range(*ends) for ends in pairwise(starts)]
-        self._starts = starts[:-1]
+        if self._decoding is None:
+            edges |= set(range(0, len(tables), max(1, most)))
+            starts = sorted(edge for edge in edges if edge <= len(tables))
+            self._groups = [range(*ends) for ends in pairwise(starts)]
+        else:
+            self._groups = _whole_blocks(
+                self._decoding.starts | {fused.spec.num_layers}, len(tables), max(1, most)
+            )
+        self._starts = [group.start for group in self._groups]
+        # What is placed at once; of a group, more and more may be needed.
+        steps = sorted(one for one in {*edges, *self._starts} if one <= len(tables))
+        self._steps = [range(*ends) for ends in pairwise(steps)]
         # The stream that computes the prompt: it places, and owns the slots' memory.
         self._computing = torch.cuda.current_stream(self._device)
-        self._copying = copy_stream(self._device)
         longest = max(map(len, self._groups), default=0)
         num_slots = min(AHEAD + 1, len(self._groups))
         self._slots = torch.empty(
             num_slots, longest * size, dtype=fused.spec.dtype, device=self._device
         )
+        self._payload_places = [self._places_in_payload(group) for group in self._groups]
+        most_bytes = max((places[-1] for places in self._payload_places), default=0)
+        self._payloads = torch.empty(num_slots, most_bytes, dtype=torch.uint8, device=self._device)
         # Kernels that were started before may still use the memory of slots and buffer.
-        before = self._computing.record_event()
-        self._before, self._may_write = before, [before] * num_slots
+        self._may_write = [self._computing.record_event()] * num_slots
+        self._read_coded: list[list[Coded]] = [[] for _ in self._groups]
+        self._num_left = [len(coded)] * len(self._groups)
+        self._told: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._lock = threading.Lock()
         self._copied: list[list[torch.cuda.Event]] = [[] for _ in self._groups]
         self._placement: Placement | None = None
         self._is_lost = False
@@ -128,19 +147,44 @@ class CardReading:
 
     def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
         number = self._group_of(layer_index)
-        group = self._groups[number]
-        if layer_index != group.start:
-            return {}  # it came with the first layer of its group
-        busy_before = self._prefetch.busy_seconds
-        failures = self._prefetch.wait(number)
-        self._waited_seconds += self._prefetch.busy_seconds - busy_before
-        if failures:
-            # Find the damage of all other records as well, so that one restart is enough.
-            self._is_lost = True
-            failures = self._prefetch.drain()
-            return {self._lanes[lane].record_id: error for lane, error in failures.items()}
-        self._place(number)
+        if layer_index == self._groups[number].start:
+            busy_before = self._prefetch.busy_seconds
+            failures = self._prefetch.wait(number)
+            self._waited_seconds += self._prefetch.busy_seconds - busy_before
+            if failures:
+                # Find the damage of all other records as well, so that one restart is enough.
+                self._is_lost = True
+                failures = self._prefetch.drain()
+                return {self._lanes[lane].record_id: error for lane, error in failures.items()}
+        for step, layers in enumerate(self._steps):
+            if layers.start == layer_index:
+                self._place(step, number)
         return {}
+
+    def is_sound(self) -> bool:
+        """Return whether the card has told if the streams of compressed records are damaged."""
+        return self._told is None or is_over(self._told[1])
+
+    def damage(self) -> Mapping[RecordId, Exception]:
+        """Return what the card has found, after it has decoded everything."""
+        if self._told is None:
+            return {}
+        flags, event = self._told
+        if not self.is_sound():
+            event.synchronize()
+        failures: dict[RecordId, Exception] = {}
+        for lane in self._lanes:
+            if lane.coded is None:
+                continue
+            if flags[lane.coded]:
+                record: Any = lane.source.record
+                try:
+                    record.refuse_streams()
+                except RecordError as error:
+                    failures[lane.record_id] = error
+            elif lane.hot is not None:
+                lane.hot.keep()
+        return failures
 
     def close(self) -> None:
         self._is_lost = True
@@ -155,14 +199,17 @@ class CardReading:
     ) -> tuple[list[_Lane], int]:
         """Return the records' lanes, and the elements of one layer of all of them in a slot."""
         lanes, end = [], 0
-        num_rotated = max((table.cos.shape[-1] for table in self._tables), default=0)
+        num_coded = 0
         for record_id, record in records.items():
-            source, place = Source(record, self._fused.spec, num_rotated), None
+            source, place = Source(record, self._fused.spec, self._device), None
             if hot is not None:
                 source, place = hot.take(source)
             first = min(self._firsts.get(span, 0) for span in self._spans[record_id])
-            lanes.append(_Lane(record_id, source, place, end, first))
-            end += source.stride * lanes[-1].is_staged
+            is_coded = source.is_coded and not (place is not None and place.is_whole)
+            number = num_coded if is_coded else None
+            num_coded += is_coded
+            lanes.append(_Lane(record_id, source, place, end, first, number))
+            end += source.stride * (place is None)
         return lanes, end
 
     def _group_of(self, layer_index: int) -> int:
@@ -171,14 +218,13 @@ class CardReading:
     def _read(self, number: int, group_number: int) -> None:
         """Read a group of layers of one record, and have it copied to the group's slot."""
         lane, group = self._lanes[number], self._groups[group_number]
-        # Memory that stays gets all layers, those that this prompt does not need, too.
-        if lane.first_layer >= group.stop and lane.hot is None:
-            return
         started = time.perf_counter()
-        if lane.hot is not None:
+        if lane.coded is not None:
+            self._read_stored(lane, lane.coded, group_number)
+        elif not lane.is_needed(group):
+            return
+        elif lane.hot is not None:
             self._copied[group_number] += lane.hot.bring(group, self._is_wanted)
-        elif lane.source.decodes_on_gpu:
-            self._decode(lane, group)
         else:
             number = group_number % len(self._slots)
             begin = lane.offset * len(group)
@@ -192,54 +238,120 @@ class CardReading:
     def _is_wanted(self) -> bool:
         return not self._is_lost
 
-    def _decode(self, lane: _Lane, group: range) -> None:
-        # Tables of the codec are made on first use, and other streams use them: so wait.
-        with torch.cuda.stream(self._copying):
-            self._copying.wait_event(self._before)
-            for layer_index in group:
-                self._bring(lane.record_id, layer_index)
-            self._copying.synchronize()
+    def _places_in_payload(self, group: range) -> list[int]:
+        """Return where each compressed record's bytes begin in a slot's payload, and the end."""
+        places = [0]
+        for lane in self._lanes:
+            if lane.coded is not None:
+                record: Any = lane.source.record
+                places.append(
+                    places[-1] + (record.coded_bytes(group) if lane.is_needed(group) else 0)
+                )
+        return places
 
-    def _place(self, number: int) -> None:
-        """Place a group, in the stream that computes the prompt."""
+    def _read_stored(self, lane: _Lane, coded: int, group_number: int) -> None:
+        """Read a group of layers as they are stored; the last reader has them decoded."""
+        group, slot = self._groups[group_number], group_number % len(self._slots)
+        record: Any = lane.source.record
+        begin, end = self._payload_places[group_number][coded : coded + 2]
+        stride = lane.source.stride
+        if begin < end:
+            copied: list[torch.cuda.Event] = []
+            pinned = buffers().take(end - begin)
+            try:
+                memory = pinned.memory[: end - begin]
+                parts = record.read_coded(group, memory.numpy().data)
+                into, after = self._payloads[slot][begin:end], self._may_write[slot]
+                copied = queue_copy(into, memory, after, self._is_wanted)
+                self._copied[group_number] += copied
+            finally:
+                buffers().give_back(pinned, copied[0] if copied else None)
+            where, first = self._slots[slot], lane.offset * len(group)
+            if lane.hot is not None:
+                where, first = lane.hot.memory, group.start * stride
+            target = where[first : first + stride * len(group)]
+            self._read_coded[group_number].append(Coded(coded, begin, parts, target, stride))
+        with self._lock:
+            self._num_left[group_number] -= 1
+            is_last = not self._num_left[group_number]
+        if is_last and self._is_wanted():
+            self._decode(group_number)
+
+    def _decode(self, number: int) -> None:
+        """Have a group of compressed layers decoded; after the last, read back its flags."""
+        assert self._decoding is not None
+        group, slot = self._groups[number], number % len(self._slots)
+        read = self._read_coded[number]
+        lanes = {lane.coded: lane for lane in self._lanes}
+        hot = [lane.hot for lane in (lanes[one.number] for one in read) if lane.hot is not None]
+        stream = decode_stream(self._device)
+        with torch.cuda.stream(stream):
+            may_write = [one.after for one in hot if one.after is not None]
+            for event in (self._may_write[slot], *may_write, *self._copied[number]):
+                stream.wait_event(event)
+            if read:
+                self._decoding.decode(
+                    group, self._payloads[slot], read, lambda one: self._upload(one, stream)
+                )
+            if number == len(self._groups) - 1:
+                flags = page_locked(self._decoding.flags.numel() * 4).view(torch.int32)
+                start_copy(flags, self._decoding.flags)
+                self._told = flags, stream.record_event()
+            decoded = stream.record_event()
+        self._copied[number].append(decoded)
+        for one in hot:
+            one.note_decoded(group, decoded)
+
+    def _place(self, step: int, number: int) -> None:
+        """Place layers of a group, in the stream that computes the prompt."""
         if self._placement is None:
             keys, values = self._fused.layers
             widths = {table.cos.shape[-1] for table in self._tables}
-            parts = [list(self._parts(one)) for one in range(len(self._groups))]
+            parts = [list(self._parts(one)) for one in self._steps]
             if not any(parts):
                 return
-            self._placement = Placement(parts, keys, values, widths, self._upload)
+            self._placement = Placement(
+                parts, keys, values, widths, lambda one: self._upload(one, self._computing)
+            )
         for event in self._copied[number]:
             self._computing.wait_event(event)
-        for table, layers in _runs(self._groups[number], self._tables):
-            self._placement.place(number, layers, table)
+        for table, layers in _runs(self._steps[step], self._tables):
+            self._placement.place(step, layers, table)
         self._may_write[number % len(self._slots)] = self._computing.record_event()
 
-    def _parts(self, number: int) -> Iterator[Part]:
-        """Yield where the rows go that a group's layers need."""
+    def _parts(self, layers: range) -> Iterator[Part]:
+        """Yield where the rows go that some layers of a group need."""
+        number = self._group_of(layers.start)
         group, slot = self._groups[number], self._slots[number % len(self._slots)]
         for lane in self._lanes:
+            there = slot, lane.offset * len(group), lane.source.stride, group.start
             if lane.hot is not None:
                 there = lane.hot.memory, 0, lane.source.stride, 0
-            elif lane.is_staged:
-                there = slot, lane.offset * len(group), lane.source.stride, group.start
-            else:
-                continue
             num_tokens = lane.source.record.num_tokens
             for span in self._spans[lane.record_id]:
-                if self._firsts.get(span, 0) <= group.start:
+                if self._firsts.get(span, 0) <= layers.start:
                     rows = span.chunk_start, span.prompt_start, span.length
                     yield Part(*there, num_tokens, *rows)
 
-    def _upload(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _upload(self, numbers: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
         size = numbers.numel() * numbers.itemsize
         pinned = buffers().take(size)
         memory = pinned.memory[:size].view(numbers.dtype).view(numbers.shape)
         memory.copy_(numbers)
         uploaded = torch.empty_like(memory, device=self._device)
         start_copy(uploaded, memory)
-        buffers().give_back(pinned, self._computing.record_event())
+        buffers().give_back(pinned, stream.record_event())
         return uploaded
+
+
+def _whole_blocks(stops: set[int], num_layers: int, most: int) -> list[range]:
+    """Return groups of layers that end where they may, each with as many as there may be."""
+    groups: list[range] = []
+    while (start := groups[-1].stop if groups else 0) < num_layers:
+        later = sorted(stop for stop in stops if stop > start)
+        stop = max((stop for stop in later if stop <= start + most), default=later[0])
+        groups.append(range(start, stop))
+    return groups
 
 
 def _runs(group: range, tables: Sequence[RotaryTable]) -> Iterator[tuple[RotaryTable, range]]:

@@ -366,6 +366,10 @@ def execute(
     with computing():
         logits = model.logits(hidden)[0]
     clock.lap("compute")
+    # A card has told this before it begins with the last layers: nobody waits for it in vain.
+    yield from until(loader.is_sound, clock)
+    loader.check()
+    clock.lap("load")
     picks = tuple(selection.picks)
     report = _report(plan, loader, clock, tuple(rows_by_layer), len(fresh), picks)
     report = replace(report, rows_compared=selection.num_compared, compute=model.compute)

@@ -9,7 +9,7 @@ from typing import NoReturn, Protocol
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import EngineError
-from kvrag.fusion.card import Bring, CardReading
+from kvrag.fusion.card import CardReading
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.loss import (
     DAMAGE,
@@ -33,6 +33,9 @@ OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
 """Takes a chunk id and the chunk's context tokens; returns the opened record, or None if the store
 has none. Raises NotMadeError if it is right that there is none.
 """
+
+Bring = Callable[[RecordId, int], None]
+"""Reads a layer of a record, decodes it, and places it in the prompt's rows."""
 
 WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 """Writes rows of one layer, by its index and rotary table, into a buffer."""
@@ -256,7 +259,6 @@ class SpanLoader:
                 fused,
                 tables,
                 self._num_threads,
-                bring,
                 self.record_seconds,
                 self._hot,
             )
@@ -303,6 +305,19 @@ class SpanLoader:
         if self._write_more is not None:
             fused, tables = self._into
             self._write_more(layer_index, fused, tables[layer_index])
+
+    def is_sound(self) -> bool:
+        """Return whether `check` would return at once, after all layers are loaded."""
+        return not isinstance(self._reading, CardReading) or self._reading.is_sound()
+
+    def check(self) -> None:
+        """Ask a card, after all layers are loaded, whether what it decoded was what was written.
+
+        Raises LostError as `load_layer` does. Only what one process reads alone is decoded there.
+        """
+        failures = self._reading.damage() if isinstance(self._reading, CardReading) else {}
+        if failures:
+            self._lose(failures)
 
     def _place(
         self, spans: Sequence[ReusedSpan], layer_index: int, fused: FusedKV, table: RotaryTable

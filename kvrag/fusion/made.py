@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrag.codec.base import Destination
+from kvrag.codec.base import Destination, place_whole
 from kvrag.kvcache import ChunkKV
 
 
@@ -54,10 +54,7 @@ class MadeChunk:
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
-        keys, values = self.read_layer(layer_index)
-        for one in into:
-            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
-            one.values.copy_(values[:, one.tokens])
+        place_whole(*self.read_layer(layer_index), into)
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:

@@ -12,15 +12,16 @@ from functools import partial
 
 import torch
 
-from kvrag.codec.base import Destination, EncodedChunk
+from kvrag.codec.base import EncodedChunk
+from kvrag.codec.card import can_decode
 from kvrag.codec.header import padded_size
+from kvrag.codec.level import LevelCoder
 from kvrag.fusion.layout import RecordId
 from kvrag.fusion.loss import DAMAGE
 from kvrag.kvcache import KVSpec
 from kvrag.loading import threads
 from kvrag.loading.hot import HotChunk, HotTier
 from kvrag.loading.pinned import buffers, copy_stream, registered, start_copy
-from kvrag.positions.rotary import RotaryTable
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 from kvrag.store.metrics import StoreCounts
@@ -49,21 +50,29 @@ class Source:
         The open record.
     spec
         The KV's shape and type.
-    num_rotated
-        The width of rotary tables, for records that are decoded on the card.
+    device
+        The card.
 
     Attributes
     ----------
     record
         As given.
+    is_coded
+        Whether the record's bytes go to the card as they are stored, which decodes them.
     stride
         Elements from layer to layer: keys ``[H, T, D]``, values, padding.
     name
         What the record is, content included; None: nobody can tell.
     """
 
-    def __init__(self, record: EncodedChunk, spec: KVSpec, num_rotated: int) -> None:
-        self.record, self._spec, self._num_rotated = record, spec, num_rotated
+    def __init__(self, record: EncodedChunk, spec: KVSpec, device: torch.device) -> None:
+        self.record, self._spec = record, spec
+        coder = getattr(record, "coder", None)
+        self.is_coded = (
+            isinstance(coder, LevelCoder)
+            and coder.profile.spec == spec
+            and can_decode(coder, getattr(record, "num_planes"), device)  # noqa: B009
+        )
         # Vectors of D elements begin at multiples of D, layers at 64 bytes, too.
         unit = spec.head_dim * spec.dtype.itemsize
         num_bytes = padded_size(spec.layer_bytes_per_token * record.num_tokens)
@@ -75,11 +84,6 @@ class Source:
         self._is_lost = False
 
     @property
-    def decodes_on_gpu(self) -> bool:
-        """Whether less than the KV goes to the card, which decodes it."""
-        return bool(getattr(self.record, "decodes_on_gpu", False))
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
         return self._spec.num_layers * self.stride * self._spec.dtype.itemsize
@@ -87,7 +91,7 @@ class Source:
     @property
     def should_be_pinned(self) -> bool:
         """Whether page-locked memory lacks the layers, and would be of use."""
-        return not (self._pinned or self._is_lost or self.decodes_on_gpu)
+        return not (self._pinned or self._is_lost or self.is_coded)
 
     def find(self, tier: HotTier) -> bool:
         """Take the layers from page-locked memory; return whether it has them."""
@@ -133,10 +137,8 @@ class Source:
         """
         if self._pinned is not None:
             memory = self._bytes_of(layers, self._pinned.memory)
-            return _queue(into, memory, after, is_wanted)
+            return queue_copy(into, memory, after, is_wanted)
         try:
-            if self.decodes_on_gpu:
-                return self._decode(layers, into, after)
             return self._copy(layers, into, after, is_wanted)
         except BaseException:
             self._is_lost = True
@@ -153,34 +155,11 @@ class Source:
             pinned, copied = buffers().take(size), []
             try:
                 self._read(some, pinned.memory[:size])
-                copied = _queue(part, pinned.memory[:size], after, is_wanted)
+                copied = queue_copy(part, pinned.memory[:size], after, is_wanted)
                 events += copied
             finally:
                 buffers().give_back(pinned, copied[0] if copied else None)
         return events
-
-    def _decode(
-        self, layers: range, into: torch.Tensor, after: torch.cuda.Event
-    ) -> list[torch.cuda.Event]:
-        """Let the card decode layers, without positions."""
-        record, spec = self.record, self._spec
-        num_tokens = record.num_tokens
-        stream = copy_stream(into.device)
-        # Tables of the codec are made on first use, and other streams use them: so wait.
-        with torch.cuda.stream(stream):
-            stream.wait_event(after)
-            ones = torch.ones(num_tokens, self._num_rotated, device=into.device)
-            unturned = RotaryTable(ones, torch.zeros_like(ones))
-            size = 2 * spec.num_kv_heads * num_tokens * spec.head_dim
-            whole = slice(0, num_tokens)
-            for number, layer_index in enumerate(layers):
-                layer = into[number * self.stride : number * self.stride + size]
-                both = layer.view(2, spec.num_kv_heads, num_tokens, spec.head_dim)
-                record.place_layer(
-                    layer_index, Destination(both[0], both[1], whole, unturned, whole)
-                )
-            stream.synchronize()
-            return [stream.record_event()]
 
     def _pieces(self, layers: range) -> Iterator[range]:
         at_once = max(1, _READ_BYTES // (self.stride * self._spec.dtype.itemsize))
@@ -206,7 +185,7 @@ class Source:
                 into.copy_(one)
 
 
-def _queue(
+def queue_copy(
     into: torch.Tensor, memory: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
 ) -> list[torch.cuda.Event]:
     """Queue a copy to a card on the one stream of copies."""
@@ -248,6 +227,23 @@ class Hot:
         self._missing = set() if after is None else set(range(spec.num_layers))
         self._copied = [] if chunk.written is None else [chunk.written]
         self._lock = threading.Lock()
+
+    @property
+    def after(self) -> torch.cuda.Event | None:
+        """What the card has to reach before it may write there."""
+        return self._after
+
+    def note_decoded(self, layers: range, event: torch.cuda.Event) -> None:
+        """Say that the card has decoded layers when it reaches an event."""
+        with self._lock:
+            self._missing -= set(layers)
+            self._copied = [event]
+
+    def keep(self) -> None:
+        """Let later prompts find what was decoded, if it is whole; it is known to be sound."""
+        with self._lock:
+            if not self._missing and self._after is not None:
+                self._tier.keep(self._chunk, self._copied[-1])
 
     @property
     def is_whole(self) -> bool:
@@ -467,13 +463,16 @@ class EarlyRecords:
             opened.set_exception(error)
             return
         opened.set_result(record)
-        if record is not None and not getattr(record, "decodes_on_gpu", False):
+        if record is not None:
             # The prompt finds the same error where it needs the record.
             with suppress(Exception):
-                self._copy(Source(record, self._spec, 0))
+                self._copy(record)
 
-    def _copy(self, source: Source) -> None:
+    def _copy(self, record: EncodedChunk) -> None:
         assert self.hot is not None
+        source = Source(record, self._spec, self.hot._device)
+        if source.is_coded:
+            return  # compressed records are decoded all together
         _, hot = self.hot.take(source)
         layers = range(self._spec.num_layers)
         for first in layers[::GROUP_LAYERS]:

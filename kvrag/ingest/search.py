@@ -401,6 +401,16 @@ class WatchedChunk:
         with self._watching():
             self._inner.read_layers(layers, buffer)
 
+    def read_coded(self, layers: range, memory: memoryview) -> Any:
+        """Read layers as they are stored, of records that can; see `PipelineChunk.read_coded`."""
+        with self._watching():
+            return self._inner.read_coded(layers, memory)
+
+    def refuse_streams(self) -> None:
+        """Refuse what a card found damaged; see `PipelineChunk.refuse_streams`."""
+        with self._watching():
+            self._inner.refuse_streams()
+
     def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some heads of one layer; see `EncodedChunk.read_heads`."""
         with self._watching():

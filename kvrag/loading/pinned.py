@@ -64,7 +64,7 @@ class PinnedBuffers:
         if taken is not None and taken.memory.numel() >= num_bytes:
             return taken
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-        return Pinned(_page_locked(size))
+        return Pinned(page_locked(size))
 
     def give_back(self, pinned: Pinned, copied: torch.cuda.Event | None = None) -> None:
         """Take a buffer back, which is free once the card has reached an event."""
@@ -86,7 +86,8 @@ class PinnedBuffers:
         return None
 
 
-def _page_locked(num_bytes: int) -> torch.Tensor:
+def page_locked(num_bytes: int) -> torch.Tensor:
+    """Return new page-locked memory, which takes longer to get than to copy."""
     # Not an inference tensor, even if the caller is in inference mode: others write it later.
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -123,6 +124,13 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @cache
+def decode_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which what was copied is decoded, while more is copied."""
+    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return made
+
+
+@cache
 def buffers() -> PinnedBuffers:
     """Return the buffers of this process."""
     return PinnedBuffers()
@@ -130,3 +138,4 @@ def buffers() -> PinnedBuffers:
 
 after_fork(buffers.cache_clear)
 after_fork(copy_stream.cache_clear)
+after_fork(decode_stream.cache_clear)

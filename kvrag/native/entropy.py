@@ -7,6 +7,7 @@ do not depend on the machine, on the instruction set, or on the number of thread
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,8 @@ from kvrag.native.kernels import kernels
 
 FREQUENCY_SUM = 4096
 MAX_SYMBOLS = 256
+_STATE_BYTES = 128
+_LOWEST_STATE = 1 << 16
 # Decode tables take 16 KiB a class.
 MAX_CLASSES = 1 << 14
 
@@ -233,6 +236,50 @@ def refuse(damage: int, stream: int, expected: int, found: int, where: str = "")
     fields = {"stream": stream, "expected": expected, "found": found}
     what, wanted, seen = (text.format(**fields) for text in _DAMAGE[damage])
     raise RecordError(f"{where}{what}: expected {wanted}, found {seen}")
+
+
+def stream_offsets(payload: NDArray[np.uint8], num_rows: int) -> NDArray[np.int64]:
+    """Return where each stream of a payload begins, and where the last one ends.
+
+    Raises
+    ------
+    RecordError
+        If the payload's index, a stream's length or its first states are invalid.
+    """
+    if payload.size < 4:
+        refuse(2, 0, 4, payload.size)
+    (num_streams,) = struct.unpack("<I", payload[:4].tobytes())
+    most = max(num_rows, 1)
+    if not 1 <= num_streams <= most:
+        refuse(1, 0, most, num_streams)
+    index_bytes = 4 + 4 * num_streams
+    if payload.size < index_bytes:
+        refuse(2, 0, index_bytes, payload.size)
+    sizes = np.frombuffer(payload[4:index_bytes].tobytes(), "<u4").astype(np.int64)
+    offsets = np.concatenate([[index_bytes], index_bytes + np.cumsum(sizes)])
+    if offsets[-1] != payload.size:
+        refuse(2, 0, int(offsets[-1]), payload.size)
+    wrong = np.flatnonzero((sizes < _STATE_BYTES) | (sizes % 2 != 0))
+    if wrong.size:
+        refuse(3, int(wrong[0]), 0, int(sizes[wrong[0]]))
+    states = payload[offsets[:-1, None] + np.arange(_STATE_BYTES)].view("<u4")
+    low = np.flatnonzero((states < _LOWEST_STATE).any(axis=1))
+    if low.size:
+        refuse(4, int(low[0]), 0, 0)
+    return offsets
+
+
+def decode_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.int32]:
+    """Return decode tables ``[C, 4096]``, whose entries ``cuda/include/kvrag/rans.h`` describes."""
+    num_classes, num_symbols = frequencies.shape
+    counts = frequencies.astype(np.uint32)
+    starts = np.cumsum(counts, axis=1, dtype=np.uint32) - counts
+    place = np.repeat(np.arange(counts.size), counts.ravel()).reshape(num_classes, FREQUENCY_SUM)
+    symbol = (place % num_symbols).astype(np.uint32)
+    offset = np.arange(FREQUENCY_SUM, dtype=np.uint32) - starts.ravel()[place]
+    entries = (symbol | (counts.ravel()[place] - 1) << 8 | offset << 20).astype(np.uint32)
+    tables: NDArray[np.int32] = entries.view(np.int32)
+    return tables
 
 
 def ideal_bits(

@@ -181,6 +181,23 @@ def test_chunks_in_memory_are_not_copied_or_not_read() -> None:
         assert row.launches.get("loader", 0) == row.waits.get("loader", 0) == row.waits["load"] == 0
 
 
+@pytest.mark.parametrize("codec", ["transform:2", "cachegen"])
+def test_compressed_chunks_are_decoded_by_groups_of_layers_not_by_chunks(codec: str) -> None:
+    few, many = (
+        count_launches("100m", "none", num_chunks=n, chunk_tokens=400, repeats=1, codec=codec)
+        for n in (3, 6)
+    )
+    raw = count_launches("100m", "none", num_chunks=3, chunk_tokens=400, repeats=1)
+    assert few.num_waits == many.num_waits == raw.num_waits
+    assert few.waits.get("loader", 0) == many.waits.get("loader", 0) == 0
+    num_groups = few.copies["loader"] // 4  # one for each record, and one for the tables
+    assert many.copies["loader"] == 7 * num_groups
+    # Streams of three planes at most, escapes, the transform, tokens that are kept; once the flags.
+    assert few.launches["loader"] <= 6 * num_groups + 1
+    assert many.launches["loader"] <= 6 * num_groups + 1
+    assert few.launches["load"] == many.launches["load"] <= raw.launches["load"] + 2
+
+
 def test_the_command() -> None:
     options = ["--shape", "test", "--policy", "none", "--chunks", "2", "--chunk-tokens", "30"]
     done = CliRunner().invoke(app, ["bench", "launches", *options, "--json"])

@@ -151,24 +151,42 @@ class _Starting(TorchDispatchMode):
 
 def use(device: QueueDevice, patch: Any, num_readers: int = 1) -> None:
     """Let kvrag's code for cards run on a device; `patch` is pytest's MonkeyPatch."""
+    from kvrag.codec import card as codec_card
     from kvrag.fusion import card, loader, placement, staging
     from kvrag.loading import pinned, threads
+    from kvrag_bench.codec.played import play
 
     buffers = pinned.PinnedBuffers(num_readers)
     streams = {"current_stream": device.current, "stream": device.using, "Stream": device.stream}
     for name, fake in streams.items():
         patch.setattr(torch.cuda, name, fake)
     copying = device.stream()
+    patch.setattr(staging, "copy_stream", lambda _: copying)
     for module in (card, staging):
-        patch.setattr(module, "copy_stream", lambda _: copying)
         patch.setattr(module, "buffers", lambda: buffers)
         patch.setattr(
             module, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory))
         )
-    patch.setattr(pinned, "_page_locked", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    for module in (card, pinned):
+        patch.setattr(
+            module, "page_locked", lambda size: torch.full((size,), 255, dtype=torch.uint8)
+        )
     place = placement.Placement.place
     patch.setattr(placement.Placement, "place", lambda *given: device.queue(lambda: place(*given)))
     patch.setattr(loader, "_is_on_card", lambda _: True)
+    decoding, decode, alive = device.stream(), codec_card.CardDecoding.decode, []
+    patch.setattr(card, "decode_stream", lambda _: decoding)
+    patch.setattr(staging, "can_decode", lambda coder, *_: codec_card.has_kernels(coder.profile))
+
+    def started(_: object, name: str, grid: Any, *given: Any, **more: Any) -> None:
+        device.queue(lambda: None if 0 in grid else play(name, *given, **more))
+
+    def decoded(one: Any, *given: Any) -> None:
+        alive.append((one, given))  # the work that is queued has addresses
+        decode(one, *given)
+
+    patch.setattr(codec_card.CardDecoding, "_start", started)
+    patch.setattr(codec_card.CardDecoding, "decode", decoded)
     # Readers work when they are started, so that the order is the random one's alone.
     patch.setattr(threads, "start", _at_once)
 

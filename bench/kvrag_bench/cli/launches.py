@@ -8,6 +8,7 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag.codec.names import RAW
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag_bench.cli import options as b
 
@@ -24,6 +25,7 @@ def bench_launches(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 500,
     question_tokens: b.QuestionTokensOption = 30,
     memory: b.MemoryOption = "none",
+    codec: Annotated[str, typer.Option(help="What the chunks are stored with.")] = RAW,
     as_json: o.JsonOption = False,
 ) -> None:
     """Count what a prompt starts on a graphics card, and how often it waits; needs no card."""
@@ -45,6 +47,7 @@ def bench_launches(
                     chunk_tokens=chunk_tokens,
                     question_tokens=question_tokens,
                     memory=memory,
+                    codec=codec,
                 )
             )
     if as_json:
@@ -57,7 +60,8 @@ def bench_launches(
             for phase, number in sorted(row.launches.items())
         )
         console.out().print(
-            f"{row.policy}, {row.num_tokens:,} tokens: {row.launches_per_layer:.1f} kernels a "
+            f"{row.policy}, {row.codec}, {row.num_tokens:,} tokens: "
+            f"{row.launches_per_layer:.1f} kernels a "
             f"layer, {row.num_waits} waits of the prompt's thread, whose own time is "
             f"{row.host_ms:.0f} ms. {phases}",
             markup=False,

@@ -1,7 +1,7 @@
 // The entropy coder, interleaved range asymmetric numeral systems (rANS): the arithmetic of one lane, the tables,
 // and the layout of a payload. Source: Duda, arXiv 1311.2540; interleaving: Giesen, arXiv
-// 1402.3392. The host's vector kernels (cuda/host) and the device's warps (cuda/kernels) do exactly
-// the same, 32 lanes at a time.
+// 1402.3392. The host's vector kernels (cuda/host) and the device's programs (cuda/triton) do
+// exactly the same, 32 lanes at a time.
 //
 // A *model* is `num_classes` tables of frequencies over at most 256 symbols; each sums to 4096.
 // A row of symbols has one class. If there are contexts, each symbol's context is added to it. A

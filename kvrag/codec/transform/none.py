@@ -79,13 +79,19 @@ def channel_matrix(spec: KVSpec, plan: BlockPlan, is_exact: bool = False) -> Mat
 
 
 class ChannelRows:
-    """Rows are channels minus their means (a `FittedTransform`)."""
+    """Rows are channels minus their means (a `FittedTransform`).
+
+    Attributes
+    ----------
+    means
+        float32 ``[N]`` for each block.
+    """
 
     def __init__(
         self, spec: KVSpec, plans: tuple[BlockPlan, ...], means: list[torch.Tensor]
     ) -> None:
         self.plans = plans
-        self._means = means
+        self.means = means
         self._matrices = [(channel_matrix(spec, plan),) for plan in plans]
 
     def matrices(self, block: int) -> tuple[MatrixPlan, ...]:
@@ -102,11 +108,11 @@ class ChannelRows:
 
     def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
         """Subtract the means."""
-        return Analysis([channels - self._means[block][:, None]])
+        return Analysis([channels - self.means[block][:, None]])
 
     def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
         """Add the means."""
-        return analysis.matrices[0] + self._means[block][:, None]
+        return analysis.matrices[0] + self.means[block][:, None]
 
     def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
         """Return each token's squared error ``[T]``."""
@@ -114,4 +120,4 @@ class ChannelRows:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the means by name."""
-        return {f"mean.{block}": mean for block, mean in enumerate(self._means)}
+        return {f"mean.{block}": mean for block, mean in enumerate(self.means)}

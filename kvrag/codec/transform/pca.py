@@ -188,6 +188,7 @@ class Components:
         self.bases = bases
         self._spec = spec
         self._wide: dict[int, torch.Tensor] = {}
+        self._on_device: dict[torch.device, list[torch.Tensor]] = {}
         self._matrices = [self._matrix(len(basis)) for basis in bases]
 
     @staticmethod
@@ -246,6 +247,12 @@ class Components:
         """Return the mean of one layer and kind, float32 ``[H, D]``."""
         which = self.plans[block].channels_of(self._spec, layer_index, kind)
         return self.means[block][which].view(self._spec.num_kv_heads, self._spec.head_dim)
+
+    def bases_on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the bases on a card, which all levels share."""
+        if device not in self._on_device:
+            self._on_device[device] = [basis.contiguous().to(device) for basis in self.bases]
+        return self._on_device[device]
 
     def keep_rows(self, num_rows: Sequence[int]) -> Components:
         """Return a copy with at most `num_rows` components for each block."""

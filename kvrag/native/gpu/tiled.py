@@ -1,10 +1,9 @@
 """Starts the kernels of ``cuda/triton``, which are written in Triton.
 
 They are compiled ahead of time where the package ``kvrag_gpu`` has them for the card's
-architecture (``python -m tools.aot --wheel`` makes it; starting them takes the extra ``gpu``), and
-are started as those of ``cuda/kernels`` are. Otherwise Triton, which PyTorch for CUDA brings,
-compiles them at first use, if a C compiler is there. Otherwise, and with ``KVRAG_GPU_KERNELS=off``,
-PyTorch has to compute: `is_ready` says so.
+architecture (``python -m tools.aot --wheel`` makes it; starting them takes the extra ``gpu``).
+Otherwise Triton, which PyTorch for CUDA brings, compiles them at first use, if a C compiler is
+there. Otherwise, and with ``KVRAG_GPU_KERNELS=off``, PyTorch has to compute: `is_ready` says so.
 
 A kernel more: its file in ``cuda/triton``, and an entry in `PROGRAMS`.
 """
@@ -113,6 +112,12 @@ def _place_tiling(constants: Constants, _: str) -> Tiling:
     return Tiling({"HALF": width // 2, "WIDTH": width, "BT": max(1, 4096 // width)}, warps=4)
 
 
+def _synthesise_tiling(constants: Constants, _: str) -> Tiling:
+    width = max(16, 1 << (constants["D"] - 1).bit_length())
+    tile = 64 if constants["SUMS"] and width <= 128 else 32
+    return Tiling({"WIDTH": width, "BT": tile, "BK": 32}, warps=8 if width > 64 else 4, stages=2)
+
+
 _DIMS, _FLAG = (64, 128, 256), (0, 1)
 _ADDRESSES = {"query": "*T", "positions": "*i64", "state": "*i64"}
 _SCORES = {"window": "i64", "scale": "fp32", "cap": "fp32"}
@@ -130,6 +135,30 @@ PROGRAMS: dict[str, Program] = {
         },
         {"D": _DIMS},
         _place_tiling,
+    ),
+    "rans": Program(
+        "codec",
+        {"payload": "*i16", "jobs": "*i64", "numbers": "*i16", "flags": "*i32", "counts": "*i32"},
+        {"REFINES": _FLAG},
+        lambda _, __: Tiling({}, warps=1),
+    ),
+    "escapes": Program(
+        "codec",
+        {"payload": "*i16", "jobs": "*i64", "numbers": "*i16", "flags": "*i32", "counts": "*i32"},
+        {},
+        lambda _, __: Tiling({"BLOCK": 1024}, warps=4),
+    ),
+    "synthesise": Program(
+        "codec",
+        {"numbers": "*i16", "entries": "*i64", "like": "*T", "num_heads": "i64"},
+        {"D": _DIMS, "SUMS": _FLAG, "EXACT": (0,)},
+        _synthesise_tiling,
+    ),
+    "kept": Program(
+        "codec",
+        {"payload": "*i16", "jobs": "*i64"},
+        {},
+        lambda _, __: Tiling({"BLOCK": 1024}, warps=4),
     ),
     "norm": Program(
         "rows",

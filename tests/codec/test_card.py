@@ -1,0 +1,169 @@
+"""Decoding on a card, played by Triton's interpreter: numbers are the host's to the bit."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.codec import card
+from kvrag.codec.card import CardDecoding, Coded, can_decode
+from kvrag.codec.decoding import PipelineChunk
+from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.profile import Profile
+from kvrag.kvcache import KVSpec
+from kvrag.native.gpu import tiled
+from kvrag.testing.codec_contract import KEY, BytesSource
+from kvrag_bench.codec.cutting import cut_record
+from kvrag_bench.codec.played import play
+from tests.codec import forge
+from tests.codec.test_pipeline import CONFIGS, fitting_codec
+from tests.support.codecs import smooth_kv
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+CPU = torch.device("cpu")
+TOKENS = (1, 33, 12)
+KINDS = {"transform": 1, "apart": 1, "cachegen": 0}
+
+
+class _Setting:
+    """Records of some lengths, decoded from a payload into staged memory."""
+
+    def __init__(self, name: str, dtype: torch.dtype, damaged: bool = False) -> None:
+        self.spec = KVSpec(2, 1, 16, dtype)
+        codec = fitting_codec(name).of(self.spec)
+        assert isinstance(codec, PipelineCodec)
+        self.profile: Profile = codec.profile
+        num_blocks = len(self.profile.transform.plans)
+        self.chunks: list[PipelineChunk] = []
+        for number, num_tokens in enumerate(TOKENS):
+            kv = smooth_kv(self.spec, num_tokens, seed=number)
+            kv.keys[:, :, num_tokens // 2] *= 50  # kept raw
+            kv.values[:, 0, 0, 3] *= 7  # escaped
+            record = codec.encode(KEY, kv)
+            if name == "transform" and number:  # of fewer planes
+                record = cut_record(record, 2, num_blocks)
+            if damaged and number == 1:
+                blocks = codec.open(KEY, BytesSource(record), self.spec)._reader.header.blocks
+                content = bytearray(record)
+                content[blocks[0].offset + blocks[0].size_bytes - 5] ^= 4
+                forge.reseal_blocks(content)
+                record = forge.reseal(content, blocks[0].offset)
+            self.chunks.append(codec.open(KEY, BytesSource(record), self.spec))
+        self.started: list[str] = []
+
+    def decoded(self, in_kernel: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the staged layers of each batch, and the flags; note what was started."""
+        decoding, layers = CardDecoding(self.chunks, CPU), range(self.spec.num_layers)
+        start = decoding._start
+
+        def noted(name: str, grid: Any, *given: Any, **more: Any) -> None:
+            if name == "synthesise":
+                self.numbers = given[0].clone()
+            if 0 not in grid:
+                self.started.append(name)
+                if in_kernel:
+                    start(name, grid, *given, **more)
+                else:
+                    play(name, *given, **more)
+
+        decoding._start = noted  # type: ignore[method-assign]
+        read, payload = [], torch.zeros(0, dtype=torch.uint8)
+        staged = []
+        for number, chunk in enumerate(self.chunks):
+            memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
+            parts = chunk.read_coded(layers, memory.numpy().data)
+            shape = (len(layers), 2, 1, chunk.num_tokens, 16)
+            into = torch.full(shape, torch.nan, dtype=self.spec.dtype)
+            staged.append(into)
+            stride = into[0].numel()
+            read.append(Coded(number, len(payload), parts, into.flatten(), stride))
+            payload = torch.cat([payload, memory])
+        decoding.decode(layers, payload, read, torch.clone)
+        return staged, decoding.flags
+
+    def assert_same_numbers(self) -> None:
+        """Compare whole numbers with the host's, to the bit."""
+        end = 0
+        for chunk in self.chunks:
+            for block in range(len(self.profile.transform.plans)):
+                rows = max(plane.num_rows[block][0] for plane in chunk.coder.level.planes)
+                of_block = self.numbers[end : end + rows * chunk.num_tokens]
+                end += len(of_block)
+                expected = torch.from_numpy(chunk.block(block).values[0])
+                found = of_block.view(rows, chunk.num_tokens)[: len(expected)]
+                assert torch.equal(found, expected)
+        assert end == len(self.numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kernels_decode_as_the_host_does(name: str, dtype: torch.dtype) -> None:
+    setting = _Setting(name, dtype)
+    staged, flags = setting.decoded(in_kernel=True)
+    assert not flags.any()
+    most = {torch.float32: 1e-4, torch.float16: 4e-3}[dtype]
+    for number, chunk in enumerate(setting.chunks):
+        found = staged[number]
+        expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
+        torch.testing.assert_close(found, expected, rtol=most, atol=most)
+    # All records and layers together: one launch for a plane, not for a block or a record.
+    planes = max(chunk.num_planes for chunk in setting.chunks)
+    assert setting.started.count("rans") == planes
+    more = {"escapes", "synthesise"} | ({"kept"} if name != "cachegen" else set())
+    assert {*setting.started} == {"rans", *more}
+    assert len(setting.started) == planes + len(more)
+    setting.assert_same_numbers()
+
+
+@pytest.mark.parametrize("in_kernel", [True, False], ids=["kernels", "played"])
+@pytest.mark.parametrize("name", ["transform", "cachegen"])
+def test_streams_that_lie_raise_their_record_s_flag_alone(name: str, in_kernel: bool) -> None:
+    setting = _Setting(name, torch.float32, damaged=True)
+    staged, flags = setting.decoded(in_kernel)
+    assert flags.bool().tolist() == [False, True, False]
+    for number in (0, 2):
+        chunk = setting.chunks[number]
+        expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
+        found = staged[number]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_card_decodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "_trusted", {})
+    monkeypatch.setattr(card, "_TRIAL_TOKENS", 7)
+    spec = KVSpec(2, 1, 16, torch.float32)
+    codec = fitting_codec(name)
+    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, smooth_kv(spec, 9))), spec)
+    assert isinstance(chunk, PipelineChunk)
+    assert can_decode(chunk.coder, chunk.num_planes, CPU) == (name in KINDS)
+    assert len(tiled._trusted) == (name in KINDS)
+    monkeypatch.setenv(tiled.VARIABLE, "off")
+    assert not can_decode(chunk.coder, chunk.num_planes, CPU)
+
+
+@pytest.mark.parametrize("wrong", ["rans", "synthesise", "kept", "escapes"])
+def test_kernels_that_are_wrong_do_not_decode(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tiled, "_trusted", {})
+    monkeypatch.setattr(card, "_TRIAL_TOKENS", 7)
+
+    def start(name: str, grid: Any, *given: Any, dtype: Any, device: Any, **more: Any) -> None:
+        if name != wrong and 0 not in grid:
+            play(name, *given, **more)
+
+    monkeypatch.setattr(card.tiled, "start", start)
+    spec = KVSpec(2, 1, 16, torch.float32)
+    codec = fitting_codec("transform")
+    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, smooth_kv(spec, 9))), spec)
+    assert isinstance(chunk, PipelineChunk)
+    with caplog.at_level(logging.WARNING):
+        assert not can_decode(chunk.coder, chunk.num_planes, CPU)
+        assert not can_decode(chunk.coder, chunk.num_planes, CPU)
+    assert len(caplog.records) == 1
+    assert "kernels for compressed records are not used" in caplog.text
