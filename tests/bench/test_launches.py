@@ -76,7 +76,7 @@ def test_branches_for_a_card_fuse_as_the_cpu_does(policy: str, codec: str, tmp_p
 def test_records_are_opened_before_the_prompt_is_tokenised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = KVModel(make_model(), make_tokenizer(), name="made")
+    model = model_of("qwen2")
     begun: list[int] = []
     earlies: list[EarlyRecords] = []
     tokenise = prompt_reader.tokenise_prompt
