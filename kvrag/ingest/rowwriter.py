@@ -113,11 +113,17 @@ class RowWriter:
     def drop_document(self, source: str) -> None:
         """Remove a document and all chunks that name it, even those its row does not list."""
         self._forget_file_of(source)
-        self._connection.execute("DELETE FROM chunks WHERE source = ?", (source,))
+        chunks = self._connection.execute(
+            "DELETE FROM chunks WHERE source = ? RETURNING seal", (source,)
+        ).fetchall()
+        before = self.state.documents
         for (checksum,) in self._connection.execute(
             "DELETE FROM documents WHERE source = ? RETURNING seal", (source,)
         ).fetchall():
             self.state.count_document(checksum, -1)
+        if self.state.documents == before:  # its row is lost, or damaged
+            for (checksum,) in chunks:
+                self.state.tell_gone(checksum)
 
     def _forget_file_of(self, source: str) -> None:
         """Make the next ingestion read a changed document's file again."""
@@ -171,14 +177,15 @@ class RowWriter:
         # It no longer matches its digest: adding it again restores it.
         self._forget_file_of(source)
         whole = self._checksums.whole(parts)
+        before = self.state.documents
         for row in self._connection.execute(
             f"SELECT {DOCUMENT_COLUMNS} FROM documents WHERE source = ?", (source,)
         ).fetchall():
             if self._checksums.is_right("document", row):
                 one = StoredDocument(*row[:-1])
                 self._write_document(one._replace(digest="", num_chunks=len(parts), chunks=whole))
-            else:  # the sum is wrong already; another one tells caches that a chunk is gone
-                self.state.documents ^= 1
+        if self.state.documents == before:  # its row is lost, or damaged
+            self.state.tell_gone(rows[0][-1])
         return len(gone)
 
     def _use_alone(self, alone: Chunk, key_of: KeyOf) -> None:

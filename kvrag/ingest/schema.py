@@ -227,6 +227,10 @@ class State:
         self.num_files += by
         self.files = (self.files + by * _number(checksum)) % _MAX_SUM
 
+    def tell_gone(self, checksum: object) -> None:
+        """Change the documents' sum, which damage made wrong, so that caches leave out a chunk."""
+        self.documents = (self.documents + _number(checksum)) % _MAX_SUM
+
     @property
     def version(self) -> tuple[int, bytes]:
         """The generation, and a digest of the documents' contents."""

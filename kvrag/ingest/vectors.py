@@ -238,7 +238,7 @@ class CurrentVectors:
             tidied = present.tidied(catalog)
             if tidied is present and cached == catalog.version()[1]:
                 return
-            if catalog.num_noted == num_noted:
+            if catalog.num_noted == num_noted and tidied.of:
                 self._write(tidied)
             self._found = tidied
 

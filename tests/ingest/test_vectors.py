@@ -223,21 +223,32 @@ def test_a_version_that_changes_nothing_keeps_the_vectors(
     assert len(first.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
 
 
-def test_a_chunk_of_a_damaged_document_leaves_the_vectors(index: Index) -> None:
-    filled(index)
-    before = len(sources(index, "the", 99))
-    (chunk_id,) = index.catalog.chunk_ids_of("heron")
-    index.catalog._connection.execute("UPDATE documents SET digest = 'x' WHERE source = 'heron'")
-    # Of two chunks, so that the document's row stays.
-    index.catalog._connection.execute(
-        "INSERT INTO chunks SELECT row + 1000, chunk_id || 'x', source, ordinal + 1, text, "
-        "token_ids, token_starts, num_tokens, kv_key, embedding, metadata, contexts, seal, "
-        "vector_seal FROM chunks WHERE source = 'heron'"
-    )
-    former = index.catalog.version()[1]
-    assert index.delete(chunk_ids=[chunk_id]) >= 1
-    assert index.catalog.version()[1] != former
-    assert len(sources(index, "the", 99)) == before - 1
+@pytest.mark.parametrize("how", ["at once", "one by one", "document"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE documents SET digest = 'x' WHERE source = 'long'",
+        "UPDATE documents SET seal = x'00' WHERE source = 'long'",
+        "DELETE FROM documents WHERE source = 'long'",
+    ],
+)
+def test_chunks_of_a_damaged_document_leave_the_vectors(
+    index: Index, model: KVModel, damage: str, how: str
+) -> None:
+    index.add([Document("long", "\n\n".join(f"The {word}, and the sea. " * 9 for word in WORDS))])
+    first, second, *_ = ids = index.catalog.chunk_ids_of("long")
+    index.search_dense("heron", 1)
+    index.catalog._connection.execute("PRAGMA foreign_keys = OFF")
+    index.catalog._connection.execute(damage)
+    if how == "document":
+        index.delete(sources=["long"])
+    else:
+        for some in [[first, second]] if how == "at once" else [[first], [second]]:
+            assert index.delete(chunk_ids=some) == len(some)
+    gone = len(ids) if how == "document" else 2
+    with Index.open(index.path, model=model) as again:
+        for one in (index, again):
+            assert len(one._storage.vectors.get().rows) == len(ids) - gone
 
 
 @pytest.mark.parametrize("graph_from", [8, 50_000])
