@@ -90,6 +90,7 @@ tiers() {
 }
 if [ -n "$small" ]; then
 	tiers tiers-small 100 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1
+	bench ttft-small-codec 100 ttft --codec transform:2 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none
 	for graphs in on off; do
 		export KVRAG_CUDA_GRAPHS=$graphs
 		bench "ttft-small-graphs-$graphs" 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
@@ -97,17 +98,16 @@ if [ -n "$small" ]; then
 	done
 	exit 0
 fi
-tests="tests/native/test_gpu.py tests/codec/test_on_gpu.py tests/engine/test_gpu.py"
-stage tests 45 "$python" -m pytest -q -x -p no:cacheprovider $tests
-# As it is, without graphs, and without kernels.
+stage tests 45 "$python" -m pytest -q -x -p no:cacheprovider tests/engine/test_gpu.py
+# As it is, without graphs, and with a codec.
 bench ttft-8b-5k 70 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 3 --policies none,boundary,two_stage
-KVRAG_CUDA_GRAPHS=off bench ttft-8b-5k-graphs-off 40 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
+KVRAG_CUDA_GRAPHS=off bench ttft-8b-5k-graphs-off 35 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
 tiers tiers-8b-5k 35 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2
+bench ttft-8b-5k-codec 35 ttft --codec transform:2 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
 bench ttft-qwen 30 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 3 --policies none,two_stage
 KVRAG_CUDA_GRAPHS=off bench ttft-qwen-graphs-off 20 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies none,two_stage
-KVRAG_GPU_KERNELS=off bench ttft-qwen-modules 20 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies two_stage
 bench ttft-smollm2 25 ttft --random-shape smollm2-135m --chunk-tokens 340 --repeats 3 --policies none,two_stage
 bench ttft-8b-16k 65 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
 for graphs in on off; do
-	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 25 decode --random-shape smollm2-135m
+	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 20 decode --random-shape smollm2-135m
 done

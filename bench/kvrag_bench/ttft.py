@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from kvrag.codec.names import RAW
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prices import SWITCH, Prices
@@ -62,6 +63,8 @@ class TTFTOptions:
         Where the model runs, such as ``"cuda"``; None means the CPU.
     never_slower
         Measure prices first, and let the engine compute prompts as a whole by them.
+    codec
+        What the chunks are stored with.
     memory
         Where earlier runs leave the chunks' KV on a card: one of `kvrag_bench.setting.MEMORIES`.
     """
@@ -78,6 +81,7 @@ class TTFTOptions:
     compute: str | None = None
     device: str | None = None
     never_slower: bool = False
+    codec: str = RAW
     memory: str = "none"
 
     def __post_init__(self) -> None:
@@ -187,7 +191,9 @@ def _rows(
     ]
     with ExitStack() as stack:
         indexes = [
-            stack.enter_context(temporary_index(model, texts, chunk_tokens, context=context))
+            stack.enter_context(
+                temporary_index(model, texts, chunk_tokens, context=context, codec=options.codec)
+            )
             for context in options.contexts
         ]
         question = random_text(model, options.question_tokens, seed=chunk_tokens)

@@ -25,7 +25,7 @@ def bench_launches(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 500,
     question_tokens: b.QuestionTokensOption = 30,
     memory: b.MemoryOption = "none",
-    codec: Annotated[str, typer.Option(help="What the chunks are stored with.")] = RAW,
+    codec: b.ChunkCodecOption = RAW,
     as_json: o.JsonOption = False,
 ) -> None:
     """Count what a prompt starts on a graphics card, and how often it waits; needs no card."""

@@ -16,6 +16,7 @@ BenchModelOption = Annotated[
 ShapeOption = Annotated[
     str, typer.Option(help="Without --model: random weights in the shape of this model.")
 ]
+ChunkCodecOption = Annotated[str, typer.Option(help="What the chunks are stored with.")]
 MemoryOption = Annotated[
     str,
     typer.Option(

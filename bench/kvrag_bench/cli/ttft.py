@@ -9,6 +9,7 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag.codec.names import RAW
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag_bench.cli import options as b
@@ -43,6 +44,7 @@ def bench_ttft(
     never_slower: Annotated[
         bool, typer.Option(help="Compute prompts as a whole where prices say that it is faster.")
     ] = False,
+    codec: b.ChunkCodecOption = RAW,
     memory: b.MemoryOption = "none",
     as_json: o.JsonOption = False,
 ) -> None:
@@ -66,6 +68,7 @@ def bench_ttft(
         compute=compute,
         device=device,
         never_slower=never_slower,
+        codec=codec,
         memory=memory,
     )
     with console.progress("measuring") as say:
