@@ -28,7 +28,7 @@ from kvrag.fusion.placement import Part, Placement
 from kvrag.fusion.staging import GROUP_LAYERS, Hot, HotRecords, Source, queue_copy
 from kvrag.kvcache import FusedKV
 from kvrag.loading.hot import is_over
-from kvrag.loading.pinned import buffers, decode_stream, page_locked, start_copy
+from kvrag.loading.pinned import buffers, copy_stream, decode_stream, page_locked, start_copy
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.rotary import RotaryTable
 
@@ -217,23 +217,32 @@ class CardReading:
 
     def _read(self, number: int, group_number: int) -> None:
         """Read a group of layers of one record, and have it copied to the group's slot."""
-        lane, group = self._lanes[number], self._groups[group_number]
+        lane = self._lanes[number]
         started = time.perf_counter()
-        if lane.coded is not None:
-            self._read_stored(lane, lane.coded, group_number)
-        elif not lane.is_needed(group):
-            return
-        elif lane.hot is not None:
-            self._copied[group_number] += lane.hot.bring(group, self._is_wanted)
-        else:
-            number = group_number % len(self._slots)
-            begin = lane.offset * len(group)
-            into = self._slots[number][begin : begin + lane.source.stride * len(group)]
-            after = self._may_write[number]
-            copied = lane.source.copy(group, into, after, self._is_wanted)
-            self._copied[group_number] += copied
+        try:
+            if lane.coded is not None:
+                self._read_stored(lane, lane.coded, group_number)
+            elif lane.is_needed(self._groups[group_number]):
+                self._copy(lane, group_number)
+        except BaseException:
+            # What was queued before the failure still has to be waited for.
+            streams = copy_stream(self._device), decode_stream(self._device)
+            self._copied[group_number] += [stream.record_event() for stream in streams]
+            raise
         # Only one thread at a time works on a record.
         self._seconds[lane.record_id] += time.perf_counter() - started
+
+    def _copy(self, lane: _Lane, group_number: int) -> None:
+        """Read a group of layers, and have it copied to where it is placed from."""
+        group = self._groups[group_number]
+        if lane.hot is not None:
+            self._copied[group_number] += lane.hot.bring(group, self._is_wanted)
+            return
+        number = group_number % len(self._slots)
+        begin = lane.offset * len(group)
+        into = self._slots[number][begin : begin + lane.source.stride * len(group)]
+        after = self._may_write[number]
+        self._copied[group_number] += lane.source.copy(group, into, after, self._is_wanted)
 
     def _is_wanted(self) -> bool:
         return not self._is_lost

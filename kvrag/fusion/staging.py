@@ -105,7 +105,7 @@ class Source:
         if chunk is None:
             return
         try:
-            for layers in self._pieces(range(self._spec.num_layers)):
+            for layers in self.pieces(range(self._spec.num_layers)):
                 self._read(layers, self._bytes_of(layers, chunk.memory))
             tier.keep(chunk)
         except DAMAGE:
@@ -148,7 +148,7 @@ class Source:
         self, layers: range, into: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
     ) -> list[torch.cuda.Event]:
         events = []
-        for some in self._pieces(layers):
+        for some in self.pieces(layers):
             first = (some.start - layers.start) * self.stride
             part = into[first : first + len(some) * self.stride]
             size = part.numel() * part.itemsize
@@ -161,7 +161,8 @@ class Source:
                 buffers().give_back(pinned, copied[0] if copied else None)
         return events
 
-    def _pieces(self, layers: range) -> Iterator[range]:
+    def pieces(self, layers: range) -> Iterator[range]:
+        """Yield the layers that are read at once."""
         at_once = max(1, _READ_BYTES // (self.stride * self._spec.dtype.itemsize))
         for first in range(0, len(layers), at_once):
             yield layers[first : first + at_once]
@@ -256,16 +257,19 @@ class Hot:
             if self._missing.isdisjoint(layers):
                 return self._copied[-1:]
             assert self._after is not None
-            first = min(self._missing.intersection(layers))
-            stop = max(self._missing.intersection(layers)) + 1
-            stride = self._source.stride
-            into = self.memory[first * stride : stop * stride]
-            copied = self._source.copy(range(first, stop), into, self._after, is_wanted)
-            if copied:
-                self._copied = copied
-                self._missing -= set(range(first, stop))
-                if not self._missing:
-                    self._tier.keep(self._chunk, copied[-1])
+            missing = self._missing.intersection(layers)
+            stride, copied = self._source.stride, []
+            # Piece by piece: a prompt may be given up between two of them.
+            for some in self._source.pieces(range(min(missing), max(missing) + 1)):
+                into = self.memory[some.start * stride : some.stop * stride]
+                queued = self._source.copy(some, into, self._after, is_wanted)
+                if not queued:
+                    break
+                copied += queued
+                self._copied = queued
+                self._missing -= set(some)
+            if not self._missing:
+                self._tier.keep(self._chunk, copied[-1])
             return copied
 
     def release(self, uses: Sequence[torch.cuda.Event]) -> None:
@@ -460,7 +464,8 @@ class EarlyRecords:
         try:
             record = self._open_kv(*record_id)
         except BaseException as error:
-            opened.set_exception(error)
+            # Its frames would keep this object, and so the memory that it holds.
+            opened.set_exception(error.with_traceback(None))
             return
         opened.set_result(record)
         if record is not None:

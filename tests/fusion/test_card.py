@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -558,3 +559,74 @@ def test_records_are_open_and_on_the_card_before_the_layout(
     assert memory.tier.make("other", 1) is not None  # what never became whole has left by now
     assert memory.tier.size_bytes == 2 * size + 1
     assert not any(one._num_holders for one in memory.tier._kept.values())
+
+
+def test_a_chunk_is_whole_only_if_all_pieces_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt may be given up between two pieces of what is read at once."""
+    prompt = _plain(1)
+    queue = QueueDevice(0, haste=0.5)
+    use(queue, monkeypatch)
+    size = prompt.spec.layer_bytes_per_token * 6
+    monkeypatch.setattr(staging, "_READ_BYTES", size)  # one layer
+    memory = _Memory(5 * size, queue)
+    for number in range(2):
+        hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+        source = staging.Source(prompt.open_kv("chunk-0", ()), prompt.spec, torch.device("cpu"))
+        _, place = hot.take(source)
+        assert place is not None
+        left = iter([True, False])
+        copied = place.bring(range(2), lambda left=left: next(left))  # type: ignore[misc]
+        assert len(copied) == 1
+        place.bring(range(2, 5), lambda: True)
+        assert not place.is_whole
+        if number == 1:
+            place.bring(range(2), lambda: True)
+            assert place.is_whole
+        hot.close()
+        queue.finish()
+    hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+    loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+    _assert_same(prompt, _loaded(prompt, loader, queue)[1])
+    assert hot.num_found["card"] == 1
+
+
+def test_copies_before_a_damaged_piece_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = replace(_plain(1), damage={("chunk-0", ()): (1, True)})
+    queue = QueueDevice(0, haste=0.0)
+    use(queue, monkeypatch)
+    monkeypatch.setattr(staging, "_READ_BYTES", prompt.spec.layer_bytes_per_token * 6)
+    loader = SpanLoader(prompt.open_kv, num_threads=2)
+    loader.open(prompt.spans)
+    loader.begin(prompt.buffer(), prompt.tables)
+    reading = loader._reading
+    assert isinstance(reading, card.CardReading)
+    with pytest.raises(LostError):
+        loader.load_layer(0)
+    # The next that gets the slots' memory on the prompt's stream.
+    queue.queue(lambda: reading._slots.fill_(7))
+    queue.current().hurry()
+    queue.finish()
+    assert bool((reading._slots == 7).all())
+
+
+def test_a_prompt_that_never_begins_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, although one of its records cannot be opened."""
+    prompt = _plain(1)
+    queue = QueueDevice(0)
+    use(queue, monkeypatch)
+    memory = _Memory(10_000_000, queue)
+
+    def open_kv(*record_id: Any) -> EncodedChunk | None:
+        if record_id == ("chunk-1", ()):
+            raise StoreError("gone")
+        return prompt.open_kv(*record_id)
+
+    hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+    early = EarlyRecords(open_kv, hot, prompt.spec, num_threads=2)
+    early.begin([(f"chunk-{n}", ()) for n in (0, 1)])
+    gc.disable()
+    try:
+        del early
+    finally:
+        gc.enable()
+    assert [one._num_holders for one in memory.tier._kept.values()] == [0]

@@ -161,8 +161,8 @@ def use(device: QueueDevice, patch: Any, num_readers: int = 1) -> None:
     for name, fake in streams.items():
         patch.setattr(torch.cuda, name, fake)
     copying = device.stream()
-    patch.setattr(staging, "copy_stream", lambda _: copying)
     for module in (card, staging):
+        patch.setattr(module, "copy_stream", lambda _: copying)
         patch.setattr(module, "buffers", lambda: buffers)
         patch.setattr(
             module, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory))
