@@ -206,7 +206,7 @@ class Slots:
     def of(self, num_rows: int) -> dict[str, torch.Tensor]:
         """Return the slots of some rows. Earlier ones stay valid."""
         if num_rows > self._num_rows:
-            self._made = {}
+            self._made, self._num_rows = {}, 0  # even if there is no memory
             self._made = {
                 name: torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
                 for name, width in self._widths.items()
@@ -220,7 +220,7 @@ class Slots:
             try:
                 self.of(self.most_rows)
             except torch.OutOfMemoryError:
-                self._num_rows, self.most_rows = 0, self.most_rows // 2
+                self.most_rows //= 2
                 if not self.most_rows:
                     raise
             else:
@@ -255,20 +255,19 @@ class CardLayers:
         The layers, whose weights are on the card.
     slots
         Memory that prompts share; None: its own.
-
-    Attributes
-    ----------
-    most_rows
-        Rows that a layer computes at once.
     """
 
     def __init__(self, description: Description, slots: Slots | None = None) -> None:
         self._description = description
         self._slots = slots
-        self.most_rows = MOST_ROWS if slots is None else slots.most_rows
         self._prepared: dict[tuple[int, ...], Prepared] = {}
         # The last prompt's buffer, and whether it lies as kernels take it.
         self._fits: tuple[FusedKV | None, bool] = None, False
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a layer computes at once: fewer once memory has turned out to be short."""
+        return MOST_ROWS if self._slots is None else self._slots.most_rows
 
     def can_run(self, fused: FusedKV) -> bool:
         """Return whether a buffer's rows lie as kernels take them."""

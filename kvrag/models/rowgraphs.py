@@ -119,8 +119,13 @@ class RowGraphs:
         state
             `RowPlaces.state` of the rows, on the card: the same tensor for the same rows.
         """
-        bucket = self._bucket_of(len(rows))
-        assert bucket is not None
+        kind = layers.start, looks
+        # Since `find`, memory may have ended, and with it buckets that lack other graphs.
+        bucket = min(
+            size
+            for first, size, looked in self._graphs
+            if (first, looked) == kind and size >= len(rows)
+        )
         if self._owner is not state:
             self._positions[: len(rows)].copy_(rows)
             self._state[: len(state)].copy_(state)

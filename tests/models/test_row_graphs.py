@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -323,6 +324,47 @@ def test_memory_that_ends_later_leaves_smaller_buckets(monkeypatch: pytest.Monke
     assert graphs.find(0, 20, looks=False)
     graphs.find(0, 120, looks=False)
     assert not graphs.wants_more
+
+
+def test_memory_may_end_between_finding_layers_and_running_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, graphs = graphs_of(deep("llama"))
+    graphs.find(0, 20, looks=False)
+    graphs.capture()
+    before, after = (Prompt(deep("llama"), 40, 20, 1) for _ in range(2))
+    found = compiled.together(0, after.rows, after.fused)
+    assert found
+
+    def run(prompt: Prompt) -> torch.Tensor:
+        with torch.no_grad():
+            compiled.run_together(found, prompt.hidden, prompt.rows, prompt.fused, prompt.tables)
+        return prompt.hidden
+
+    expected = run(before)
+
+    def short(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(rowgraphs, "Prepared", short)
+    graphs.find(0, 20, looks=True)
+    graphs.capture()
+    assert not compiled.together(0, after.rows, after.fused)
+    assert torch.equal(run(after), expected)
+
+
+def test_a_prompt_without_memory_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, graphs = graphs_of(deep("llama"))
+    slots = graphs._slots
+    slots.of(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            slots.of(200)
+    assert set(slots.of(20)) == set(slots._widths)
+    # Prompts that began before memory was short never take more than graphs know.
+    slots.most_rows = 16
+    assert compiled.most_rows == 16
 
 
 def test_rows_that_would_fill_a_bucket_at_a_price_are_carried_out() -> None:
