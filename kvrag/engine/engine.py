@@ -352,10 +352,12 @@ class KVEngine(OfProcess):
         """
         self.require_here()  # here: the batch's own thread is the parent's
         context = copy_context()
-        starts = [
-            Start(partial(self._start_later, context, one, options))
-            for one in checked_batch(prompts)
-        ]
+        starts = []
+        for one in checked_batch(prompts):
+            own = one.ttft if isinstance(one, Request) else options.get("ttft")
+            has_target = own is not None or self.defaults.ttft is not None
+            fuse = partial(self._start_later, context, one, options)
+            starts.append(Start(fuse, has_target=has_target))
         answers = self._scheduler.answers(starts)
         errors = [one for one in answers if isinstance(one, Exception)]
         if errors and not return_exceptions:

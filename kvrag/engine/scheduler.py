@@ -80,7 +80,8 @@ class Job:
     submitted: float = field(default=0.0, init=False)
     is_cancelled: bool = field(default=False, init=False)
     is_ended: bool = field(default=False, init=False)
-    loads_alone: bool = field(default=False, init=False)
+    has_target: bool = field(default=False, init=False)
+    is_slow: bool = field(default=False, init=False)
     fusing: Slices[OpenAnswer] | None = field(default=None, init=False)
     answer: OpenAnswer | None = field(default=None, init=False)
 
@@ -341,7 +342,8 @@ class Scheduler:
         """
         slow: list[Job] = []
         while (job := self._next_due(slow)) is not None:
-            if not self._slice_of(job, waits=False):
+            job.is_slow = self._slice_of(job, waits=False)
+            if not job.is_slow:
                 return True
             slow.append(job)
         if slow and not self._running:
@@ -353,7 +355,9 @@ class Scheduler:
         with self._changed:
             ready = [job for job in self._joining if job not in slow]
             has_room = len(self._joining) + len(self._running) < self._max_batch
-            if has_room and len(slow) < _MOST_SLOW and not any(job.loads_alone for job in slow):
+            # Not only those in `slow`: one with a target may be due after others.
+            is_alone = any(job.has_target and job.is_slow for job in self._joining)
+            if has_room and len(slow) < _MOST_SLOW and not is_alone:
                 ready += [job for job in self._waiting if job.is_read]
             job = min(ready, key=lambda one: one.due, default=None)
             if job is not None and job in self._waiting:
@@ -366,7 +370,7 @@ class Scheduler:
         try:
             if job.fusing is None:
                 start = job.start.result() if isinstance(job.start, Future) else job.start
-                job.fusing, job.loads_alone = start.fuse(job.submitted), start.has_target
+                job.fusing, job.has_target = start.fuse(job.submitted), start.has_target
                 return next(job.fusing)
             return job.fusing.send(waits)
         except StopIteration as done:

@@ -184,6 +184,20 @@ def test_no_prompt_begins_to_load_beside_one_with_a_target(
     assert script.run().startswith("(a)aa.b")
 
 
+def test_nor_does_one_that_is_due_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch)
+    here: set[str] = set()
+    script.submit("r", 1, num_tokens=9)
+    script.scheduler.wait_until(lambda: "r." in script.happened)
+    script.submit("a", 1, due=9.0, is_here=lambda: "a" in here, has_target=True)
+    script.scheduler.wait_until(lambda: False, once=True)
+    script.submit("b", 1, due=0.0)
+    script.scheduler.wait_until(lambda: False, once=True)
+    assert "b" not in script.happened
+    here.add("a")
+    assert script.run().replace("|", "").startswith("rr.ab")
+
+
 @pytest.mark.parametrize("error", [MemoryError("no room"), ValueError("damaged")])
 def test_a_failure_is_told_to_its_own_prompt_alone(
     error: Exception, monkeypatch: pytest.MonkeyPatch
