@@ -141,12 +141,10 @@ class PromptReader:
             layout = prompt.layout if request.reuse else replace(prompt.layout, spans=())
             return LaidOutPrompt(layout, {}, prompt.open_kv, early=early)
         written = self._text(prompt, request.tools)
-        found: tuple[Sequence[Match], Mapping[str, Chunk], Mapping[str, int]] = [], {}, {}
-        if request.reuse:
+        found = None
+        if request.reuse and early is not None:
             found = self._find_chunks(written.text, hints)
-        matches, chunks, damage = found
-        if early is not None:
-            early.begin(_probable_records(matches, chunks))
+            early.begin(_probable_records(*found[:2]))
         tokens = tokenise_prompt(index, written, hints)
         holds = index.config.max_positions
         if len(tokens.token_ids) >= holds and index.compression is None:
@@ -156,6 +154,9 @@ class PromptReader:
             )
         if tokens.num_control:
             self._warn_of_control(tokens.num_control)
+        if request.reuse and found is None:
+            found = self._find_chunks(written.text, hints)
+        matches, chunks, damage = found or ([], {}, {})
         layout = lay_out(tokens, matches, chunks, index.prefix_ids, hints=hints)
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")

@@ -369,9 +369,9 @@ def test_a_prompt_is_read_beside_running_answers(
     may_read = threading.Event()
     lay_out = PromptReader.lay_out
 
-    def slow(self: PromptReader, request: Request) -> Any:
+    def slow(self: PromptReader, request: Request, *more: Any) -> Any:
         assert request.prompt != PROMPTS[1] or may_read.wait(60)
-        return lay_out(self, request)
+        return lay_out(self, request, *more)
 
     monkeypatch.setattr(PromptReader, "lay_out", slow)
     late = engine.steps(PROMPTS[1])
