@@ -5,12 +5,14 @@ import time
 
 import pytest
 
-from kvrag.errors import ParameterError
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import read_whole
+from kvrag.store.wrapper import StoreWrapper, read_whole
 from kvrag.testing.records import key_number, record_of
 from kvrag.tune.loading import measure_loading
+from kvrag.tune.stores import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed
@@ -119,3 +121,26 @@ def test_the_controller_takes_more_the_slower_the_store() -> None:
     assert slow.best_seconds < 1.0
     # Of one round the median is the ratio itself.
     assert slow.over_best == pytest.approx(slow.seconds / slow.best_seconds)
+
+
+class Hesitant(StoreWrapper):
+    """Does not answer when it is asked for the first time."""
+
+    num_asked = 0
+
+    def contains(self, key: ChunkKey) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise StoreUnreachableError("gone for a moment")
+        return self.inner.contains(key)
+
+
+def test_what_a_store_has_stays_and_nothing_has_no_cost() -> None:
+    with indexed(SMALL, lambda _: None) as (index, _):
+        there = set(index.store.keys())
+        with pytest.raises(StoreUnreachableError):
+            _cost_of(index, Hesitant(index.store))
+        assert set(index.store.keys()) == there
+        for key in there:
+            index.store.delete(key)
+        assert measure_loading(index, 3) is None
