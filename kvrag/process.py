@@ -6,11 +6,17 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from kvrag.errors import ProcessError
 
+# Where Linux tells the limit of a control group, in version 2 and 1.
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _EXIT_SECONDS = 30.0  # of one piece of work, such as a layer over a prompt
 
 
@@ -93,6 +99,15 @@ def _exit() -> None:
 def _in_child() -> None:
     global _resting, _depth, _num_at_work
     _resting, _depth, _num_at_work = threading.Condition(), threading.local(), 0
+
+
+def memory_bytes() -> int:
+    """Return the memory that this process may have: its container's, if that has a limit."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # "max": there is none
+            sizes.append(int(path.read_text()))
+    return min(sizes)
 
 
 def after_fork(forget: Callable[[], None]) -> None:

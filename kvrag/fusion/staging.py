@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from kvrag.kvcache import KVSpec
 from kvrag.loading import threads
 from kvrag.loading.hot import HotChunk, HotTier
 from kvrag.loading.pinned import buffers, copy_stream, registered, start_copy
+from kvrag.process import memory_bytes
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 from kvrag.store.metrics import StoreCounts
@@ -310,7 +310,7 @@ class HotTiers:
         if card is None:
             card = free_bytes(device)[0] // _CARD_SHARE
         if pinned is None:
-            pinned = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_SHARE
+            pinned = memory_bytes() // _HOST_SHARE
         return (
             HotTier("card", card, partial(on_card, device)),
             HotTier("pinned", pinned, registered),

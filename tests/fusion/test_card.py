@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrag import process
 from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import PipelineConfig
@@ -630,3 +633,17 @@ def test_a_prompt_that_never_begins_gives_memory_back(monkeypatch: pytest.Monkey
     finally:
         gc.enable()
     assert [one._num_holders for one in memory.tier._kept.values()] == [0]
+
+
+@pytest.mark.parametrize("told", ["8000000\n", "max\n", None])
+def test_page_locked_memory_is_a_share_of_what_a_container_has(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    if told is not None:
+        limit.write_text(told)
+    monkeypatch.setattr(process, "_MEMORY_LIMITS", (limit,))
+    monkeypatch.setattr(staging, "free_bytes", lambda _: (1 << 30, 1 << 30))
+    _, pinned = staging.HotTiers(None, None)._make(torch.device("cuda"))
+    all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert pinned.limit_bytes == (1_000_000 if told == "8000000\n" else all_bytes // 8)

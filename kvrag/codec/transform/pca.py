@@ -11,7 +11,6 @@ dividing each layer and kind by its root mean square, the queries' second moment
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,6 +21,7 @@ from kvrag.codec.transform.base import KINDS, Analysis, BlockPlan, MatrixPlan, t
 from kvrag.codec.transform.none import load_means
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.process import memory_bytes
 
 BASIS_DTYPE = torch.float16
 # A token whose energy exceeds the running mean by this factor is scaled down to it. Otherwise a few
@@ -78,7 +78,7 @@ class PCA:
     def fitter(self, spec: KVSpec) -> PCAFitter:
         """Return an empty fitter. It keeps ``N^2`` numbers a block for a corpus of any size."""
         needed = sum(4 * plan.num_channels(spec) ** 2 for plan in self.plans(spec))
-        if needed > _memory_bytes() / 2:
+        if needed > memory_bytes() / 2:
             raise ParameterError(
                 f"pca: the covariances of a model of {spec.num_layers} layers of "
                 f"{spec.num_kv_heads} x {spec.head_dim} key/value channels take {needed / 1e9:.0f} "
@@ -96,10 +96,6 @@ class PCA:
             weights.append(take_tensor(tensors, f"weight.{block}", [size], torch.float32))
             bases.append(take_tensor(tensors, f"basis.{block}", [-1, size], BASIS_DTYPE))
         return Components(spec, plans, means, weights, bases)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class PCAFitter:
