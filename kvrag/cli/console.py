@@ -233,7 +233,8 @@ _COLUMNS: dict[str, dict[str, Any]] = {
     "text": {"no_wrap": True},
     "folded": {"overflow": "fold"},
     "number": {"justify": "right", "no_wrap": True},
-    "begins": {"no_wrap": True, "overflow": "ellipsis", "style": "dim"},
+    # On a terminal, it has the room that the others leave.
+    "begins": {"no_wrap": True, "overflow": "ellipsis", "style": "dim", "ratio": 1},
 }
 
 
@@ -242,7 +243,8 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> No
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    has_rest = out().is_terminal and "begins" in columns.values()
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=has_rest)
     for name, kind in columns.items():
         table.add_column(name, **_COLUMNS[kind])
     for row in rows:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvrag.chunk import Chunk
+from kvrag.cli import console
 from kvrag.cli.search import _place
 from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
@@ -46,6 +50,23 @@ def test_the_path_of_headings_is_shown() -> None:
     ):
         chunk = Chunk("id", "text", (1,), (0,), "a.md", 2, metadata)
         assert _place(SearchHit(chunk, 1.0)) == f"a.md#2{shown}"
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_a_narrow_terminal_shows_rank_score_and_chunk(
+    run: Run, index_folder: Path, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = partial(Console, width=columns, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "out", terminal)
+    done = run("search", "Who keeps the harbour ledger?", "-i", index_folder)
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= columns
+    names = re.match(r" +score +chunk +", lines[0])
+    assert names
+    place = "".join(line[lines[0].index("chunk") : names.end()].strip() for line in lines[1:5])
+    assert "harbour.txt#0" in place
+    assert re.match(r"1 +[0-9.]+ ", lines[1])
+    assert lines[1].endswith("…")
 
 
 def test_search_that_finds_nothing(run: Run, index_folder: Path) -> None:
