@@ -232,6 +232,25 @@ def test_arguments_leave_the_rest_of_their_room_empty() -> None:
     assert after.start > argument.end
 
 
+def test_accents_and_line_ends_are_one_text_wherever_they_come_from(tmp_path: Path) -> None:
+    said = {}
+    for name, cafe, end in (("plain", "caf\u00e9", "\n"), ("other", "cafe\u0301", "&#13;&#10;")):
+        folder = tmp_path / name
+        folder.mkdir()
+        file = f"{cafe}{end}of a file".replace("&#13;&#10;", "\r\n")
+        (folder / "file.txt").write_bytes(file.encode())
+        (folder / "schema.xml").write_text(
+            f"<schema name='s'>In a {cafe}{end}<module name='m'>a {cafe},{end}or <param name='p'"
+            f" length='9' scaffold='{cafe}'/></module><module name='f' src='file.txt'/></schema>"
+        )
+        schema = parse_schema(folder / "schema.xml")
+        layout = lay_out_schema(schema, TOKENIZER, PREFIX)
+        markup = f"<prompt schema='s'><m p='{cafe}'/><f/>Which {cafe}{end}was it?</prompt>"
+        pieces = place_prompt(layout, parse_prompt(markup, schema), TOKENIZER)
+        said[name] = [one.token_ids for one in (*layout.stretches, *pieces)]
+    assert said["other"] == said["plain"]
+
+
 def test_a_chat_template_is_spread_around_modules() -> None:
     schema = parse_schema(SCHEMAS / "code_generation_bookstore.xml")
     layout = lay_out_schema(schema, TOKENIZER, PREFIX)

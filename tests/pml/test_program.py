@@ -268,6 +268,12 @@ def test_a_default_is_what_stands_in_a_parameters_room(tmp_path: Path) -> None:
     assert [one.scaffold for one in schema.parameters(()).values()] == ["3", ""]
 
 
+def test_accents_and_line_ends_of_a_program_are_those_of_markup(tmp_path: Path) -> None:
+    source = "@prompt\ndef f():\n    return 'Cafe\\u0301\\r\\nof\\rall'\n"
+    schema = schema_of(loaded(tmp_path / "p.py", source).f)
+    assert text_of(schema.children) == "Caf\u00e9\nof\nall"
+
+
 def test_summands_keep_their_white_space(tmp_path: Path) -> None:
     source = "@prompt\ndef f():\n    return 'Plan' + ' it' + '\\n  now'\n"
     schema = schema_of(loaded(tmp_path / "p.py", source).f)
