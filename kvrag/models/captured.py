@@ -109,21 +109,26 @@ def capture(
             return Graph(run, device, stream)
         except RuntimeError as error:
             # Some models ask the GPU for a number in the middle of a step; or memory is short.
-            told = str(error.__context__ or error).partition("\n")[0]
-            _failures.append(told)
-            _log.warning(
-                "work on %s cannot be captured as a CUDA graph (%s): it is carried out without, "
-                "which is slower; %s=off does the same without trying",
-                device,
-                told,
-                VARIABLE,
-            )
+            give_up(error, device)
         with suppress(Exception):
             # PyTorch may believe that this generator still captures, and would refuse to draw.
             drawn = torch.cuda.default_generators[device.index or 0]
             fresh = torch.Generator(device).manual_seed(drawn.initial_seed())
             drawn.graphsafe_set_state(fresh.graphsafe_get_state())
         return None
+
+
+def give_up(error: Exception, device: torch.device) -> None:
+    """Capture nothing more in this process, and warn that an error is why."""
+    told = str(error.__context__ or error).partition("\n")[0]
+    _failures.append(told)
+    _log.warning(
+        "work on %s cannot be captured as a CUDA graph (%s): it is carried out without, "
+        "which is slower; %s=off does the same without trying",
+        device,
+        told,
+        VARIABLE,
+    )
 
 
 class CapturedSteps:

@@ -18,7 +18,7 @@ import torch
 from kvrag.kvcache import FusedKV
 from kvrag.models import cardlayers
 from kvrag.models.attention import known_rows
-from kvrag.models.captured import Graph, capture, capture_stream, uses_graphs
+from kvrag.models.captured import Graph, capture, capture_stream, give_up, uses_graphs
 from kvrag.models.cardlayers import CardLayers, Prepared, RowsAsked, Slots, places_of
 from kvrag.models.compiled import HIDDEN, Description, Linear
 from kvrag.native.gpu import tiled
@@ -93,10 +93,11 @@ class RowGraphs:
         return range(0)
 
     def _bucket_of(self, num_rows: int) -> int | None:
-        place = bisect_left(self._buckets, num_rows)
-        if not num_rows or place == len(self._buckets):
+        buckets = self._buckets  # which capturing may replace meanwhile
+        place = bisect_left(buckets, num_rows)
+        if not num_rows or place == len(buckets):
             return None
-        bucket = self._buckets[place]
+        bucket = buckets[place]
         return bucket if bucket - num_rows <= self._most_filled else None
 
     def run(
@@ -156,6 +157,8 @@ class RowGraphs:
                             return
         except torch.OutOfMemoryError:
             self._end()
+        except Exception as error:  # of a compiler, for example: it would return at each prompt
+            give_up(error, self._device)
 
     def _begin(self) -> None:
         """Take memory, and compare a graph with what it was captured from, the first time."""

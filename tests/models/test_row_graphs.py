@@ -263,6 +263,23 @@ def test_a_capture_that_fails_is_told_once_and_leaves_prompts_as_they_were(
     assert not graphs.wants_more
 
 
+def test_what_cannot_be_prepared_is_told_once_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled, graphs = captured_for(deep("llama"), 20)
+    prepare = Mock(side_effect=ValueError("no compiler"))
+    with monkeypatch.context() as patch:
+        patch.setattr(rowgraphs, "Prepared", prepare)
+        for _ in range(2):
+            graphs.find(0, 60, looks=False)
+            graphs.capture()
+    assert prepare.call_count == 1
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert "no compiler" in caplog.text
+    assert not graphs.wants_more
+    assert Prompt(deep("llama"), 40, 20, 1).run(compiled, looks=False, together=True) == 0
+
+
 def test_a_replay_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
