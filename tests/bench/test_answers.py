@@ -8,7 +8,7 @@ import torch
 from kvrag.fusion.repair import make_repair
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
-from kvrag_bench.judge.answers import Answerer, guess
+from kvrag_bench.judge.answers import MAX_CANDIDATE_TOKENS, Answerer, guess
 from kvrag_bench.judge.continuing import FullContinuation
 from tests.support.models import FAMILIES, OTHER_POSITIONS, make_model, make_tokenizer
 
@@ -53,3 +53,11 @@ def test_what_an_answer_may_go_on_with() -> None:
     assert guess([8, 3], texts) == [9, 3, 10]
     assert guess([9], texts) == [3, 10]
     assert guess([10], texts) == guess([11], texts) == ()
+
+
+def test_only_the_beginning_of_a_long_candidate_is_scored() -> None:
+    model = KVModel(make_model(), make_tokenizer())
+    long = [5] * (MAX_CANDIDATE_TOKENS + 10)
+    reference = Answerer(model, 2).reference([3, 4, 5], [long, []])
+    assert reference.candidates == (tuple(long[:MAX_CANDIDATE_TOKENS]), ())
+    assert reference.scores[1] == 0.0

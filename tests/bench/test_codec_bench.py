@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvrag.codec.config import choose_codec
+from kvrag.codec.fitting import fit_profile
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
@@ -27,7 +29,7 @@ from kvrag_bench.codec.presets import preset_rows
 from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
 from kvrag_bench.codec.sources import Source, make_source
 from kvrag_bench.codec.speed import speed_rows
-from kvrag_bench.codec.symbols import three_bits
+from kvrag_bench.codec.symbols import preset_mix, three_bits
 
 ROOT = Path(__file__).parents[2]
 SMALL = CodecBenchOptions(
@@ -229,3 +231,14 @@ def test_a_picture(source: Source, tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ParameterError, match="nothing to draw"):
         draw_codecs([CodecRow(part=CODER, source="x", preset="y")], path)
+
+
+def test_the_mix_has_the_entropy_of_records(source: Source) -> None:
+    choice = choose_codec("transform:1")
+    assert choice.config is not None
+    profile = fit_profile(choice.config, source.spec, "0" * 40, source.fit)
+    level = profile.levels[profile.level_index("1")]
+    num_rows = len(level.classes)
+    mix = preset_mix(profile, level, num_rows, 4000)
+    bits = sum(matrix.entropy for matrix in mix) / 4000 / (2 * 3 * 2 * 8)
+    assert bits == pytest.approx(level.bits, rel=0.1)

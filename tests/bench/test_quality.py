@@ -23,6 +23,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.effort import progress
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
@@ -343,3 +344,10 @@ def test_picture(found: list[QualityRow], tmp_path: Path, codecs: tuple[str, ...
     draw_quality(rows, path)
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert path.stat().st_size > 10_000
+
+
+def test_progress_says_how_long_it_takes() -> None:
+    assert progress(0, 1000, 0.0, 0.0) == "question 1 of 1,000"
+    assert progress(10, 1000, 1.0, 0.01) == "question 11 of 1,000, 2 min left"
+    # The first half of the questions may be a tenth of what there is to read.
+    assert progress(500, 1000, 3.0, 0.1) == "question 501 of 1,000, 27 s left"

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
-from kvrag_bench.judge.questions import Passage
+from kvrag_bench.judge.bank import ChunkBank
+from kvrag_bench.judge.questions import Passage, render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
 from kvrag_bench.quality.entrants import QualityOptions
@@ -123,3 +125,26 @@ def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:
 def test_contexts_that_cannot_be(contexts: tuple[str, ...], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         run_quality_bench(QualityOptions(contexts=contexts))
+
+
+def test_the_same_text_in_two_documents_is_told_apart(model: KVModel) -> None:
+    passages = [Passage(SECOND, (FIRST,)), Passage(SECOND, (THIRD,)), Passage(FIRST)]
+    codecs = [get_codec("raw")]
+    bank = ChunkBank(model, passages, codecs, context="document")
+    prompt = render("who?", [FOURTH, SECOND], model.tokenizer, False)
+    found = {bank.lay_out(prompt, [passage]).spans[0].context_ids for passage in passages[:2]}
+    assert len(found) == 2
+    alone = ChunkBank(model, passages, codecs)
+    assert alone.lay_out(prompt, passages[:1]).spans[0].context_ids == ()
+
+
+def test_what_ingestion_stores_counts_in_the_bytes(model: KVModel) -> None:
+    passages = [Passage(FIRST), Passage(SECOND, (FIRST,))]
+    sizes = {
+        name: ChunkBank(model, passages, [get_codec("raw")], context=name).stored("raw", passages)
+        for name in ("none", "document", "neighbours", "filler:9")
+    }
+    # The record of a chunk alone, beside a filler, is made by the prompts that begin with it.
+    assert sizes["none"] == sizes["document"] == sizes["filler:9"]
+    assert sizes["neighbours"][0] > 1.4 * sizes["none"][0]
+    assert sizes["neighbours"][1] == sizes["none"][1]

@@ -14,8 +14,9 @@ from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
 from kvrag_bench.judge.answers import Answerer
-from kvrag_bench.quality.contest import run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions
+from kvrag_bench.judge.judging import prompts_that_fit
+from kvrag_bench.quality.contest import part_of, run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions, load_asked, suite_sets
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -151,3 +152,23 @@ def test_the_interval_of_a_ratio_is_paired() -> None:
     assert ratio_interval([one / 4 for one in wholes], wholes) == pytest.approx((0.25, 0.25))
     ones = [1.0] * len(wholes)
     assert ratio_interval(wholes, ones) == mean_interval(wholes)
+
+
+def test_names_of_sets() -> None:
+    assert suite_sets(["biography"]) == ["biography:2", "biography:4", "biography:8"]
+    assert suite_sets(["biography:4", "needle:8k"]) == ["biography:4", "needle:8k"]
+    everything = suite_sets(["real"])
+    assert "biography:8" in everything
+    assert not any(name.endswith("8k") for name in everything)
+    assert suite_sets(["real"], "file.json") == [*everything, "musique"]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 9])
+def test_parts_have_about_as_much_to_read(model: KVModel, num_parts: int) -> None:
+    questions = load_asked(options(suite=("biography:2", "needle:2k"), num_questions=3))
+    asked = prompts_that_fit(model, questions, 4, use_chat_template=True)
+    parts = [part_of(asked, number, num_parts) for number in range(num_parts)]
+    assert [one for part in parts for one in part] == asked
+    lengths = [sum(len(one.prompt.text) for one in part) for part in parts]
+    longest = max(len(one.prompt.text) for one in asked)
+    assert max(lengths) < sum(lengths) / num_parts + longest

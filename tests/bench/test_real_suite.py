@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvrag_bench.quality.datasets import load_suite
 from kvrag_bench.quality.handbook import handbook_pages
 from kvrag_corpus.real import NUM_CHOICES, SETS, Asked, cut, generate_set
 from kvrag_corpus.real import words as every_word
+from kvrag_corpus.real.people import NUM_CASTS, Cast
 
 SHORT = tuple(name for name in SETS if not name.endswith(("4k", "8k")))
 WITH_CHOICES = tuple(name for name in SETS if name != "summary")
@@ -158,3 +160,17 @@ def test_what_is_missing_is_said(musique: str) -> None:
         load_suite(["musique"])
     with pytest.raises(ParameterError, match="8000 tokens need 5600 words"):
         load_suite(["needle:8k"], musique=musique)
+
+
+def test_seeds_share_no_person_and_prompts_no_part_of_a_name() -> None:
+    casts = [
+        {person.name for person in Cast(seed, Random(0)).draw(30)} for seed in range(NUM_CASTS)
+    ]
+    assert len(set.union(*casts)) == 30 * NUM_CASTS
+    cast, seen = Cast(1, Random(0)), set[str]()
+    for _ in range(40):
+        people = cast.draw(8)
+        assert len({person.first for person in people}) == 8
+        assert len({person.last for person in people}) == 8
+        assert not seen & {person.name for person in people}  # who came comes again last
+        seen |= {person.name for person in people}

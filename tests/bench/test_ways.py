@@ -109,3 +109,11 @@ def test_wrong_options_are_told(
         with pytest.raises(SystemExit):
             ways.main()
         assert told in capsys.readouterr().err
+
+
+def test_depths_gather_most_relevance_for_their_price() -> None:
+    relevance = torch.tensor([[1.0, 0.1, 3.0], [5.0, 0.1, 0.1], [0.1, 0.1, 0.1]])
+    # Two layers of the first token gather 6, one layer of the third 3.
+    assert ways.nested(relevance, 3).tolist() == [2, 0, 1]
+    assert ways.nested(relevance, 9).sum() <= 9
+    assert ways.nested(relevance, 0).tolist() == [0, 0, 0]
