@@ -226,6 +226,7 @@ def test_a_missing_index(tmp_path: Path) -> None:
         ("{", "", "not JSON"),
         ('"kvrag index"', '"other"', "'kind' is not"),
         ('"format_version": 5', '"format_version": 1', "version 5 expected, found 1"),
+        ('"format_version": 5', '"format_version": 6', r"newer kvrag.*found 6\. Upgrade kvrag"),
         ('"profile": ""', '"profile": "../x"', "'profile' is '../x'"),
         ('"chunk_tokens": 64', '"chunk_tokens": "64"', "'chunk_tokens' is '64'"),
         ('"context": "none"', '"context": "later"', "'context' is 'later'"),
