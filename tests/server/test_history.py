@@ -104,6 +104,13 @@ def test_wrong_conversations(kept: Served, where: str, body: Any, status: int) -
         assert "error" in answer.json()
 
 
+def test_a_wrong_id_is_not_called_an_unsupported_parameter(kept: Served) -> None:
+    with client(kept, "ada") as ada:
+        error = ada.get("my-conversation").json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "conversation")
+        assert "should match pattern '^[0-9a-f]{32}$'" in error["message"]
+
+
 def test_pages_of_other_sites_delete_nothing(kept: Served) -> None:
     with client(kept, "ada") as ada:
         refused = ada.delete(TWO, headers={"Origin": "https://evil.example"})
