@@ -12,7 +12,7 @@ from kvrag.arguments import shown
 from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
-from kvrag.fusion.repair import Repair, make_repair
+from kvrag.fusion.repair import Repair, make_repair, names_gone
 from kvrag.loading.cost import LoadingCost, StoredRows, pipelined_seconds
 
 FORMAT_VERSION = 3
@@ -200,7 +200,11 @@ class Calibration:
                 data=str(fields["data"]),
                 measure=str(fields["measure"]),
                 num_questions=int(fields["num_questions"]),
-                policies=tuple(Measured(**policy) for policy in fields["policies"]),
+                policies=tuple(
+                    Measured(**policy)
+                    for policy in fields["policies"]
+                    if not names_gone(str(policy["policy"]))
+                ),
                 cost=Cost(**fields["cost"]),
                 loading=LoadingCost.from_dict(loading) if loading is not None else None,
             )

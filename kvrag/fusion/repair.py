@@ -85,6 +85,11 @@ def make_repair(
     return Repair(make_policy(name, given), **modifiers)
 
 
+def names_gone(spec: str) -> bool:
+    """Return whether a spec sets a parameter that has left, as a calibration of 0.2 may."""
+    return any(part.partition("=")[0] in _GONE for part in spec.split(":")[1:])
+
+
 def add_given(given: dict[str, Any], spec: str, **more: float | None) -> None:
     """Add parameters given besides a spec. Raise ParameterError if the spec sets them too."""
     for key, value in more.items():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import Expected, LoadingController
@@ -216,6 +217,14 @@ def test_without_calibration_it_says_what_to_do() -> None:
         LoadingController().choose(PROMPT, NUM_FRESH)
     with pytest.raises(ParameterError, match="kvrag calibrate"):
         LoadingController(calibration=replace(CALIBRATION, policies=())).choose(PROMPT, NUM_FRESH)
+
+
+def test_a_calibration_of_0_2_loses_only_policies_that_have_left() -> None:
+    fields = json.loads(CALIBRATION.to_json())
+    gone = {**fields["policies"][0], "policy": "none:temperature=0.9:scale=1.1", "ratio": None}
+    fields["policies"].insert(1, gone)
+    fields["checksum"] = checksum({k: v for k, v in fields.items() if k != "checksum"})
+    assert Calibration.from_json(json.dumps(fields), "here") == CALIBRATION
 
 
 def test_json_round_trip() -> None:
