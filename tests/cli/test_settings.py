@@ -163,7 +163,7 @@ class TestNothingIsPassedOver:
             ("[query]\npolcy = 1", "kvrag.toml:2: 'kvrag query' has no option 'polcy' (is it 'pol"),
             (
                 "[query]\nmax_tokens = 1",
-                "(is it 'max-tokens'?); it has boundary-tokens, compute, device, ",
+                "(is it 'max-tokens'?); it has boundary-tokens, card-bytes, compute, ",
             ),
             ("[ls]\nratio = 1", "kvrag.toml:2: 'kvrag ls' has no option 'ratio'; it has index, js"),
             ("[query]\n\nk = '1'", "kvrag.toml:3: k: expected a whole number from 1, found '1'"),

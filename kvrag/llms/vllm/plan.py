@@ -1,4 +1,4 @@
-"""Planning what to load for a request; the scheduler plans, the worker loads, and both tell so."""
+"""Planning what to load for a request. The scheduler plans, the worker loads."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import hashlib
 import logging
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.controller import Choice, LoadingController, calibrated
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.finding import TokenFinder
@@ -140,60 +134,3 @@ def _salt_of(layout: Layout, policy: Choice) -> str:
 
 def _salt(digest: str) -> str:
     return f"kvrag-{digest}"
-
-
-@dataclass(frozen=True)
-class Load:
-    """Rows ``[start, end)`` of one request, and the blocks of the engine's cache for them."""
-
-    request_id: str
-    plan: LoadPlan
-    block_ids: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The message from the scheduler to the worker.
-
-    Attributes
-    ----------
-    loads
-        Loads to begin in this step.
-    is_idle
-        Whether the engine computes nothing in this step.
-    engine_id
-        The engine that runs the step. vLLM keeps one connector per process: a second engine in the
-        same process would get the first one's.
-    """
-
-    loads: list[Load]
-    is_idle: bool
-    engine_id: str
-
-
-@dataclass
-class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The message from the worker to the scheduler: the results of loads that have ended.
-
-    Attributes
-    ----------
-    reports
-        For each loaded request, the fusion's report of each worker, by the worker's number; None
-        for KV that was fused before.
-    failures
-        For each failed request, the reason; the engine computes its prompt.
-    """
-
-    reports: dict[str, dict[int, FusionReport | None]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return both outcomes combined."""
-        assert isinstance(other, StepOutcome)
-        reports = {
-            request_id: {**self.reports.get(request_id, {}), **other.reports.get(request_id, {})}
-            for request_id in {**self.reports, **other.reports}
-        }
-        return StepOutcome(reports, {**self.failures, **other.failures})

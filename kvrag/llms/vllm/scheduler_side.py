@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvrag.fusion.report import FusionReport
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.options import open_index
-from kvrag.llms.vllm.plan import Load, LoadPlan, NoPlan, Planner, StepOutcome
+from kvrag.llms.vllm.plan import LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings
+from kvrag.llms.vllm.transfer import Load, StepOutcome
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

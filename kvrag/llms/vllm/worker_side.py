@@ -28,9 +28,9 @@ from kvrag.kvcache import FusedKV
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.options import open_index
 from kvrag.llms.vllm.pages import Brought, Pages
-from kvrag.llms.vllm.plan import Load, StepMetadata, StepOutcome
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.sharing import Part
+from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
 from kvrag.llms.vllm.weights import PROCESS_CORES
 from kvrag.models.kv_model import KVModel
 
