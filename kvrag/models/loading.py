@@ -208,7 +208,7 @@ def load_weights(
         check_sizes(path, config)
     except BaseException as error:
         raise _refused(path, foreign.reason(error)) from error
-    # In a forked process PyTorch makes its threads anew at their first use, which is not safe from
+    # In a forked process PyTorch makes its threads again at their first use, which is not safe from
     # several threads, and Transformers loads in several.
     torch.set_num_threads(torch.get_num_threads())
     model: PreTrainedModel
