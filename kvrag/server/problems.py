@@ -203,7 +203,7 @@ def validation_problem(errors: list[Any]) -> RequestError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return RequestError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    if first["loc"][0] == "body" and place and place[0] in _NEUTRAL:
+    if first["loc"][:1] == ("body",) and place and place[0] in _NEUTRAL:
         return RequestError(
             400,
             f"{place[0]}: this server does not support it; leave it out",
