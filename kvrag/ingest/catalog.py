@@ -476,6 +476,12 @@ class Catalog(CatalogFile):
                     vectors.append(np.frombuffer(values[2], dtype="<f4").reshape(num, dim))
                 else:
                     self._note(f"the vector of chunk {values[0]} is not what was written")
+            sizes = self._rows(
+                "SELECT (SELECT count(*) FROM chunks), ifnull(sum(num_chunks), 0) FROM documents"
+            )
+            if sizes and sizes[0][0] != sizes[0][1]:
+                # Or a cache of what is left would count as that of all, once they are back.
+                self._note("{} chunks are there, documents have {}".format(*sizes[0]))
             counts = [num for *_, num in owners]
             return VectorRows(
                 self.version()[1],

@@ -251,6 +251,26 @@ def test_chunks_of_a_damaged_document_leave_the_vectors(
             assert len(one._storage.vectors.get().rows) == len(ids) - gone
 
 
+@pytest.mark.parametrize("lost", ["", " WHERE ordinal = 1"])
+def test_vectors_of_lost_chunks_come_back_with_them(
+    index: Index, model: KVModel, lost: str
+) -> None:
+    """No cache of what a damaged catalog still has counts as that of the mended one."""
+    long = Document("long", "\n\n".join(f"The {word}, and the sea. " * 9 for word in WORDS))
+    index.add([long])
+    expected = {hit.chunk.chunk_id for hit in index.search_dense("heron", 99)}
+    index.close()
+    (index.path / "vectors.cache").unlink()
+    with Index.open(index.path, model=model) as damaged:
+        damaged.catalog._connection.execute(f"DELETE FROM chunks{lost}")
+        assert len(damaged.search_dense("heron", 99)) < len(expected)
+        damaged.upkeep.verify(repair=True)
+        damaged.add([long])
+        assert {hit.chunk.chunk_id for hit in damaged.search_dense("heron", 99)} == expected
+    with Index.open(index.path, model=model) as again:
+        assert {hit.chunk.chunk_id for hit in again.search_dense("heron", 99)} == expected
+
+
 @pytest.mark.parametrize("graph_from", [8, 50_000])
 def test_a_catalog_that_was_put_back_gets_its_own_vectors(
     index: Index,
