@@ -411,11 +411,9 @@ class PromptFuser:
 
     def _num_threads(self) -> int:
         index, num_threads = self._index, self._options.load_threads
-        return (
-            threads.suitable(index.store, index.model.device)
-            if num_threads is None
-            else (num_threads)
-        )
+        if num_threads is None:
+            return threads.suitable(index.store, index.model.device)
+        return num_threads
 
     def _loading(self, request: Request, layout_seconds: float, laid_out: LaidOutPrompt) -> Loading:
         index, num_threads = self._index, self._num_threads()
@@ -423,9 +421,8 @@ class PromptFuser:
         streaming = None
         if request.ttft is not None:
             streaming = self._streaming(request.ttft, layout_seconds)
-        if (
-            laid_out.open_kv is not None
-        ):  # by markup, or for another engine, which may compute faster or slower
+        if laid_out.open_kv is not None:
+            # By markup, or for another engine, which may compute faster or slower.
             return Loading(num_threads, None, streaming, hot=hot)
         rows = self._row_prices()
         pricing = None if rows is None else Pricing(rows, self._waited)
