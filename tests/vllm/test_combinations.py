@@ -113,11 +113,11 @@ def _abandoned(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch) -> N
             engine.step()
         assert free() < before
         engine.abort_request(["gone"])
-        engine.engine_core.engine_core.step()
+        engine.engine_core.engine_core.step_fn()
         go_on.set()
         until = time.monotonic() + 60
         while free() < before and time.monotonic() < until:
-            engine.engine_core.engine_core.step()
+            engine.engine_core.engine_core.step_fn()
     assert free() == before
     assert layers == [0]
 

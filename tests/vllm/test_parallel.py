@@ -162,7 +162,7 @@ def test_an_abandoned_request_frees_its_memory(llm: Any, oracle: KVEngine) -> No
     engine.abort_request([f"gone-{number}" for number in range(4)], internal=False)
     until = time.monotonic() + 60
     while free() < before and time.monotonic() < until:
-        engine.engine_core.engine_core.step()
+        engine.engine_core.engine_core.step_fn()
     assert free() == before
     prompt = make_prompt(3, 1)
     output = ask(llm, oracle, prompt, RequestParams(policy="none"))
