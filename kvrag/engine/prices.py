@@ -30,6 +30,7 @@ from kvrag.ingest.config import write_atomically
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowPass
 from kvrag.process import after_fork, working
 from kvrag.regularfile import read_regular
 
@@ -150,7 +151,7 @@ def _layers_seconds(model: KVModel, num_rows: int) -> tuple[float, float]:
             compiled = model.compile()
             # Processor time: what else the machine does is not the model's price.
             started = time.thread_time()
-            model.forward_rows(layer, hidden, rows, buffer, tables[layer], compiled=compiled)
+            model.forward_rows(layer, hidden, RowPass(rows, buffer, tables, compiled))
             took = time.thread_time() - started
         if is_timed:
             best = min(best, took)

@@ -16,6 +16,7 @@ from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.captured import uses_graphs
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowPass
 from kvrag.native import MAX_ROWS
 
 
@@ -202,8 +203,9 @@ class GapDecoder:
         with model.computing_rows(self._adapter):
             ids = torch.tensor([token_id], device=model.device)
             hidden = model.embed(ids, self._positions[row])
-            for layer_index, table in enumerate(self._tables):
-                model.forward_rows(layer_index, hidden, row, self._fused, table)
+            of = RowPass(row, self._fused, self._tables)
+            for layer_index in range(len(self._tables)):
+                model.forward_rows(layer_index, hidden, of)
             logits = model.logits(hidden)[0]
         self._num_rows += 1
         return logits

@@ -19,7 +19,7 @@ from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.models.attention import RowMask
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 
 
 def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> EvictingCache:
@@ -50,19 +50,13 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
     with model.computing_rows(linked.adapter, fused.fresh):
         hidden = linked.embed(asking)
         tables = model.tables(num_rows, layout.positions) if len(asking) else []
+        of = RowPass(asking, kv, tables)
         for layer_index, layer in enumerate(layers):
             layer.begin(everything, model.spec.num_kv_heads)
             if len(asking):
                 observer = _Observer(layer, model.spec.num_kv_heads)
-                model.forward_rows(
-                    layer_index,
-                    hidden,
-                    asking,
-                    kv,
-                    tables[layer_index],
-                    attending=Attending(observer=observer),
-                    writes=False,
-                )
+                attending = Attending(observer=observer)
+                model.forward_rows(layer_index, hidden, of, attending=attending, writes=False)
             layer.keep(
                 kv.keys[layer_index][:, :, :num_rows], kv.values[layer_index][:, :, :num_rows]
             )

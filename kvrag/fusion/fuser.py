@@ -7,7 +7,7 @@ together with the tokens that the policy recomputes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from kvrag.models.attention import EncodedScope, last_row, rows_on
 from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag.positions.rotary import RotaryTable
 
 FOUND = "found, but computed"
@@ -281,7 +281,8 @@ def execute(
     if asked:
         positions = prompt.reused().to(model.device)
         attention = QuestionAttention(positions, plan.question_start, asked, len(layout.token_ids))
-        yield from ask(model, linked, fresh, attention, loader, fused, tables, clock, compiled)
+        asking = RowPass(fresh, fused, tables, compiled)
+        yield from ask(model, linked, attention, loader, asking, clock)
         prompt = replace(prompt, relevance=attention.relevance)
     # Without inexact spans there is nothing to choose from.
     policy = repair.policy if plan.inexact else NonePolicy()
@@ -295,6 +296,7 @@ def execute(
         if repair.shift and plan.inexact:
             shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)
         hidden = linked.embed(selection.rows)
+    of = RowPass(selection.rows, fused, tables, compiled)
     clock.lap("select")
     last_layer = model.layer_stop - 1
     size = slice_rows(model.device)
@@ -310,9 +312,10 @@ def execute(
         # To begin and to end computing takes a tenth of a short layer's time.
         waits = layer_index in together[:-1]
         with nullcontext() if waits else computing():
-            hidden = selection.enter(layer_index, model, hidden, fused, table, compiled)
+            hidden = selection.enter(layer_index, model, hidden, of)
             clock.lap("select")
             rows = selection.rows
+            of = of.over(rows)
             rows_by_layer.append(len(rows))
             if captured is not None and layer_index not in together:
                 together = captured.together(layer_index, rows, fused)
@@ -328,26 +331,14 @@ def execute(
                     changed = shift.of_layer(fused, layer_index, table, selection.picks[-1])
                 if layer_index == last_layer:
                     # Only the last token's output is needed; the other rows need only their K/V.
-                    model.write_rows(
-                        layer_index, hidden, rows, fused, table, changed=changed, compiled=compiled
-                    )
+                    model.write_rows(layer_index, hidden, of, changed=changed)
                     hidden, rows = hidden[-1:].contiguous(), last_row(rows)
+                    of = of.over(rows)
                     noted = changed = None
                 else:
                     noted = selection.noting(layer_index)
-                attending = Attending(changed=changed)
-                forward = partial(
-                    _forward_slice,
-                    model,
-                    layer_index,
-                    hidden,
-                    rows,
-                    noted,
-                    fused=fused,
-                    table=table,
-                    attending=attending,
-                    compiled=compiled,
-                )
+                run = partial(model.forward_rows, layer_index, attending=Attending(changed=changed))
+                forward = partial(_forward_slice, run, hidden, of, noted)
                 forward(slice(0, size))
         clock.lap("compute")
         if layer_index in together:
@@ -377,23 +368,14 @@ def execute(
 
 
 def _forward_slice(
-    model: KVModel,
-    layer_index: int,
+    run: Callable[..., None],
     hidden: torch.Tensor,
-    rows: torch.Tensor,
+    of: RowPass,
     noted: Deviation | None,
     block: slice,
-    **more: Any,
 ) -> None:
     """Run one layer over the rows of one slice."""
-    model.forward_rows(
-        layer_index,
-        hidden[block],
-        # The same tensor in each layer, if it can be: its ends are then known.
-        rows[block] if block.start or block.stop < len(rows) else rows,
-        deviation=None if noted is None else noted[block],
-        **more,
-    )
+    run(hidden[block], of.part(block), deviation=None if noted is None else noted[block])
 
 
 def _begin(

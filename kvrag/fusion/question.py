@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,14 +10,11 @@ from torch.linalg import vector_norm
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.slices import Clock, Slices, until
-from kvrag.kvcache import FusedKV
 from kvrag.models.attention import MassObserver, RowMask, num_before
-from kvrag.models.cardlayers import CardLayers, RowsAsked
-from kvrag.models.compiled import CompiledLayers
+from kvrag.models.cardlayers import RowsAsked
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
-from kvrag.models.rows import Attending
-from kvrag.positions.rotary import RotaryTable
+from kvrag.models.rows import Attending, RowPass
 
 
 class QuestionAttention:
@@ -103,30 +99,26 @@ class QuestionAttention:
 def ask(
     model: KVModel,
     linked: LinkedRows,
-    fresh: torch.Tensor,
     attention: QuestionAttention,
     loader: SpanLoader,
-    fused: FusedKV,
-    tables: Sequence[RotaryTable],
+    of: RowPass,
     clock: Clock,
-    compiled: CompiledLayers | CardLayers | None,
 ) -> Slices[None]:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
-    Afterwards `fused` holds the stored KV of those layers; the fresh tokens' rows have to be
+    Afterwards the buffer holds the stored KV of those layers; the fresh tokens' rows have to be
     computed again. The relevance is that of all ranks' heads.
 
     Parameters
     ----------
     linked
         Returns the first layer's inputs for rows, and has the adapter that acts on them.
-    fresh
-        ``[m]`` ascending positions of tokens that are not stored.
+    of
+        The pass of the tokens that are not stored.
     clock
         Gets a stage ``"load"``, which fusing needs in any case, and a stage ``"ask"``.
-    compiled
-        See `KVModel.forward_rows`.
     """
+    fresh, compiled = of.rows, of.compiled
     with model.computing_rows(linked.adapter, fresh):
         hidden = linked.embed(fresh)
     captured = compiled if isinstance(compiled, CapturedLayers) else None
@@ -136,7 +128,7 @@ def ask(
         clock.lap("ask")
         together = range(0)
         if captured is not None:
-            together = captured.together(layer_index, fresh, fused, attention.layers)
+            together = captured.together(layer_index, fresh, of.fused, attention.layers)
             if together.stop >= attention.layers.stop:  # the last one ends earlier
                 together = range(0)
         layers = together or range(layer_index, layer_index + 1)
@@ -149,18 +141,11 @@ def ask(
         with model.computing_rows(linked.adapter, fresh):
             if captured is not None and together:
                 asked = attention.asked_of(layer_index, fresh)
-                captured.run_together(together, hidden, fresh, fused, tables, asked)
+                captured.run_together(together, hidden, fresh, of.fused, of.tables, asked)
             else:
                 is_last = done == attention.layers.stop
-                model.forward_rows(
-                    layer_index,
-                    hidden,
-                    fresh,
-                    fused,
-                    tables[layer_index],
-                    attending=Attending(attention.observer_of(layer_index), stops=is_last),
-                    compiled=compiled,
-                )
+                attending = Attending(attention.observer_of(layer_index), stops=is_last)
+                model.forward_rows(layer_index, hidden, of, attending=attending)
         clock.lap("ask")
         yield False
         clock.resume()

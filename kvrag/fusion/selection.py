@@ -10,13 +10,11 @@ import torch
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
-from kvrag.kvcache import FusedKV
 from kvrag.models.attention import EncodedScope, host_rows, known_rows, rows_on
 from kvrag.models.caches import Deviation
 from kvrag.models.cardlayers import CardLayers
-from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
-from kvrag.positions.rotary import RotaryTable
+from kvrag.models.rows import RowPass
 
 
 class Selection:
@@ -84,9 +82,7 @@ class Selection:
         layer_index: int,
         model: KVModel,
         hidden: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        compiled: CompiledLayers | CardLayers | None = None,
+        of: RowPass,
     ) -> torch.Tensor:
         """Drop the candidates that the policy no longer wants; return the remaining inputs.
 
@@ -98,12 +94,8 @@ class Selection:
             The model.
         hidden
             ``[n, hidden]``: the layer's inputs for `rows`.
-        fused
-            The buffer, which holds the layer's stored KV.
-        table
-            The layer's rotary table.
-        compiled
-            See `KVModel.forward_rows`.
+        of
+            The pass of `rows`, whose buffer holds the layer's stored KV.
         """
         count = None if self._counts is None else self._counts[layer_index]
         # K/V of layer 0 never differ: without attention to compare, the choice waits for layer 1.
@@ -114,8 +106,7 @@ class Selection:
                 self._deviation = {"k": noted.keys, "v": noted.values}
                 self._noted = None
             elif self._deviation is None:
-                given = layer_index, model, hidden, fused, table, compiled
-                self._deviation = self._compare(*given)
+                self._deviation = self._compare(layer_index, model, hidden, of)
                 self._compared_layer = layer_index
             # Each rank knows its own heads' part of a distance; not kept, as it may serve twice.
             whole = {on: model.ranks.sum(far.clone()) for on, far in self._deviation.items()}
@@ -159,9 +150,7 @@ class Selection:
         layer_index: int,
         model: KVModel,
         hidden: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        compiled: CompiledLayers | CardLayers | None,
+        of: RowPass,
     ) -> dict[str, torch.Tensor]:
         """Return the candidates' deviation in a layer that has not run yet.
 
@@ -172,21 +161,21 @@ class Selection:
             assert self._encoded is not None
             encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
             # Includes the fresh rows, because candidates see them.
-            change = model.compare_rows(0, hidden, self.rows, fused, table, encoded=encoded)
+            change = model.compare_rows(0, hidden, of, encoded=encoded)
             self.num_compared = len(self.rows)
             return {"attention": change[self._optional]}
         which, self.num_compared = self._optional, len(self._optional)
         deviation = Deviation.empty(len(which), self.rows.device)
-        stored = fused.keys[layer_index][0], fused.values[layer_index][0]
-        if isinstance(compiled, CardLayers):
+        stored = of.fused.keys[layer_index][0], of.fused.values[layer_index][0]
+        if isinstance(of.compiled, CardLayers):
             # As one block: on a card, operations cost more than their memory.
             positions = self.rows[which]
             before = [kv[:, positions] for kv in stored]
-            model.write_rows(layer_index, hidden, self.rows, fused, table, compiled=compiled)
+            model.write_rows(layer_index, hidden, of)
             deviation.note(*before, *(kv[:, positions] for kv in stored))
         else:
             done = 0
-            for block, *fresh in model.project_rows(layer_index, hidden, self.rows, table, which):
+            for block, *fresh in model.project_rows(layer_index, hidden, of, which):
                 positions = self.rows[block]
                 of_block = deviation[done : done + len(block)]
                 of_block.note(*(kv[:, positions] for kv in stored), *fresh)

@@ -23,7 +23,7 @@ from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.slices import Slices, in_one_slice, whole
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 
 _Place = tuple[str, tuple[int, ...], int]
 """A record by chunk and context, and the position of its first token."""
@@ -134,10 +134,11 @@ class SharedPrompts:
         visible = self._visible(rows, rows.owners, fresh, rows.num_rows)
         with model.computing_rows():
             hidden = model.embed(ids, self._positions[fresh])
-            for layer_index, table in enumerate(self._tables):
+            of = RowPass(fresh, fused, self._tables)
+            for layer_index in range(model.spec.num_layers):
                 loader.load_layer(layer_index)
                 attending = Attending(visible=visible[model.windows[layer_index] or 0])
-                model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
+                model.forward_rows(layer_index, hidden, of, attending=attending)
             last = [rows.fresh.index(row) for row in rows.last_rows]
             self.logits = model.logits(hidden[last])
         return fused
@@ -171,11 +172,10 @@ class SharedPrompts:
         visible = self._visible(rows, owners, new, int(new.max()) + 1)
         with model.computing_rows():
             hidden = model.embed(ids, self._positions[new])
-            for layer_index, table in enumerate(self._tables):
+            of = RowPass(new, self._fused, self._tables)
+            for layer_index in range(model.spec.num_layers):
                 attending = Attending(visible=visible[model.windows[layer_index] or 0])
-                model.forward_rows(
-                    layer_index, hidden, new, self._fused, table, attending=attending
-                )
+                model.forward_rows(layer_index, hidden, of, attending=attending)
             logits = model.logits(hidden)
         return dict(zip(owners, logits, strict=True))
 

@@ -175,8 +175,8 @@ class RowWriter:
         The buffer written to.
     rows
         ``[n]`` ascending positions of the rows in this call.
-    first_key, last_key
-        The positions of the first and last key returned.
+    shown
+        The positions of the keys returned.
     deviation
         Where to note the distance of the rows written from the rows they replace; None: nowhere.
     writes
@@ -189,8 +189,7 @@ class RowWriter:
         self,
         fused: FusedKV,
         rows: torch.Tensor,
-        first_key: int,
-        last_key: int,
+        shown: slice,
         deviation: Deviation | None = None,
         writes: bool = True,
         changed: RowsChanged | None = None,
@@ -199,7 +198,7 @@ class RowWriter:
         self._changed = changed
         self._fused = fused
         self._rows = rows
-        self._shown = slice(first_key, last_key + 1)
+        self._shown = shown
         self._deviation = deviation
 
     def get_seq_length(self) -> int:

@@ -283,12 +283,8 @@ class CardLayers:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        last: int,
+        prepared: Prepared,
         *,
-        asked: RowsAsked | None = None,
         stops: bool = False,
         only_writes: bool = False,
     ) -> None:
@@ -298,6 +294,29 @@ class CardLayers:
         ----------
         layer_index
             The layer.
+        prepared
+            What `prepare` returns for the rows.
+        stops
+            Whether the layer ends once its attention is noted.
+        only_writes
+            Whether the layer ends once K/V are written.
+        """
+        prepared.slots[HIDDEN] = hidden
+        operations = self._description.layers[layer_index]
+        prepared.run(layer_index, operations, only_writes=only_writes, stops=stops)
+
+    def prepare(
+        self,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        last: int,
+        asked: RowsAsked | None,
+    ) -> Prepared:
+        """Return slots and state for rows, which all layers share.
+
+        Parameters
+        ----------
         rows
             ``[n]`` ascending positions, on the card. Give the same tensor in each layer.
         fused
@@ -308,25 +327,7 @@ class CardLayers:
             The last row.
         asked
             What to note of the rows' attention; None: nothing.
-        stops
-            Whether the layer ends once its attention is noted.
-        only_writes
-            Whether the layer ends once K/V are written.
         """
-        prepared = self._prepare(rows, fused, table, last, asked)
-        prepared.slots[HIDDEN] = hidden
-        operations = self._description.layers[layer_index]
-        prepared.run(layer_index, operations, only_writes=only_writes, stops=stops)
-
-    def _prepare(
-        self,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        last: int,
-        asked: RowsAsked | None,
-    ) -> Prepared:
-        """Return slots and state for rows, which all layers share."""
         key = id(rows), id(fused), id(table), 0 if asked is None else id(asked.mass)
         known = self._prepared.get(key)
         if known is None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from kvrag.errors import ParameterError
+from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
 from kvrag.models.linears import int8_layer, most_rows
@@ -384,11 +385,9 @@ class CompiledLayers:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
+        mask: RowMask,
         kv: tuple[torch.Tensor, torch.Tensor],
         table: RotaryTable,
-        *,
-        first_key: int,
         mass: Mass | None,
     ) -> None:
         """Replace a layer's inputs ``[n, hidden]`` by its outputs, for rows of one prompt.
@@ -397,18 +396,17 @@ class CompiledLayers:
         ----------
         layer_index
             The layer.
-        rows
-            ``[n]`` ascending positions.
+        mask
+            The rows, and the first key that they see.
         kv
-            The prompt's placed keys and values ``[H, K, D]`` from `first_key` on, up to the last
-            row; the rows' own are written there.
+            The prompt's placed keys and values ``[H, K, D]`` from that key on, up to the last row;
+            the rows' own are written there.
         table
             The layer's table of all positions.
-        first_key
-            The position of the first key.
         mass
             Where to write what keys get; None: nowhere.
         """
+        rows, first_key = mask.positions, mask.first_key
         known, angles = self._angles
         if known is not rows:
             angles = {}

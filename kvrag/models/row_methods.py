@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.kvcache import FusedKV, KVSpec
+from kvrag.kvcache import KVSpec
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
@@ -24,7 +24,7 @@ from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
 from kvrag.models.precision import INT8
 from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
-from kvrag.models.rows import ALL_BEFORE, Attending, RowRunner, rows_at_once
+from kvrag.models.rows import ALL_BEFORE, Attending, RowPass, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
 from kvrag.positions.rotary import RotaryTable
 
@@ -117,14 +117,11 @@ class RowMethods:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         *,
         attending: Attending = ALL_BEFORE,
         deviation: Deviation | None = None,
         writes: bool = True,
-        compiled: CompiledLayers | CardLayers | None = None,
     ) -> None:
         """Run one layer over selected rows; their K/V replace the buffer's.
 
@@ -137,33 +134,16 @@ class RowMethods:
             Index of the layer.
         hidden
             ``[n, hidden]`` inputs of the rows; replaced by the layer's outputs.
-        rows
-            ``[n]`` ascending positions.
-        fused
-            The prompt's buffer; every position below ``rows[-1]`` holds this layer's K/V already
-            or is among `rows`.
-        table
-            The layer's rotary table over all positions.
+        of
+            The rows, and the prompt that they are of.
         attending
             How the rows attend, if not as described above.
         deviation
             Filled with the distances of the n rows' fresh K/V from the K/V they replace.
         writes
             False leaves the buffer as it is; it must then hold the rows' own K/V already.
-        compiled
-            The layers in kernels (`compile`), which few rows are computed by; None: modules do.
         """
-        self._rows.forward(
-            layer_index,
-            hidden,
-            rows,
-            fused,
-            table,
-            attending,
-            deviation,
-            writes=writes,
-            compiled=compiled,
-        )
+        self._rows.forward(layer_index, hidden, of, attending, deviation, writes=writes)
 
     def begin_answer(self) -> None:
         """Call this before an answer's first `forward_each`: the model may have changed.
@@ -264,18 +244,17 @@ class RowMethods:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        table: RotaryTable,
+        of: RowPass,
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield one layer's fresh K/V for some of the rows, without its attention and MLP.
 
         Parameters
         ----------
-        layer_index, hidden, rows, table
+        layer_index, hidden, of
             As in `forward_rows`; nothing is changed.
         which
-            ``[m]`` indices into `rows`.
+            ``[m]`` indices into the rows.
 
         Yields
         ------
@@ -283,37 +262,32 @@ class RowMethods:
             A block of `which`, 512 at most, and the placed keys and the values ``[H, m, D]`` of its
             rows.
         """
-        return self._rows.project(layer_index, hidden, rows, table, which)
+        return self._rows.project(layer_index, hidden, of, which)
 
     def write_rows(
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         *,
         changed: RowsChanged | None = None,
-        compiled: CompiledLayers | CardLayers | None = None,
     ) -> None:
         """Write one layer's fresh K/V of rows to the buffer, without attention and MLP.
 
         Parameters
         ----------
-        layer_index, hidden, rows, fused, table, compiled
+        layer_index, hidden, of
             As in `forward_rows`; `hidden` stays as it is.
         changed
             See `Attending`.
         """
-        self._rows.write(layer_index, hidden, rows, fused, table, changed, compiled)
+        self._rows.write(layer_index, hidden, of, changed)
 
     def compare_rows(
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         *,
         encoded: EncodedScope,
     ) -> torch.Tensor:
@@ -325,7 +299,7 @@ class RowMethods:
 
         Parameters
         ----------
-        layer_index, hidden, rows, fused, table
+        layer_index, hidden, of
             As in `forward_rows`; `hidden` stays as it is.
         encoded
             The keys that each row saw when it was encoded.
@@ -335,7 +309,7 @@ class RowMethods:
         tensor
             ``[n]`` float32, squared L2 distances (see `AttentionDone`).
         """
-        return self._rows.compare(layer_index, hidden, rows, fused, table, encoded)
+        return self._rows.compare(layer_index, hidden, of, encoded)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""

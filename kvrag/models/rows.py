@@ -91,6 +91,39 @@ class Attending:
 ALL_BEFORE = Attending()
 
 
+@dataclass(frozen=True, eq=False)
+class RowPass:
+    """Rows of one prompt, which layers compute one after the other.
+
+    Attributes
+    ----------
+    rows
+        ``[n]`` ascending positions.
+    fused
+        The prompt's buffer; every position below ``rows[-1]`` holds a layer's K/V before the layer
+        runs, or is among `rows`.
+    tables
+        Each layer's rotary table over all positions.
+    compiled
+        The layers in kernels (`KVModel.compile`), which few rows are computed by; None: modules do.
+    """
+
+    rows: torch.Tensor
+    fused: FusedKV
+    tables: Sequence[RotaryTable]
+    compiled: CompiledLayers | CardLayers | None = None
+
+    def over(self, rows: torch.Tensor) -> RowPass:
+        """Return the pass of other rows of the prompt."""
+        return self if rows is self.rows else replace(self, rows=rows)
+
+    def part(self, block: slice) -> RowPass:
+        """Return the pass of a block of the rows."""
+        # The same tensor in each layer, if it can be: its ends are then known.
+        is_whole = not block.start and block.stop >= len(self.rows)
+        return self if is_whole else self.over(self.rows[block])
+
+
 class RowRunner:
     """Runs one model's layers over selected rows; `KVModel` documents its methods.
 
@@ -183,51 +216,43 @@ class RowRunner:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         attending: Attending,
         deviation: Deviation | None,
         *,
         writes: bool,
-        compiled: CompiledLayers | CardLayers | None,
     ) -> None:
         """Run one layer over rows (`KVModel.forward_rows`)."""
-        window = self._windows[layer_index]
+        window, table = self._windows[layer_index], of.tables[layer_index]
+        fused, compiled = of.fused, of.compiled
         observer, visible = attending.observer, attending.visible
         if not (writes and deviation is None and attending.in_kernel) or self.is_adapted:
             compiled = None
         if isinstance(compiled, CardLayers):
             sums = isinstance(observer, MassObserver) and observer.taken is not None
             if (observer is None or sums) and compiled.can_run(fused):
-                self._on_card(compiled, layer_index, hidden, rows, fused, table, attending)
+                self._on_card(compiled, layer_index, hidden, of, attending)
                 return
             compiled = None
         if attending.stops:
             compiled = None
         # Rows are ascending, so an earlier block never sees a later block's K/V.
-        for block, positions, first_key, last in self._blocks(layer_index, rows):
+        for block, positions, first_key, last in self._blocks(layer_index, of.rows):
             if compiled is not None and compiled.can_run(len(positions)):
                 shown = slice(first_key, last + 1)
                 keys, values = fused.keys[layer_index][0], fused.values[layer_index][0]
                 known = known_rows(positions)
                 mask = RowMask(positions, first_key, window, observer, known=known)
                 with mask.noting(values[:, shown]) as mass:
-                    compiled.run_rows(
-                        layer_index,
-                        hidden[block],
-                        positions,
-                        (keys[:, shown], values[:, shown]),
-                        table,
-                        first_key=first_key,
-                        mass=mass,
-                    )
+                    kv = keys[:, shown], values[:, shown]
+                    compiled.run_rows(layer_index, hidden[block], mask, kv, table, mass)
                 continue
             seen = None
             if visible is not None:
                 seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
             noted = None if deviation is None else deviation[block]
-            writer = RowWriter(fused, positions, first_key, last, noted, writes, attending.changed)
+            shown = slice(first_key, last + 1)
+            writer = RowWriter(fused, positions, shown, noted, writes, attending.changed)
             mask = RowMask(
                 positions,
                 first_key,
@@ -255,14 +280,13 @@ class RowRunner:
         compiled: CardLayers,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         attending: Attending,
         *,
         only_writes: bool = False,
     ) -> None:
         """Run one layer over rows by a card's kernels."""
+        rows = of.rows
         known, size = known_rows(rows), compiled.most_rows
         if known.last is not None and len(rows) <= size:
             blocks = [(rows, known.last)]
@@ -281,14 +305,11 @@ class RowRunner:
             if isinstance(observer, MassObserver) and observer.taken is not None:
                 first = num_before(rows, observer.first_position) - block.start
                 asked = RowsAsked(*observer.taken, max(0, first))
+            prepared = compiled.prepare(some, of.fused, of.tables[layer_index], last, asked)
             compiled.run_rows(
                 layer_index,
                 hidden[block],
-                some,
-                fused,
-                table,
-                last,
-                asked=asked,
+                prepared,
                 stops=attending.stops,
                 only_writes=only_writes,
             )
@@ -297,21 +318,18 @@ class RowRunner:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         changed: RowsChanged | None,
-        compiled: CompiledLayers | CardLayers | None,
     ) -> None:
         """Write one layer's fresh K/V of rows (`KVModel.write_rows`)."""
+        rows, fused, compiled = of.rows, of.fused, of.compiled
         is_plain = changed is None and not self.is_adapted
         if isinstance(compiled, CardLayers) and is_plain and compiled.can_run(fused):
-            given = compiled, layer_index, hidden, rows, fused, table
-            self._on_card(*given, ALL_BEFORE, only_writes=True)
+            self._on_card(compiled, layer_index, hidden, of, ALL_BEFORE, only_writes=True)
             return
         which = torch.arange(len(rows), device=rows.device)
         into = fused.keys[layer_index][0], fused.values[layer_index][0]
-        for block, keys, values in self.project(layer_index, hidden, rows, table, which):
+        for block, keys, values in self.project(layer_index, hidden, of, which):
             write_rows(*into, rows[block], keys, values, changed)
 
     def forward_each(
@@ -337,13 +355,12 @@ class RowRunner:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        table: RotaryTable,
+        of: RowPass,
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield one layer's fresh K/V for some of the rows (`KVModel.project_rows`)."""
         for block in torch.split(which, ROW_BLOCK):
-            mask = RowMask(rows[block], 0, None)
+            mask, table = RowMask(of.rows[block], 0, None), of.tables[layer_index]
             try:
                 self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
             except ProjectionDone as done:
@@ -353,18 +370,16 @@ class RowRunner:
         self,
         layer_index: int,
         hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
+        of: RowPass,
         encoded: EncodedScope,
     ) -> torch.Tensor:
         """Return how far rows' attention outputs moved since encoding (`KVModel.compare_rows`)."""
-        window = self._windows[layer_index]
-        change = torch.zeros(len(rows), device=rows.device)
-        for block, positions, first_key, last in self._blocks(layer_index, rows):
+        window, table = self._windows[layer_index], of.tables[layer_index]
+        change = torch.zeros(len(of.rows), device=of.rows.device)
+        for block, positions, first_key, last in self._blocks(layer_index, of.rows):
             scope = replace(encoded, starts=encoded.starts[block])
             mask = RowMask(positions, first_key, window, encoded=scope)
-            writer = RowWriter(fused, positions, first_key, last)
+            writer = RowWriter(of.fused, positions, slice(first_key, last + 1))
             try:
                 self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)
             except AttentionDone as done:

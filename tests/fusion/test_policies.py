@@ -30,7 +30,7 @@ from kvrag.fusion.question import QuestionAttention
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag.testing.bench_top import Bench, relative_difference
 from kvrag.testing.policy_contract import PolicyContract
 from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
@@ -410,7 +410,7 @@ def test_the_look_of_the_question_leaves_no_trace(bench: Bench) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_the_last_look_leaves_the_layer_after_its_attention(family: str) -> None:
     model = KVModel(make_model(family), make_tokenizer())
-    rows, table = torch.arange(40), model.tables(40)[0]
+    rows = torch.arange(40)
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for stops in (False, True):
         fused = FusedKV(model.spec, 40, 40)
@@ -419,7 +419,8 @@ def test_the_last_look_leaves_the_layer_after_its_attention(family: str) -> None
         with model.computing_rows():
             hidden = model.embed(rows)
             before = hidden.clone()
-            model.forward_rows(0, hidden, rows, fused, table, attending=attending)
+            of = RowPass(rows, fused, model.tables(40))
+            model.forward_rows(0, hidden, of, attending=attending)
         # Families that attend in their own code run the whole layer.
         unchanged = stops and not model.family.attends_itself
         assert torch.equal(hidden, before) == unchanged
@@ -437,9 +438,10 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
     attention = QuestionAttention(reused, 33, layers)
     with model.computing_rows():
         hidden = model.embed(ids)
-        for layer_index, table in enumerate(model.tables(40)):
+        of = RowPass(rows, fused, model.tables(40))
+        for layer_index in layers:
             attending = Attending(observer=attention.observer_of(layer_index))
-            model.forward_rows(layer_index, hidden, rows, fused, table, attending=attending)
+            model.forward_rows(layer_index, hidden, of, attending=attending)
     model.hf.set_attn_implementation("eager")
     with torch.no_grad():
         output = model.hf(ids[None], output_attentions=True, use_cache=False)

@@ -18,7 +18,7 @@ from kvrag.models.attention import MassObserver
 from kvrag.models.cardlayers import CardLayers
 from kvrag.models.compiled import Description, describe_layers
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, RowTensors
 from kvrag.testing.bench_top import Bench
@@ -60,12 +60,12 @@ def rows_of_prompt(
     observer = MassObserver(QUESTION, note, (taken[FIRST_LAYER:], FIRST_LAYER))
     with model.computing_rows():
         hidden = model.embed(torch.arange(num_rows) + 9)
-        for layer, table in enumerate(tables):
+        of = RowPass(rows, fused, tables, compiled)
+        for layer in range(model.spec.num_layers):
             looks = Attending(
                 **{"observer": observer if layer >= FIRST_LAYER else None, **attending}
             )
-            given = layer, hidden, rows, fused, table
-            model.forward_rows(*given, attending=looks, compiled=compiled)
+            model.forward_rows(layer, hidden, of, attending=looks)
     return hidden, fused, taken
 
 

@@ -8,6 +8,7 @@ import torch
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import EncodedScope
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowPass
 from tests.support.models import make_model, make_tokenizer
 
 NUM_ROWS, NUM_PREFIX = 300, 2
@@ -55,14 +56,14 @@ def test_change_is_how_far_outputs_are_apart(family: str, num_prefix: int, chose
     expected = (_gathered(model, ids, now) - _gathered(model, ids, then)).square().sum(-1)
 
     fused = FusedKV(model.spec, NUM_ROWS, NUM_ROWS)
-    table = model.tables(NUM_ROWS)[0]
+    of = RowPass(rows, fused, model.tables(NUM_ROWS))
     with model.computing_rows():
         hidden = model.embed(ids)
         # Puts the layer's K/V of all rows into the buffer.
-        model.forward_rows(0, hidden.clone(), rows, fused, table)
+        model.forward_rows(0, hidden.clone(), of)
         kept, some = hidden.clone(), rows[chosen].contiguous()
         encoded = EncodedScope(_starts(some), num_prefix)
-        change = model.compare_rows(0, hidden[chosen], some, fused, table, encoded=encoded)
+        change = model.compare_rows(0, hidden[chosen], of.over(some), encoded=encoded)
     assert torch.equal(hidden, kept)
     assert torch.allclose(change, expected[chosen], atol=1e-5 * float(expected.max()))
     assert (expected[: BEGINNINGS[1]] < 1e-9).all() or num_prefix == 0

@@ -20,7 +20,7 @@ from kvrag.models.batch import BatchRow
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.packed import multiplies_squares
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag.native import MAX_ROWS, REFERENCE, instruction_set
 from tests.support.models import make_model, make_tokenizer
 
@@ -340,17 +340,10 @@ def layers_of_prompt(
     observer = MassObserver(20, note)
     with model.computing_rows():
         hidden = model.embed(torch.arange(num_rows) + 9)
-        for layer_index, table in enumerate(tables):
-            model.forward_rows(
-                layer_index,
-                hidden,
-                rows,
-                fused,
-                table,
-                attending=Attending(**{"observer": observer, **attending}),
-                writes=writes,
-                compiled=compiled,
-            )
+        of = RowPass(rows, fused, tables, compiled)
+        how = Attending(**{"observer": observer, **attending})
+        for layer_index in range(model.spec.num_layers):
+            model.forward_rows(layer_index, hidden, of, attending=how, writes=writes)
     return hidden, fused, noted
 
 

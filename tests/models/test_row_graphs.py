@@ -22,7 +22,7 @@ from kvrag.models.cardlayers import RowsAsked, Slots
 from kvrag.models.compiled import describe_layers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import BUCKETS, CapturedLayers, RowGraphs, groups_of
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag.native.gpu import rows as row_kernels
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowTensors
@@ -96,16 +96,15 @@ class Prompt:
             if together:
                 observed = range(num_layers) if looks else range(0)
                 found = compiled.together(done, self.rows, self.fused, observed)
-            given = self.hidden, self.rows, self.fused
+            given = self.rows, self.fused, self.tables
             with self.model.computing_rows():
                 if found:
                     asked = self.asked() if looks else None
-                    compiled.run_together(found, *given, self.tables, asked)
+                    compiled.run_together(found, self.hidden, *given, asked)
                     replayed += 1
                 else:
-                    self.model.forward_rows(
-                        done, *given, self.tables[done], attending=attending, compiled=compiled
-                    )
+                    of = RowPass(*given, compiled)
+                    self.model.forward_rows(done, self.hidden, of, attending=attending)
             done = max(found.stop, done + 1)
         return replayed
 

@@ -17,7 +17,7 @@ from kvrag.fusion.fuser import FusedPrompt
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 
 
 class Continuation(Protocol):
@@ -91,11 +91,12 @@ class FullContinuation:
         links = None if self._fused is None else self._fused.links
         with model.computing_rows(None if links is None else links.adapter):
             hidden = model.embed(fed, at[rows])
-            for layer_index, (window, table) in enumerate(zip(model.windows, tables, strict=True)):
+            of = RowPass(rows, kv, tables)
+            for layer_index, window in enumerate(model.windows):
                 if window is not None and window not in windows:
                     windows[window] = visible & (at > at[rows][:, None] - window)
                 attending = Attending(visible=windows[window])
-                model.forward_rows(layer_index, hidden, rows, kv, table, attending=attending)
+                model.forward_rows(layer_index, hidden, of, attending=attending)
             logits = model.logits(hidden)
         return [logits[nodes] for nodes in tree.nodes]
 

@@ -12,7 +12,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag_bench.judge.answers import Answerer, compare
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.continuing import FullContinuation
@@ -188,7 +188,7 @@ class Trial:
                     order = torch.cat([computed, rows]).argsort()
                     computed = torch.cat([computed, rows])[order]
                     hidden = torch.cat([hidden, entering])[order].contiguous()
-                self._model.forward_rows(layer, hidden, computed, filled, self._tables[layer])
+                self._model.forward_rows(layer, hidden, RowPass(computed, filled, self._tables))
             return filled, self._model.logits(hidden[-1:])[0]
 
     def _forward(
@@ -201,9 +201,8 @@ class Trial:
                 kept = torch.isin(computed, torch.cat([self._fresh, rows[layer]]))
                 hidden, computed = hidden[kept].contiguous(), computed[kept]
                 attending = Attending(observer=look.observer_of(layer) if look else None)
-                self._model.forward_rows(
-                    layer, hidden, computed, kv, self._tables[layer], attending=attending
-                )
+                of = RowPass(computed, kv, self._tables)
+                self._model.forward_rows(layer, hidden, of, attending=attending)
             return self._model.logits(hidden[-1:])[0]
 
     def _copy(self, kv: FusedKV, room: int = 0) -> FusedKV:

@@ -24,7 +24,7 @@ from kvrag.fusion.compression.spec import Compression
 from kvrag.kvcache import ChunkKV, FusedKV
 from kvrag.models.attention import AttentionObserver, RowMask
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending
+from kvrag.models.rows import Attending, RowPass
 from kvrag.positions.rotary import RotaryTable
 
 _REQUEST = "\n\nRepeat the previous context exactly."
@@ -198,10 +198,11 @@ def _compute(
     """Compute tokens at positions from `start` on, after those in the buffer."""
     rows = torch.arange(start, start + len(token_ids), device=model.device)
     hidden = model.embed(torch.tensor(token_ids, device=model.device), rows)
-    for layer_index, table in enumerate(tables):
+    of = RowPass(rows, fused, tables)
+    for layer_index in range(len(tables)):
         observer = None if observers is None else observers[layer_index]
         attending = Attending(observer=observer)
-        model.forward_rows(layer_index, hidden, rows, fused, table, attending=attending)
+        model.forward_rows(layer_index, hidden, of, attending=attending)
 
 
 def _parts(model: KVModel, token_ids: Sequence[int], room: int) -> Iterator[_Part]:
