@@ -9,7 +9,7 @@ import pytest
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.errors import RecordError
 from kvrag.recordformat import check_record, piece_ends
-from kvrag.testing.codec_contract import KEY, OTHER_KEY, BytesSource, spec_of
+from kvrag_testing.codec_contract import KEY, OTHER_KEY, BytesSource, spec_of
 
 
 def make_record(num_blocks: int = 3) -> bytes:

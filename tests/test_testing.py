@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ THEIRS = """
 import pytest
 
 from kvrag.store.memory import MemoryStore
-from kvrag.testing.records import stored
-from kvrag.testing.store_contract import StoreContract
+from kvrag_testing.records import stored
+from kvrag_testing.store_contract import StoreContract
 
 
 class TestGood(StoreContract):
@@ -44,10 +45,10 @@ import sys
 from importlib import import_module
 
 sys.modules["pytest"] = None
-import kvrag.testing.records
+import kvrag_testing.records
 for name in ("store", "codec", "policy", "model"):
     try:
-        import_module(f"kvrag.testing.{name}_contract")
+        import_module(f"kvrag_testing.{name}_contract")
     except ImportError as error:
         print(name, error)
 """
@@ -61,7 +62,7 @@ def run(*arguments: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_without_pytest_they_say_what_is_missing(tmp_path: Path) -> None:
-    missing = "kvrag.testing's suites run under pytest: pip install pytest"
+    missing = "kvrag_testing's suites run under pytest: pip install pytest"
     assert run("-c", WITHOUT_PYTEST, folder=tmp_path).splitlines() == [
         f"{name} {missing}" for name in ("store", "codec", "policy", "model")
     ]
@@ -74,3 +75,19 @@ def test_stores_of_theirs_are_judged(tmp_path: Path) -> None:
     found = run("-m", "pytest", *options, "-k", "what_is_put_is_read", folder=tmp_path)
     assert "1 failed, 1 passed" in found
     assert "assert 7 == 5000" in found  # says what it compared
+
+
+def test_the_old_name_works_or_says_what_to_install(tmp_path: Path) -> None:
+    imported = "from kvrag.testing.store_contract import StoreContract; print(StoreContract)"
+    assert "StoreContract" in run("-W", "ignore", "-c", imported, folder=tmp_path)
+    with pytest.warns(DeprecationWarning, match="import that; the old name goes in 0.4"):
+        import_module("kvrag.testing")
+    absent = """
+import sys
+sys.modules["kvrag_testing"] = None
+try:
+    import kvrag.testing
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'kvrag[bench]'" in run("-c", absent, folder=tmp_path)

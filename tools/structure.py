@@ -18,6 +18,7 @@ _FOLDERS = {
     "kvrag": ROOT,
     "kvrag_bench": ROOT / "bench",
     "kvrag_corpus": ROOT / "bench",
+    "kvrag_testing": ROOT / "bench",
     "kvrag_train": ROOT / "bench",
 }
 
@@ -29,6 +30,7 @@ _SAYS = {
     "kvrag_train": "link tokens, anchors",
     "kvrag_bench": "measuring",
     "kvrag_corpus": "generated documents",
+    "kvrag_testing": "suites to subclass",
     "cli": "commands",
     "server": "OpenAI-compatible API",
     "tune": "calibrating, choosing stores",

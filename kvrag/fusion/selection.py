@@ -200,6 +200,6 @@ def _require_reused(
     ):
         raise ParameterError(
             f"policy {policy}: expected candidates that are positions of reused tokens, each once; "
-            f"found {shown(candidates.tolist())}; mend the policy (kvrag.testing.policy_contract)"
+            f"found {shown(candidates.tolist())}; mend the policy (kvrag_testing)"
         )
     return here

@@ -1,17 +1,21 @@
-"""Test suites to subclass: what every store, codec, policy and model must do. They need pytest.
+"""The suites for other people's stores, codecs, policies and models are `kvrag_testing` now.
 
-Imports `fusion` and everything below it.
-Begin with `store_contract.py`::
-
-    class TestLakeStore(StoreContract):
-        @pytest.fixture
-        def store(self):
-            return LakeStore("lake://test")
+That package is in the distribution kvrag-bench. Imports by the old name work, with a warning.
+Imports no package.
+Begin with `bench/kvrag_testing/store_contract.py`.
 """
 
-import sys
+from importlib import import_module
+from warnings import warn
 
-if pytest := sys.modules.get("pytest"):  # Their assertions then show the compared values.
-    pytest.register_assert_rewrite(
-        *(f"kvrag.testing.{one}_contract" for one in ("store", "codec", "policy", "model"))
-    )
+try:
+    __path__ = list(import_module("kvrag_testing").__path__)
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "kvrag.testing is kvrag_testing now: pip install 'kvrag[bench]', and import that"
+    ) from error
+warn(
+    "kvrag.testing is kvrag_testing since 0.3: import that; the old name goes in 0.4",
+    DeprecationWarning,
+    stacklevel=2,
+)

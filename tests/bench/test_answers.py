@@ -7,9 +7,9 @@ import torch
 
 from kvrag.fusion.repair import make_repair
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, Bench
 from kvrag_bench.judge.answers import MAX_CANDIDATE_TOKENS, Answerer, guess
 from kvrag_bench.judge.continuing import FullContinuation
+from kvrag_testing.bench_top import TEXTS, Bench
 from tests.support.models import FAMILIES, OTHER_POSITIONS, make_model, make_tokenizer
 
 # Some have a beginning in common, and one is there twice.

@@ -13,7 +13,6 @@ from kvrag.eviction.corm import CormPolicy
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.bank import ChunkBank
@@ -21,6 +20,7 @@ from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
+from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.inspection.measure import Inspection, inspect_question
 from kvrag_bench.inspection.picture import draw_inspection
 from kvrag_bench.judge.questions import JudgedQuestion
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 ASKED = JudgedQuestion("here", "", "who keeps it?", ("Ines",), TEXTS)

@@ -7,11 +7,11 @@ import pytest
 from kvrag.errors import ParameterError
 from kvrag.fusion.chosen_links import LINKS_OFF
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.judge.judging import check_policies, judge_policies
 from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_bench.quality.contest import judge_questions
 from kvrag_bench.quality.entrants import QualityOptions
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 POLICIES = ("none", "deviation", "boundary:tokens=2")

@@ -20,10 +20,10 @@ from kvrag.errors import PromptTooLongError
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
 from kvrag_bench.launches import count_launches
 from kvrag_bench.setting import MEMORIES
+from kvrag_testing.bench_top import TEXTS
 from tests.models.test_compiled import model_of
 
 PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"

@@ -10,13 +10,13 @@ from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import StoreWrapper, read_whole
-from kvrag.testing.records import key_number, record_of
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.stores import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed
 from kvrag_bench.load.throttled import Line, ThrottledStore
+from kvrag_testing.records import key_number, record_of
 
 SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=5)
 

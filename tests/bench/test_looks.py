@@ -10,9 +10,9 @@ import torch
 from kvrag.fusion import fuser
 from kvrag.fusion.repair import make_repair
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.looks import Looks
+from kvrag_testing.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
 
 SPECS = (

@@ -20,7 +20,6 @@ from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.effort import progress
@@ -31,6 +30,7 @@ from kvrag_bench.quality.datasets import load_questions
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.rows import Estimate, QualityRow
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants
+from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
 

@@ -11,13 +11,13 @@ import pytest
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.questions import Passage, render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 FIRST, SECOND, THIRD, FOURTH = TEXTS[:4]

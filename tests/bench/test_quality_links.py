@@ -12,11 +12,11 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.linked_rows import insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, Bench
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.picture import draw_quality
+from kvrag_testing.bench_top import TEXTS, Bench
 from tests.fusion.test_links import ORDER, make_links
 from tests.support.models import make_model, make_tokenizer
 

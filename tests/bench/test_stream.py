@@ -17,11 +17,11 @@ from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
-from kvrag.testing.records import key_number, record_of, stored
 from kvrag_bench.stream.eight_bit import EightBitChunk, encode_eight_bit
 from kvrag_bench.stream.measure import StreamOptions, measure_streaming
 from kvrag_bench.stream.shaped import ShapedServer, TokenBucket
 from kvrag_bench.stream.trace import Trace, constant
+from kvrag_testing.records import key_number, record_of, stored
 
 
 def test_a_bucket_lets_pass_what_the_trace_says() -> None:

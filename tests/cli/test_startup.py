@@ -114,7 +114,7 @@ def test_help_and_wrong_arguments_load_no_model(
     assert ran(*arguments, folder=tmp_path)[:2] == (code, [])
 
 
-ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_train")
+ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_testing", "kvrag_train")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvrag.codec.transform.anchor_delta import AnchorDelta
 from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 from kvrag.kvcache import KVSpec
-from kvrag.testing.codec_contract import KEY, decode
+from kvrag_testing.codec_contract import KEY, decode
 from tests.support.codecs import fit, smooth_kv
 
 GOLDEN = Path(__file__).parent / "golden"

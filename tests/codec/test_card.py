@@ -16,9 +16,9 @@ from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
 from kvrag.kvcache import KVSpec
 from kvrag.native.gpu import tiled
-from kvrag.testing.codec_contract import KEY, BytesSource
 from kvrag_bench.codec.cutting import cut_record
 from kvrag_bench.codec.played import play
+from kvrag_testing.codec_contract import KEY, BytesSource
 from tests.codec import forge
 from tests.codec.test_pipeline import CONFIGS, fitting_codec
 from tests.support.codecs import smooth_kv

@@ -12,7 +12,7 @@ from kvrag.codec.header import header_size, padded_size
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
-from kvrag.testing.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
+from kvrag_testing.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
 from tests.codec import forge
 
 SPEC = spec_of(num_layers=3)

@@ -23,7 +23,7 @@ from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.testing.codec_contract import KEY, BytesSource, same_bits
+from kvrag_testing.codec_contract import KEY, BytesSource, same_bits
 from tests.codec import forge
 from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import trials

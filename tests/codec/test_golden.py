@@ -16,7 +16,7 @@ import xxhash
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.testing.codec_contract import KEY, decode, same_bits
+from kvrag_testing.codec_contract import KEY, decode, same_bits
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {

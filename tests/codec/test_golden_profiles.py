@@ -15,7 +15,7 @@ from safetensors.numpy import load
 
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import codec_of
-from kvrag.testing.codec_contract import KEY, decode
+from kvrag_testing.codec_contract import KEY, decode
 from tests.codec.make_golden import CONFIGS, GOLDEN, SPEC
 
 L, H, D, T = SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, 37

@@ -18,8 +18,8 @@ from kvrag.codec.transform.pca import PCA
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.positions.rotary import RotaryTable
-from kvrag.testing.codec_contract import KEY, BytesSource, CodecContract, decode
 from kvrag_bench.codec.cutting import cut_record
+from kvrag_testing.codec_contract import KEY, BytesSource, CodecContract, decode
 from tests.support.codecs import FittingCodec, fit, smooth_kv
 
 SPEC = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)

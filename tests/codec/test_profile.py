@@ -22,7 +22,7 @@ from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.testing.codec_contract import KEY, decode, random_kv
+from kvrag_testing.codec_contract import KEY, decode, random_kv
 from tests.support.codecs import FINGERPRINT, fit, smooth_kv
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)

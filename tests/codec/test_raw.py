@@ -11,7 +11,7 @@ from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV
-from kvrag.testing.codec_contract import KEY, BytesSource, CodecContract, random_kv, spec_of
+from kvrag_testing.codec_contract import KEY, BytesSource, CodecContract, random_kv, spec_of
 
 
 class TestRawCodec(CodecContract):

@@ -12,7 +12,7 @@ from kvrag.codec.rawheads import RawHeadsCodec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import RecordError
 from kvrag.kvcache import KVSpec
-from kvrag.testing.codec_contract import (
+from kvrag_testing.codec_contract import (
     KEY,
     BytesSource,
     CodecContract,

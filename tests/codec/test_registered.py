@@ -15,7 +15,7 @@ from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
 from kvrag.errors import ParameterError, ProfileError, RecordError
-from kvrag.testing.codec_contract import (
+from kvrag_testing.codec_contract import (
     KEY,
     BytesSource,
     CodecContract,

@@ -9,7 +9,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

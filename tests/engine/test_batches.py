@@ -33,7 +33,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.native import REFERENCE, instruction_set
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import examples
 from tests.support.waiting import wait_until

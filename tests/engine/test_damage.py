@@ -15,8 +15,8 @@ from kvrag.errors import IndexFormatError
 from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
-from kvrag.testing.store_contract import stored
+from kvrag_testing.bench_top import TEXTS
+from kvrag_testing.store_contract import stored
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"

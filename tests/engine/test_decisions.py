@@ -17,7 +17,7 @@ from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import read_whole
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 NEAR, FAR = TierCost("memory:", 0.0, 0.0), TierCost("far:", 10.0, 0.0)

@@ -24,7 +24,7 @@ from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"

@@ -22,7 +22,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.engine.test_links import PROMPT
 from tests.eviction.policies import KeepAll
 from tests.fusion.test_links import make_links

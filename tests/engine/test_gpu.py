@@ -13,7 +13,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = "cuda"

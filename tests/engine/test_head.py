@@ -16,7 +16,7 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 CONTENT = "\n\n".join([*TEXTS, "Question: who keeps it?"])

@@ -16,7 +16,7 @@ from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
 

@@ -17,7 +17,7 @@ from kvrag.fusion.loss import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
-from kvrag.testing.bench_top import TEXTS, relative_difference
+from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.threads import at_work
 
 PROMPT = "Context:\n\n" + "\n\n".join([*TEXTS, TEXTS[0]]) + "\n\nQuestion: who keeps it?\nAnswer:"

@@ -11,7 +11,7 @@ import kvrag
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 

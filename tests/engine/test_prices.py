@@ -21,7 +21,7 @@ from kvrag.ingest.index import Index
 from kvrag.loading.pace import Pace
 from kvrag.loading.streaming import Streaming
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, relative_difference
+from kvrag_testing.bench_top import TEXTS, relative_difference
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 BY_ROW = RowPrices((1, 1000), (0.001, 1.0))

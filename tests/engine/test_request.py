@@ -13,7 +13,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.repair import Repair
 from kvrag.ingest.index import Index
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS[:3]) + "\n\nQuestion: who keeps it?\nAnswer:"
 ENGINE = Recompute("deviation", ratio=0.4)

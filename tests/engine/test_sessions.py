@@ -25,7 +25,7 @@ from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, relative_difference
+from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import HEAD, make_model, make_tokenizer
 from tests.support.properties import examples
 

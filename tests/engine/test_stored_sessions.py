@@ -24,8 +24,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag.store.base import StoredRecord
 from kvrag.store.registry import open_store
 from kvrag.store.wrapper import StoreWrapper
-from kvrag.testing.bench_top import TEXTS
-from kvrag.testing.store_contract import stored
+from kvrag_testing.bench_top import TEXTS
+from kvrag_testing.store_contract import stored
 from tests.engine.test_sessions import (
     QUESTIONS,
     Asked,

@@ -26,7 +26,7 @@ from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.loading.cost import LoadingCost, StoredRows, TierCost
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench
+from kvrag_testing.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = PromptRows(1100, 10, (ReusedSpan("a", 50, 0, 1000),))

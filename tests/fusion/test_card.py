@@ -37,8 +37,8 @@ from kvrag.ingest.search import WatchedChunk
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
 from kvrag.loading.hot import HotTier
 from kvrag.positions.rotary import RotaryTable
-from kvrag.testing.codec_contract import KEY, BytesSource, random_kv
 from kvrag_bench.codec.cutting import cut_record
+from kvrag_testing.codec_contract import KEY, BytesSource, random_kv
 from tests.codec import forge
 from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import examples

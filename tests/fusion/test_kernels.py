@@ -17,7 +17,7 @@ from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowRunner
 from kvrag.native import REFERENCE, instruction_set
-from kvrag.testing.bench_top import Bench
+from kvrag_testing.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
 
 pytestmark = [

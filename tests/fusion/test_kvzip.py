@@ -20,7 +20,7 @@ from kvrag.fusion.compression.kvzip import (
 from kvrag.fusion.compression.spec import Compression
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import relative_difference
+from kvrag_testing.bench_top import relative_difference
 from tests.fusion.golden import kvpress_scores as golden
 from tests.support.models import FAMILIES, make_model, make_tokenizer
 

@@ -22,7 +22,7 @@ from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench, relative_difference
+from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 ORACLE_FAMILIES = ("llama", "llama-yarn", "mistral-sliding", "qwen3", "phi3", "gemma3", "gpt-neox")

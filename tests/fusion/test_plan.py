@@ -17,7 +17,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.repair import Repair
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench
+from kvrag_testing.bench_top import Bench
 from tests.fusion.test_auto import CALIBRATION, TWO_TIERS
 from tests.support.models import make_model, make_tokenizer
 

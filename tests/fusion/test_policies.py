@@ -31,9 +31,9 @@ from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
-from kvrag.testing.bench_top import Bench, relative_difference
-from kvrag.testing.policy_contract import PolicyContract
 from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
+from kvrag_testing.bench_top import Bench, relative_difference
+from kvrag_testing.policy_contract import PolicyContract
 from tests.support.models import make_model, make_tokenizer
 
 SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 20, 0, 30))

@@ -13,7 +13,7 @@ from kvrag.fusion.repair import make_repair
 from kvrag.fusion.shift import ChunkShift
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench, relative_difference
+from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 ORDER = (2, 0, 3, 1)

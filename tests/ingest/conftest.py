@@ -11,7 +11,7 @@ import pytest
 
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.store_contract import stored
+from kvrag_testing.store_contract import stored
 from tests.support.models import make_model, make_tokenizer
 
 MakeIndex = Callable[..., Index]

@@ -18,7 +18,7 @@ from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import relative_difference
+from kvrag_testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.models import make_model, make_tokenizer
 

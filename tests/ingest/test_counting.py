@@ -16,7 +16,7 @@ from kvrag.ingest.counting import FILE_NAME, IndexCounters, read_kept
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_report import StreamedChunk, StreamReport
 from kvrag.store.memory import MemoryStore
-from kvrag.testing.records import key_number, record_of, stored
+from kvrag_testing.records import key_number, record_of, stored
 
 
 def report(**fields: object) -> FusionReport:
@@ -208,7 +208,7 @@ from pathlib import Path
 from kvrag.ingest.counting import IndexCounters
 from kvrag.store.memory import MemoryStore
 from tests.ingest.test_counting import report
-from kvrag.testing.records import key_number, record_of, stored
+from kvrag_testing.records import key_number, record_of, stored
 store = MemoryStore()
 counters = IndexCounters(Path({str(tmp_path)!r}), store.counts)
 store.put(key_number(1), record_of(key_number(1)))

@@ -17,7 +17,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
-from kvrag.testing.records import key_number, stored
+from kvrag_testing.records import key_number, stored
 from tests.ingest.conftest import MakeIndex
 
 pytest.importorskip("sqlcipher3")

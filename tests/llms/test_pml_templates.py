@@ -18,7 +18,7 @@ from kvrag.llms.llamaindex_pml import PMLPromptTemplate as LlamaIndexTemplate
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
 from kvrag.pml.template import fill, variables
-from kvrag.testing.bench_top import TEXTS
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 SCHEMA = (

@@ -21,7 +21,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, RowTensors
-from kvrag.testing.bench_top import Bench
+from kvrag_testing.bench_top import Bench
 from tests.models.test_compiled import FAMILIES, model_of
 
 NUM_TOKENS, FIRST_LAYER, QUESTION = 70, 1, 50

@@ -12,7 +12,7 @@ from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models import compute as module
 from kvrag.models.compute import fastest, measured, resolved_compute
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench, relative_difference
+from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 _ALL = DeviationPolicy(ratio=1.0)

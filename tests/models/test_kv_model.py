@@ -26,7 +26,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from kvrag.models.packed import ROWS_STEP
 from kvrag.positions.rotary import RotaryPositions
-from kvrag.testing.bench_top import Bench, relative_difference
+from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer
 
 

@@ -10,8 +10,8 @@ import torch
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
-from kvrag.testing.model_contract import ModelContract
+from kvrag_testing.bench_top import TEXTS, Bench, relative_difference
+from kvrag_testing.model_contract import ModelContract
 from tests.support.models import FAMILIES, OTHER_POSITIONS, make_model, make_tokenizer
 
 

@@ -23,7 +23,7 @@ from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.kv_model import KVModel
 from kvrag.models.schemes import _alibi
 from kvrag.store.memory import MemoryStore
-from kvrag.testing.bench_top import Bench, relative_difference
+from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import (
     FAMILIES,
     LEARNED_POSITIONS,

@@ -16,7 +16,7 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.batch import generate_batch
 from kvrag.pml.engine import PMLEngine
-from kvrag.testing.bench_top import relative_difference
+from kvrag_testing.bench_top import relative_difference
 from tests.pml.test_engine import WHOLE
 from tests.support.models import make_model, make_tokenizer
 

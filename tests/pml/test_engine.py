@@ -17,7 +17,7 @@ from kvrag.ingest.maintenance import KEPT_FOLDER
 from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
-from kvrag.testing.bench_top import TEXTS, relative_difference
+from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 MODULES = "".join(f"<module name='m{n}'>{text}</module>\n" for n, text in enumerate(TEXTS))

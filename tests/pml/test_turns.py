@@ -21,7 +21,7 @@ from kvrag.pml.layout import lay_out_schema
 from kvrag.pml.parser import parse_schema
 from kvrag.pml.placing import place_prompt
 from kvrag.pml.prompt import parse_prompt
-from kvrag.testing.bench_top import relative_difference
+from kvrag_testing.bench_top import relative_difference
 from tests.pml.schemas import schemas
 from tests.pml.test_layout import prompts
 from tests.support.models import make_model, make_tokenizer

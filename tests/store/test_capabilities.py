@@ -26,7 +26,7 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import StoreWrapper
-from kvrag.testing.store_contract import key_number
+from kvrag_testing.store_contract import key_number
 
 ALL = {
     *(Admits, ChecksWritable, DerivesKeys, Flushes, HasTiers, InFolder, InMemory, Limits),

@@ -19,8 +19,8 @@ from kvrag.recordformat import check_record
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store
 from kvrag.store.wrapper import read_whole
-from kvrag.testing.codec_contract import spec_of
-from kvrag.testing.records import key_number
+from kvrag_testing.codec_contract import spec_of
+from kvrag_testing.records import key_number
 from tests.store.test_objects import credentials  # noqa: F401 (a fixture)
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import RedisServer, S3Server

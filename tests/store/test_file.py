@@ -17,7 +17,7 @@ from kvrag.errors import RecordError, StoreError
 from kvrag.store import file
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 from tests.support.folders import file_path, files_under
 
@@ -273,7 +273,7 @@ def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPat
 SHARE = """
 import random, sys
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of, stored
+from kvrag_testing.records import key_number, record_of, stored
 
 store = FileStore(sys.argv[1])
 chance = random.Random(int(sys.argv[2]))

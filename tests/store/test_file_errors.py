@@ -13,7 +13,7 @@ import pytest
 
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of, stored
+from kvrag_testing.records import key_number, record_of, stored
 from tests.support.folders import file_path, files_under
 
 KEY = key_number(0)
@@ -24,7 +24,7 @@ PUT_UNTIL_REFUSED = """
 import sys
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of, stored
+from kvrag_testing.records import key_number, record_of, stored
 
 store = FileStore(sys.argv[1])
 for number in range(100):
@@ -45,7 +45,7 @@ PUT_AND_DELETE = """
 import sys
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, stored
+from kvrag_testing.records import key_number, stored
 
 store = FileStore(sys.argv[1])
 assert list(store.keys()) == [key_number(1)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of, stored
+from kvrag_testing.records import key_number, record_of, stored
 from tests.support.folders import files_under
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ RECORD_BYTES = 400_000
 PUT_FOREVER = f"""
 import sys
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of
+from kvrag_testing.records import key_number, record_of
 
 store = FileStore(sys.argv[1])
 number = int(sys.argv[2])
@@ -38,7 +38,7 @@ DIE_AT = f"""
 import os, signal, sys
 from kvrag.store import file
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of
+from kvrag_testing.records import key_number, record_of
 
 folder, step = sys.argv[1:]
 write, fsync = os.write, os.fsync
@@ -108,7 +108,7 @@ def test_killed_at_each_step(tmp_path: Path, step: str, num_records: int) -> Non
 CHURN = f"""
 import random, sys
 from kvrag.store.file import FileStore
-from kvrag.testing.records import key_number, record_of
+from kvrag_testing.records import key_number, record_of
 
 store = FileStore(sys.argv[1])
 chance = random.Random(int(sys.argv[2]))

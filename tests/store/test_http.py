@@ -21,8 +21,8 @@ from kvrag.store.file import FileStore
 from kvrag.store.http import HttpStore
 from kvrag.store.registry import open_store
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
-from kvrag.testing.codec_contract import spec_of
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.codec_contract import spec_of
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.store.test_objects import serving
 from tests.support import folders
 from tests.support.proxy import FaultyProxy

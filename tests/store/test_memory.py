@@ -6,7 +6,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
 from kvrag.store.base import Store
 from kvrag.store.memory import MemoryStore
-from kvrag.testing.store_contract import StoreContract, key_number, read_all
+from kvrag_testing.store_contract import StoreContract, key_number, read_all
 
 
 class TestMemoryStore(StoreContract):

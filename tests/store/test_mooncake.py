@@ -19,7 +19,7 @@ from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.base import Store
 from kvrag.store.registry import REMOTE, open_store
 from kvrag.store.remote import RemoteStore
-from kvrag.testing.store_contract import StoreContract, key_number, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, record_of, stored
 from tests.support.servers import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mooncake"

@@ -15,7 +15,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store
 from kvrag.store.objects import ObjectStore
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support.servers import S3Server, free_port
 
 KEY = key_number(0)

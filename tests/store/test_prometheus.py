@@ -10,7 +10,7 @@ from kvrag.errors import ParameterError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.prometheus import StoreCollector
 from kvrag.store.registry import open_store
-from kvrag.testing.store_contract import key_number, record_of, stored
+from kvrag_testing.store_contract import key_number, record_of, stored
 
 
 def test_counts_of_tiers(tmp_path: Path) -> None:

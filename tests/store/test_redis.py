@@ -19,7 +19,7 @@ from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachab
 from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store
 from kvrag.store.redis import RedisStore
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support.servers import PASSWORD, RedisServer, free_port
 
 KEY = key_number(0)

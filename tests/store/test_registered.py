@@ -21,7 +21,7 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import REMOTE, open_store
 from kvrag.store.remote import RemoteStore
-from kvrag.testing.store_contract import key_number, stored
+from kvrag_testing.store_contract import key_number, stored
 from tests.support.distributions import installed
 
 LAKE = """

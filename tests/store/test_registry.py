@@ -14,7 +14,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import ObjectStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
-from kvrag.testing.store_contract import key_number
+from kvrag_testing.store_contract import key_number
 from tests.support.servers import RedisServer, S3Server
 
 

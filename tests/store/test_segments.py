@@ -15,7 +15,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 from tests.support.folders import file_path, files_under, pack, segment_path
 

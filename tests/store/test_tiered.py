@@ -22,8 +22,8 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
-from kvrag.testing.codec_contract import spec_of
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.codec_contract import spec_of
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support.waiting import wait_until
 
 KEY = key_number(0)
@@ -387,7 +387,7 @@ import os, signal, sys
 from pathlib import Path
 from kvrag.store.file import FileStore
 from kvrag.store.tiered import TieredStore
-from kvrag.testing.records import key_number, record_of
+from kvrag_testing.records import key_number, record_of
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 tiers = [FileStore(folder / "disk"), FileStore(folder / "remote")]

@@ -19,7 +19,7 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
-from kvrag.testing.records import key_number, read_all, record_of, stored
+from kvrag_testing.records import key_number, read_all, record_of, stored
 
 KEY, OTHER = key_number(0), key_number(1)
 SECRET = bytes(range(32))

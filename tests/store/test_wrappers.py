@@ -20,7 +20,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreMetrics
 from kvrag.store.registry import open_store
 from kvrag.store.wrapper import StoreWrapper
-from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 
 KEY = key_number(0)

@@ -13,8 +13,8 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag_bench.judge.questions import JudgedQuestion
+from kvrag_testing.bench_top import TEXTS
 from kvrag_train.links.data import FileSource
 from kvrag_train.links.processes import ALONE, Processes, launched
 from kvrag_train.links.student import training_mode

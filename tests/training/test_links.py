@@ -24,8 +24,8 @@ from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
 from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt
+from kvrag_testing.bench_top import TEXTS, Bench, relative_difference
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import Packer
 from kvrag_train.links.data import FileSource, LinkItem

@@ -16,8 +16,8 @@ from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

@@ -46,7 +46,7 @@ from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
-from kvrag.testing.records import stored
+from kvrag_testing.records import stored
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt
 

@@ -3,4 +3,4 @@
 try:
     import pytest as pytest
 except ImportError as error:
-    raise ImportError("kvrag.testing's suites run under pytest: pip install pytest") from error
+    raise ImportError("kvrag_testing's suites run under pytest: pip install pytest") from error

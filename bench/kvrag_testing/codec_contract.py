@@ -11,7 +11,7 @@ from kvrag.codec.base import Codec, Destination
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.positions.rotary import RotaryTable
-from kvrag.testing.needs import pytest
+from kvrag_testing.needs import pytest
 
 KEY = ChunkKey("0123456789" * 4)
 OTHER_KEY = ChunkKey("9876543210" * 4)

@@ -17,8 +17,8 @@ from kvrag.fusion.policies.base import (
     planned_rows,
 )
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import TEXTS, Bench, bench_of, relative_difference
-from kvrag.testing.needs import pytest
+from kvrag_testing.bench_top import TEXTS, Bench, bench_of, relative_difference
+from kvrag_testing.needs import pytest
 
 _SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 20, 0, 30))
 _NUM_LAYERS = 6

@@ -12,8 +12,8 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.testing.bench_top import Bench, bench_of, relative_difference
-from kvrag.testing.needs import pytest
+from kvrag_testing.bench_top import Bench, bench_of, relative_difference
+from kvrag_testing.needs import pytest
 
 _NONE, _ALL, _MOST = NonePolicy(), DeviationPolicy(ratio=1.0), DeviationPolicy(ratio=0.9)
 

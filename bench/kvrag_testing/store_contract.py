@@ -12,8 +12,8 @@ from kvrag.codec.container import RecordReader, write_record
 from kvrag.errors import RecordError, StoreError
 from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store, StoredRecord
-from kvrag.testing.needs import pytest
-from kvrag.testing.records import key_number, read_all, record_of, stored
+from kvrag_testing.needs import pytest
+from kvrag_testing.records import key_number, read_all, record_of, stored
 
 __all__ = ["StoreContract", "key_number", "read_all", "record_of", "stored"]
 
