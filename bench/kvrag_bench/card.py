@@ -41,6 +41,9 @@ from kvrag_bench.codec.played import play
 
 _KERNELS = ("place", "rans", "escapes", "synthesise", "kept")
 _OPEN = ""  # a phase that has no name yet
+_OPERATION_SECONDS = 6e-6
+"""What it costs the host to start something on a card: PyTorch takes 4 to 8 µs for an operation."""
+_TRIALS = 400
 CARD = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 # They only say how memory is looked at: nothing is started.
@@ -100,7 +103,12 @@ class Counts:
     names
         Numbers by phase and operation.
     seconds
-        This thread's processor time in operations, which a card would spend instead.
+        This thread's processor time in operations, which a card would spend instead, and in
+        pretending. What the host computes in tensors of its own is not among it.
+    started
+        How much this thread has started on the card; each costs the host a dispatch.
+    entry
+        Seconds that each operation takes before and after it can look at the time.
     """
 
     def __init__(self) -> None:
@@ -108,7 +116,8 @@ class Counts:
         self.copies: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.names: Counter[tuple[str, str]] = Counter()
-        self.seconds = 0.0
+        self.seconds = self.entry = 0.0
+        self.started = 0
         self._is_computing = False
         self._unseen = threading.local()
         self._thread = threading.get_ident()
@@ -118,13 +127,14 @@ class Counts:
         """Begin again at nothing."""
         for counter in (self.launches, self.copies, self.waits, self.names):
             counter.clear()
-        self.seconds = 0.0
+        self.seconds, self.started = 0.0, 0
 
     def note(self, counter: Counter[str], name: str) -> None:
         """Count something."""
         if getattr(self._unseen, "is_on", False):
             return
         phase = _OPEN if threading.get_ident() == self._thread else "loader"
+        self.started += phase == _OPEN
         with self._lock:
             counter[phase] += 1
             self.names[phase, name] += 1
@@ -146,25 +156,53 @@ class Counts:
             for one in [one for one in self.names if one[0] == _OPEN]:
                 self.names[phase, one[1]] += self.names.pop(one)
 
-    @contextmanager
-    def computing(self, since: float | None = None) -> Iterator[None]:
-        """Leave out this thread's time in here: on a card, the card would spend it.
+    @property
+    def host_seconds(self) -> float:
+        """What the host would spend to start on a card what was started here."""
+        return self.started * _OPERATION_SECONDS
 
-        Parameters
-        ----------
-        since
-            The thread's time at which this began; None: now.
-        """
-        if threading.get_ident() != self._thread or self._is_computing:
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Leave out this thread's time in here: on a card, the card would spend it."""
+        if not self.enter():
             yield
             return
-        self._is_computing = True
-        started = time.thread_time() if since is None else since
+        started = time.thread_time()
         try:
             yield
         finally:
-            self._is_computing = False
-            self.seconds += time.thread_time() - started
+            self.leave(started)
+
+    def enter(self) -> bool:
+        """Return whether an operation begins here that is not a part of another one."""
+        if self._is_computing or threading.get_ident() != self._thread:
+            return False
+        self._is_computing = True
+        return True
+
+    def leave(self, started: float, own: float = 0.0) -> None:
+        """End an operation that `enter` began.
+
+        Parameters
+        ----------
+        started
+            This thread's time when it began.
+        own
+            Seconds of it that the host would have spent as well.
+        """
+        self._is_computing = False
+        self.seconds += time.thread_time() - started + self.entry - own
+
+    def measure_entry(self) -> None:
+        """Measure what pretending takes apart from what it sees of itself."""
+        probe = CardTensor(torch.zeros(4), self)
+        self.clear()
+        started = time.thread_time()
+        for _ in range(_TRIALS):
+            probe.numel()
+        whole = time.thread_time() - started
+        self.entry = max(0.0, (whole - self.seconds) / _TRIALS)
+        self.clear()
 
 
 class CardTensor(torch.Tensor):
@@ -201,8 +239,12 @@ class CardTensor(torch.Tensor):
         started = time.thread_time()
         given = tree_flatten((args, kwargs or {}))[0]
         counts: Counts = next(one.counts for one in given if isinstance(one, CardTensor))
-        with counts.computing(started):
+        is_first = counts.enter()
+        try:
             return cls._call(func, args, kwargs or {}, counts)
+        finally:
+            if is_first:
+                counts.leave(started)
 
     @classmethod
     def _call(cls, func: Any, args: Any, kwargs: dict[str, Any], counts: Counts) -> Any:
@@ -324,14 +366,43 @@ class _Making(TorchFunctionMode):
         self._counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
-        device = kwargs.get("device")
-        with self._counts.computing():
-            if func is not torch.tensor or torch.device(device or _CPU).type != CARD.type:
+        counts = self._counts
+        started = time.thread_time()
+        is_first, own = counts.enter(), 0.0
+        try:
+            kwargs = dict(kwargs or {})
+            kwargs.pop("pin_memory", None)
+            device = kwargs.get("device")
+            is_there = device is not None and torch.device(device).type == CARD.type
+            if func is torch.tensor and is_there:
+                counts.note(counts.copies, "copy to the card")
+                return CardTensor(func(*args, **kwargs | {"device": _CPU}), counts)
+            if is_there or not is_first or _is_there((args, kwargs)):
                 return func(*args, **kwargs)
-            self._counts.note(self._counts.copies, "copy to the card")
-            return CardTensor(func(*args, **kwargs | {"device": _CPU}), self._counts)
+            # The host's own tensors: that is what it would take beside a card, too.
+            with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+                before = time.thread_time()
+                made = func(*args, **kwargs)
+                own = time.thread_time() - before
+            return made
+        finally:
+            if is_first:
+                counts.leave(started, own)
+
+
+def _is_there(arguments: Any) -> bool:
+    """Return whether something is on the card, or says that something is to go there."""
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    for one in arguments:
+        if isinstance(one, CardTensor):
+            return True
+        if isinstance(one, torch.device):
+            if one.type == CARD.type:
+                return True
+        elif isinstance(one, list | tuple | dict) and _is_there(one):
+            return True
+    return False
 
 
 class _RowOperations:
@@ -603,6 +674,7 @@ def pretended_card() -> Iterator[Counts]:
         stack.enter_context(patch.object(Placement, "_start", _place))
         stack.enter_context(_Making(counts))
         stack.enter_context(_Operations(counts))
+        counts.measure_entry()
         yield counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def test_operations_copies_and_waits_are_counted() -> None:
         assert counts.copies == {"test": 1}
         assert counts.waits == {"test": 2}
         assert torch.arange(3).device.type == "cpu"
+
+
+def test_the_hosts_own_time_is_counted_and_a_dispatch_for_each_start() -> None:
+    with pretended_card() as counts:
+        numbers = torch.zeros(1 << 20, device=CARD)
+        counts.clear()
+        before = time.thread_time()
+        (numbers + 1).mul_(2)
+        torch.ones(1 << 22).sum()  # in the host's memory
+        whole = time.thread_time() - before
+    assert counts.started == 2
+    assert 0 < counts.host_seconds < 1e-4
+    # The sum over the card's numbers is left out, that over the host's is not.
+    assert 0 < counts.seconds < whole
 
 
 @pytest.mark.parametrize("codec", ["raw", "stream"])
@@ -205,5 +220,7 @@ def test_the_command() -> None:
     (row,) = json.loads(done.stdout)
     assert row["policy"] == "none"
     assert row["copies"]["loader"] > 0
+    assert row["host_ms"] == pytest.approx(sum(row["host_ms_by_phase"].values()))
+    assert {"layout", "load", "compute"} <= row["host_ms_by_phase"].keys()
     assert row["launches_per_layer"] == sum(row["launches"].values()) / row["num_layers"]
     assert CliRunner().invoke(app, ["bench", "launches", "--shape", "nothing"]).exit_code == 1

@@ -59,10 +59,11 @@ def bench_launches(
             f"{row.waits.get(phase, 0)} waits"
             for phase, number in sorted(row.launches.items())
         )
+        own = ", ".join(f"{name} {ms:.1f}" for name, ms in row.host_ms_by_phase.items())
         console.out().print(
             f"{row.policy}, {row.codec}, {row.num_tokens:,} tokens: "
             f"{row.launches_per_layer:.1f} kernels a "
             f"layer, {row.num_waits} waits of the prompt's thread, whose own time is "
-            f"{row.host_ms:.0f} ms. {phases}",
+            f"{row.host_ms:.1f} ms ({own}). {phases}",
             markup=False,
         )
