@@ -48,7 +48,7 @@ _OPTIONAL = {
     "kvrag-bench": "kvrag[bench]",
 }
 _REFERENCE_COSTS = (
-    "reference: numpy and torch compute in place of the compiled kernels. Answers are the same. "
+    "reference: numpy and torch compute in place of the compiled kernels. "
     "Attention takes 3 to 12 times as long, and decoding KV of a codec other than raw hundreds of "
     "times as long (docs/install.md)"
 )

@@ -18,7 +18,7 @@ from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
 from kvrag.models.linears import int8_layer, most_rows
-from kvrag.native import HAS_ROW_LAYERS, Mass, RowLayers
+from kvrag.native import IS_COMPILED, Mass, RowLayers
 from kvrag.native.gpu.rows import Norm, Scores
 from kvrag.positions.rotary import RotaryTable
 
@@ -229,7 +229,7 @@ def compile_layers(description: Description | None, *, in_int8: bool) -> Compile
         Whether linear layers compute in 8 bits, as their weights are now; otherwise they do in the
         type of the weights.
     """
-    if not HAS_ROW_LAYERS or description is None:
+    if not IS_COMPILED or description is None:
         return None
     try:
         return CompiledLayers(description, in_int8=in_int8)

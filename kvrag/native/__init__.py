@@ -3,7 +3,7 @@
 Imports no package. Functions take numpy arrays or torch CPU tensors, check them, work on their
 memory without a copy, and release the GIL. The import chooses the instruction set; another one:
 ``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|avx512bf16|amxbf16|neon`` in the environment. Where
-nothing was compiled, or with ``KVRAG_ISA=reference``, numpy and torch compute (`reference.py`).
+nothing was compiled, or with ``KVRAG_ISA=reference``, PyTorch and numpy compute (`reference.py`).
 Begin with `kernels.py`; `gpu/` has the kernels for graphics cards.
 """
 
@@ -27,8 +27,8 @@ from kvrag.native.entropy import (
     ideal_bits,
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
-from kvrag.native.kernels import REFERENCE
-from kvrag.native.layers import HAS_ROW_LAYERS, RowLayers
+from kvrag.native.kernels import IS_COMPILED, REFERENCE
+from kvrag.native.layers import RowLayers
 from kvrag.native.linear import MAX_INT8_INPUTS, MAX_ROWS, FewRowsLinear, Int8Linear
 from kvrag.native.reconstruction import (
     Patches,
@@ -42,7 +42,7 @@ from kvrag.native.reconstruction import (
 
 __all__ = [
     "ATTENTION_TYPES",
-    "HAS_ROW_LAYERS",
+    "IS_COMPILED",
     "MAX_INT8_INPUTS",
     "MAX_ROWS",
     "REFERENCE",

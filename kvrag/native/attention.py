@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
 from kvrag.native.arrays import ArrayLike, check_threads, view
-from kvrag.native.kernels import kernels
+from kvrag.native.kernels import IS_COMPILED, kernels
 
-ATTENTION_TYPES = (torch.float32, torch.bfloat16)
+ATTENTION_TYPES = (torch.float32, torch.bfloat16) if IS_COMPILED else ()
+"""What the kernels of models compute; nothing where none were compiled: PyTorch computes there."""
 
 NO_WINDOW = 1 << 62
 """More keys than there can be."""

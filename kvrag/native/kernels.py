@@ -1,4 +1,4 @@
-"""Chooses between the compiled kernels and their reference, which runs where none were compiled.
+"""Chooses between the compiled kernels and the codecs' reference, for where none were compiled.
 
 ``KVRAG_ISA=reference`` in the environment takes the reference although there are compiled ones.
 """
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 VARIABLE = "KVRAG_ISA"
 REFERENCE = "reference"
 
+IS_COMPILED = os.environ.get(VARIABLE) != REFERENCE and find_spec("kvrag._native") is not None
+
 if TYPE_CHECKING:
     from kvrag import _native as kernels
-elif os.environ.get(VARIABLE) == REFERENCE or find_spec("kvrag._native") is None:
+elif not IS_COMPILED:
     from kvrag.native import reference as kernels
 else:
     from kvrag import _native as kernels
 
-__all__ = ["REFERENCE", "VARIABLE", "kernels"]
+__all__ = ["IS_COMPILED", "REFERENCE", "VARIABLE", "kernels"]

@@ -25,9 +25,6 @@ from kvrag.native.attention import (
 from kvrag.native.kernels import kernels
 from kvrag.native.linear import Int8Linear
 
-HAS_ROW_LAYERS = hasattr(kernels, "Layers")
-"""Whether `RowLayers` can be made: where nothing was compiled, it cannot."""
-
 
 class RowLayers:
     """A list of operations, in order, on slots: rows of numbers of one type.

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from kvrag.errors import ParameterError
 from kvrag.native.arrays import check_contiguous, check_shape, check_threads
 from kvrag.native.attention import ATTENTION_TYPES
-from kvrag.native.kernels import kernels
+from kvrag.native.kernels import IS_COMPILED, kernels
 
 INT8_PANEL: int = kernels.INT8_PANEL
 """Outputs whose weights in 8 bits lie together."""
@@ -28,7 +28,7 @@ _PANELS_AT_ONCE = 32
 class FewRowsLinear:
     """Computes a linear layer over weights as they are. Sums are float32.
 
-    Where kernels are compiled, a row's bits do not depend on the other rows.
+    A row's bits do not depend on the other rows.
 
     Parameters
     ----------
@@ -111,6 +111,8 @@ class Int8Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        if not IS_COMPILED:
+            raise ParameterError("8 bits need kvrag's compiled kernels: see 'kvrag doctor'")
         check_shape(weight.shape, (None, None), "weight")
         self._num_outputs, self._num_inputs = num_outputs, num_inputs = weight.shape
         if weight.device.type != "cpu" or not weight.is_floating_point() or not num_inputs:

@@ -291,7 +291,7 @@ def test_a_precision_of_its_own_stays_with_modules() -> None:
 
 
 def test_without_compiled_kernels_modules_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module, "HAS_ROW_LAYERS", False)
+    monkeypatch.setattr(compiled_module, "IS_COMPILED", False)
     model = model_of()
     model.begin_answer()
     assert model._compiled is None

@@ -11,7 +11,7 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.native import (
-    HAS_ROW_LAYERS,
+    IS_COMPILED,
     Buffers,
     FewRowsLinear,
     Int8Linear,
@@ -25,7 +25,7 @@ from kvrag.native import (
     rotate,
 )
 
-pytestmark = pytest.mark.skipif(not HAS_ROW_LAYERS, reason="nothing is compiled")
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled")
 
 WIDTH, HEAD_DIM, NUM_ROWS, CAPACITY = 48, 8, 3, 40
 PLACES = np.array([11, 39, 0])

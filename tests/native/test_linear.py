@@ -11,10 +11,8 @@ from kvrag.errors import ParameterError
 from kvrag.native import (
     MAX_INT8_INPUTS,
     MAX_ROWS,
-    REFERENCE,
     FewRowsLinear,
     Int8Linear,
-    instruction_set,
     instruction_sets,
     use_instruction_set,
 )
@@ -64,7 +62,6 @@ def assert_threads_change_nothing(layer: FewRowsLinear, rows: torch.Tensor) -> N
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.skipif(instruction_set() == REFERENCE, reason="torch's sums depend on threads")
 def test_threads_change_nothing(isa: str) -> None:
     generator = torch.Generator().manual_seed(1)
     layer = FewRowsLinear(torch.randn(1001, 576, generator=generator))
@@ -72,7 +69,6 @@ def test_threads_change_nothing(isa: str) -> None:
     assert_threads_change_nothing(layer, rows)
 
 
-@pytest.mark.skipif(instruction_set() == REFERENCE, reason="torch's sums depend on threads")
 @pytest.mark.parametrize("num_rows", [1, 2, 17, MAX_ROWS, 50])
 @pytest.mark.parametrize("num_outputs", [16, 24, 40, 100])
 def test_threads_change_nothing_where_few_outputs_are_left(
@@ -90,8 +86,6 @@ def test_threads_change_nothing_where_few_outputs_are_left(
 
 @pytest.mark.parametrize("num_inputs", [30, 64, 577])
 def test_other_rows_do_not_change_a_rows_bits(isa: str, num_inputs: int) -> None:
-    if isa == REFERENCE:
-        pytest.skip("torch's sums depend on the rows")
     generator = torch.Generator().manual_seed(1)
     layer = FewRowsLinear(torch.randn(40, num_inputs, generator=generator).bfloat16())
     rows = torch.randn(100, num_inputs, generator=generator).bfloat16()

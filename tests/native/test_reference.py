@@ -1,4 +1,4 @@
-"""The kernels' reference, for where none were compiled, against the compiled ones."""
+"""Without compiled kernels: the codecs' reference against them, and a model's own modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from kvrag.native import kernels as chosen
 from kvrag.native import reference
@@ -54,10 +53,10 @@ def run(code: str, *arguments: str, isa: str | None, blocked: bool = False) -> s
     return done.stdout.strip()
 
 
-def test_it_has_every_function_of_the_compiled_module() -> None:
+def test_it_has_what_codecs_call() -> None:
+    models = {"Layers", "attend", "attend_each", "gate", "int8_linear", "linear", "norm", "rotate"}
     names = {name for name in vars(compiled) if not name.startswith("_")}
-    # Without it, a model's own modules compute.
-    assert names - {"Layers"} == set(reference.__all__)
+    assert names - models == set(reference.__all__)
     assert reference.INT8_PANEL == compiled.INT8_PANEL
 
 
@@ -85,29 +84,6 @@ def test_payloads_are_the_same_bytes() -> None:
         assert (out == symbols).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_agrees(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # More rows than fit a block of scores.
-    monkeypatch.setattr(reference, "_MAX_SCORES", 4 * 50 * 3)
-    generator = torch.Generator().manual_seed(2)
-    query = torch.randn(4, 11, 16, generator=generator).to(dtype)
-    key, value = (torch.randn(2, 50, 16, generator=generator).to(dtype) for _ in range(2))
-    lasts = np.array([3, 7, 9, 20, 21, 22, 30, 35, 40, 48, 49], np.int64)
-    bits = [
-        one.view(torch.int16) if dtype == torch.bfloat16 else one for one in (query, key, value)
-    ]
-    found, masses = [], []
-    for module in (compiled, reference):
-        out = torch.zeros(11, 4, 16, dtype=dtype)
-        raw = out.view(torch.int16) if dtype == torch.bfloat16 else out
-        mass = np.ones((2, 50), np.float32)
-        module.attend(*(one.numpy() for one in bits), lasts, raw.numpy(), 12, 0.3, 5.0, mass, 4, 1)
-        found.append(out.float())
-        masses.append(mass)
-    assert torch.allclose(found[0], found[1], atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
-    assert np.allclose(masses[0], masses[1], atol=1e-4)
-
-
 def test_the_compiled_kernels_come_first() -> None:
     assert run("import kvrag.native as n; print(n.instruction_set())", isa=None) != "reference"
 
@@ -123,10 +99,28 @@ def test_without_a_compiled_module_answers_are_the_same(tmp_path: Path) -> None:
         assert printed.split(maxsplit=1) == ["reference", usual.split(maxsplit=1)[1]]
 
 
+def test_eight_bits_are_refused_without_a_compiled_module() -> None:
+    code = (
+        "from kvrag.errors import ParameterError\n"
+        "from kvrag.models.compute import measured, resolved_compute\n"
+        "from kvrag.models.loading import load_weights, resolve_model\n"
+        "import torch\n"
+        "hf = load_weights(resolve_model('kvrag-tiny'), torch.float32, None)\n"
+        "print('int8' in measured(hf))\n"
+        "try:\n    resolved_compute(hf, 'int8')\n"
+        "except ParameterError as error:\n    print(error)\n"
+    )
+    told = run(code, isa="reference")
+    assert told.startswith("False\n")
+    assert "8 bits need kvrag's compiled kernels" in told
+
+
 @pytest.mark.slow
-def test_the_kernels_tests_pass_on_the_reference() -> None:
+def test_the_codecs_kernels_pass_their_tests_on_the_reference() -> None:
+    names = ("damage", "entropy", "reconstruction")
+    files = [f"tests/native/test_{name}.py" for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/native"],
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *files],
         capture_output=True,
         text=True,
         env={**os.environ, "KVRAG_ISA": chosen.REFERENCE},
