@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrag.errors import ParameterError
 from kvrag.models.rows import ROW_BLOCK
-from kvrag.native import Mass, VisibleKeys, attend
+from kvrag.native import Mass, Scores, attend
 
 # PyTorch multiplies what its mask hides: it is fastest here with few rows at a time.
 _ROWS_IN_PYTORCH = 32
@@ -108,15 +108,7 @@ def _ways(options: AttentionOptions) -> dict[str, tuple[float, Callable[[], obje
             end = int(block[-1]) + 1
             mass = Mass(torch.empty(options.kv_heads, end)) if counts else None
             asked = asking[:, first : first + ROW_BLOCK]
-            attend(
-                asked,
-                key[:, :end],
-                value[:, :end],
-                VisibleKeys(block),
-                scale=scale,
-                mass=mass,
-                threads=torch.get_num_threads(),
-            )
+            attend(asked, key[:, :end], value[:, :end], block, Scores(scale), mass)
 
     def pytorch() -> None:
         for first in range(0, num_rows, _ROWS_IN_PYTORCH):

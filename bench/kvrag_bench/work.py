@@ -15,7 +15,7 @@ from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
 from kvrag.models.packed import PackedWeight
-from kvrag.native import FewRowsLinear, Int8Linear, VisibleKeys, attend
+from kvrag.native import FewRowsLinear, Int8Linear, Scores, attend
 
 
 def operations_spent(work: Callable[[], object]) -> int:
@@ -61,12 +61,18 @@ def _on_cpu(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: A
 
 
 def _in_attention(
-    _: object, query: torch.Tensor, __: object, value: torch.Tensor, visible: VisibleKeys
+    _: object,
+    query: torch.Tensor,
+    __: object,
+    value: torch.Tensor,
+    last_keys: torch.Tensor,
+    scores: Scores,
+    *___: object,
 ) -> int:
     num_heads, _, head_dim = query.shape
-    num_visible = torch.as_tensor(visible.last_keys) + 1
-    if visible.window is not None:
-        num_visible = num_visible.clamp(max=visible.window)
+    num_visible = last_keys + 1
+    if scores.window is not None:
+        num_visible = num_visible.clamp(max=scores.window)
     return 2 * num_heads * int(num_visible.sum()) * (head_dim + value.shape[-1])
 
 

@@ -225,7 +225,6 @@ class PipelineChunk(OpenedRecord):
             out,
             rotation=rotation,
             tokens=tokens,
-            threads=torch.get_num_threads(),
         )
         for index, token in enumerate(coded.raw_tokens.tolist()):
             if tokens.start <= token < tokens.stop:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from kvrag.eviction.ragged import RaggedKV
 from kvrag.models.implementations import (
-    AttentionFunction,
+    AttentionCall,
     attending_by,
     register_around,
 )
@@ -187,28 +186,21 @@ def attend_ragged(
     return output, weights
 
 
-def _attend(
-    ordinary: AttentionFunction,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, value = call.query, call.key, call.value
     layer = _present.layer if _present.keys is key else None
     if layer is None:
         # A forward in another thread, or with another cache.
-        return ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return call.plainly()
     _present.layer = _present.keys = None
-    score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
-    allowed = attention_mask
+    scale = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+    score = Score(scale, call.more.get("softcap"))
+    allowed = call.mask
     if allowed is not None:
         allowed = (allowed if allowed.dtype == torch.bool else allowed == 0)[:, 0]
     if not layer.is_empty:
         return layer.step(query, key, value, allowed, score), None
-    output = ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    output = call.plainly()
     layer.take_prompt(query, key, value, allowed, score)
     return output
 

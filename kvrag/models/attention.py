@@ -13,7 +13,7 @@ keys. On the CPU it attends in the compiled kernel, which takes a third of PyTor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.implementations import (
+    AttentionCall,
     AttentionFunction,
     OwnMask,
     attending_by,
@@ -38,7 +39,7 @@ from kvrag.models.implementations import (
     register_around,
     register_attention,
 )
-from kvrag.native import ATTENTION_TYPES, Mass, VisibleKeys, attend
+from kvrag.native import ATTENTION_TYPES, Mass, Scores, attend
 from kvrag.positions.rotary import RotaryTable
 from kvrag.process import after_fork
 
@@ -241,18 +242,17 @@ class RowMask:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
         """Show the observer what rows read; return it: ``[1, n, heads, D]``."""
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
         if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
             first_row = num_before(self.positions, self.observer.first_position)
-            output, mass = attend_by_rows(query, key, value, allowed, scaling, softcap, first_row)
+            output, mass = attend_by_rows(query, key, value, allowed, scores, first_row)
             self.observer.note(self, mass, value[0])
             return output
-        return attend_by_head(query, key, value, allowed, scaling, softcap, observe=observe)
+        return attend_by_head(query, key, value, allowed, scores, observe=observe)
 
     @contextmanager
     def noting(self, value: torch.Tensor) -> Iterator[Mass | None]:
@@ -309,8 +309,7 @@ def _attend_in_kernel(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: RowMask,
-    scaling: float | None,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> torch.Tensor | None:
     """Return ``[1, n, heads, D]`` and show the observer; None if PyTorch has to compute it."""
     observer = mask.observer
@@ -328,13 +327,16 @@ def _attend_in_kernel(
             query[0],
             key[0],
             value[0],
-            VisibleKeys(mask.positions - mask.first_key, mask.window),
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            softcap=softcap,
-            mass=mass,
-            threads=torch.get_num_threads(),
+            mask.positions - mask.first_key,
+            scores._replace(window=mask.window),
+            mass,
         )
     return output[None]
+
+
+def _scores_of(query: torch.Tensor, scaling: float | None, softcap: float | None) -> Scores:
+    """Return how a layer weighs keys, by what it gives to its attention function."""
+    return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
 
 
 def _row_attention(
@@ -344,20 +346,20 @@ def _row_attention(
     value: torch.Tensor,
     attention_mask: RowMask | torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(attention_mask, RowMask):
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     softcap = kwargs.get("softcap")
+    scores = _scores_of(query, scaling, softcap)
     if softcap is None:
-        output = _attend_in_kernel(query, key, value, attention_mask, scaling)
+        output = _attend_in_kernel(query, key, value, attention_mask, scores)
         if output is not None:
             return output, None
     if attention_mask.observer is not None:
-        output = attention_mask.show(query, key, value, scaling, softcap)
+        output = attention_mask.show(query, key, value, scores)
         if softcap is None:
             return output, None
     if softcap is not None:
@@ -391,25 +393,24 @@ def _row_attention_eager(
     value: torch.Tensor,
     attention_mask: RowMask | torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with the family's own eager function: only that one knows its soft-capping."""
     if isinstance(attention_mask, RowMask):
-        softcap = kwargs.get("softcap")
+        scores = _scores_of(query, scaling, kwargs.get("softcap"))
         # The kernel has soft caps but no sinks.
-        if softcap is not None and kwargs.get("s_aux") is None:
-            output = _attend_in_kernel(query, key, value, attention_mask, scaling, softcap)
+        if scores.softcap and kwargs.get("s_aux") is None:
+            output = _attend_in_kernel(query, key, value, attention_mask, scores)
             if output is not None:
                 return output, None
         if attention_mask.observer is not None:
-            attention_mask.show(query, key, value, scaling, softcap)
+            attention_mask.show(query, key, value, scores)
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
         attention_mask = additive[None, None]
     return eager_function(module)(
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
 
 
@@ -449,17 +450,10 @@ def _obeying(attend: AttentionFunction, *, caps: bool) -> AttentionFunction:
     return attention
 
 
-def _whole_attention(
-    plain: AttentionFunction,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    kwargs: Mapping[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _whole_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with the last rows of whole sequences, to all keys before each in the window."""
+    query, key, value, kwargs = call.query, call.key, call.value, call.more
+    scores = _scores_of(query, call.scaling, kwargs.get("softcap"))
     num_rows, num_keys = query.shape[2], key.shape[2]
     rows = RowMask(torch.arange(num_keys - num_rows, num_keys), 0, kwargs.get("sliding_window"))
     outputs = []
@@ -467,10 +461,9 @@ def _whole_attention(
         one = slice(index, index + 1)
         output = None
         if kwargs.get("s_aux") is None:  # the kernel has no sinks
-            softcap = kwargs.get("softcap")
-            output = _attend_in_kernel(query[one], key[one], value[one], rows, scaling, softcap)
+            output = _attend_in_kernel(query[one], key[one], value[one], rows, scores)
         if output is None:
-            return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            return call.plainly()
         outputs.append(output)
     return torch.cat(outputs), None
 

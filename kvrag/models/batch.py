@@ -18,7 +18,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.attention import RowMask
 from kvrag.models.caches import write_rows
 from kvrag.models.implementations import AttentionFunction, OwnMask
-from kvrag.native import ATTENTION_TYPES, Buffers, attend_each
+from kvrag.native import ATTENTION_TYPES, Buffers, Scores, attend_each
 
 # A captured step attends to whole blocks of keys, of which the last are masked.
 KEY_BLOCK = 1024
@@ -127,16 +127,15 @@ class BatchRows(OwnMask):
         layer_index = self._layer_index
         if in_kernel and self.in_kernel:
             scaling = kwargs.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            scores = Scores(scale, kwargs.get("softcap") or 0.0, self._windows[layer_index])
             keys, values = self.addresses[:, layer_index]
             return attend_each(
                 query[0],
                 key[0],
                 value[0],
                 Buffers(keys, values, self.capacities, self.places),
-                window=self._windows[layer_index],
-                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                softcap=kwargs.get("softcap"),
-                threads=torch.get_num_threads(),
+                scores,
             )[None]
         outputs = []
         for number, row in enumerate(self._rows):

@@ -25,6 +25,7 @@ from kvrag.models.compiled import (
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import (
     MOST_SPLITS,
+    LayerKind,
     RowKernels,
     RowOperations,
     RowPlaces,
@@ -66,16 +67,14 @@ def on_card(description: Description, device: torch.device, num_rotated: int) ->
         for one in _weights(description)
     ):
         return False
-    is_ready = are_ready(
-        description.dtype,
-        device,
+    kind = LayerKind(
         description.head_dim,
         has_softcap=bool(attention.scores.softcap),
-        norms=None if attention.norms is None else attention.norms[0],
+        head_norm=None if attention.norms is None else attention.norms[0],
         adds_one=norm.adds_one,
         is_gelu=next(one.is_gelu for one in layer if isinstance(one, Gate)),
     )
-    return is_ready and is_right(description, device)
+    return are_ready(description.dtype, device, kind) and is_right(description, device)
 
 
 def _weights(description: Description) -> Iterator[torch.Tensor]:

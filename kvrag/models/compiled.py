@@ -18,8 +18,8 @@ from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
 from kvrag.models.linears import int8_layer, most_rows
-from kvrag.native import IS_COMPILED, Mass, RowLayers
-from kvrag.native.gpu.rows import Norm, Scores
+from kvrag.native import IS_COMPILED, Mass, RowLayers, Scores
+from kvrag.native.gpu.rows import Norm
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -325,16 +325,13 @@ class CompiledLayers:
                 source, to = to, source
             rows.rotate(slots[source], slots[to], operation.table, self._head_dim)
             turned[name] = slots[to]
-        scale, softcap, window = operation.scores
         rows.attend(
             turned["query"],
             turned["key"],
             slots["value"],
             slots["gathered"],
-            head_dim=self._head_dim,
-            window=window,
-            scale=scale,
-            softcap=softcap or None,
+            self._head_dim,
+            operation.scores,
         )
 
     def _linear(self, linear: nn.Linear, source: str, to: str, adds: bool) -> None:
@@ -374,7 +371,6 @@ class CompiledLayers:
             batch.addresses,
             batch.capacities,
             batch.places,
-            threads=torch.get_num_threads(),
         )
 
     def can_run(self, num_rows: int) -> bool:
@@ -419,8 +415,7 @@ class CompiledLayers:
             layer_index,
             hidden,
             (at.cos, at.sin),
-            *kv,
+            kv,
             places - first_key if first_key else places,
-            mass=mass,
-            threads=torch.get_num_threads(),
+            mass,
         )

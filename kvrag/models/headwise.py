@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvrag.native import Scores
+
 # Rows whose scores are held at a time for one key head: 4 MB a query head at 32,000 keys.
 _ROWS_AT_ONCE = 32
 # On a GPU, for all heads together: 256 MB, and as much for each step between them and the weights.
@@ -24,8 +26,7 @@ def attend_by_head(
     key: torch.Tensor,
     value: torch.Tensor,
     allowed: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
+    scores_of: Scores,
     *,
     observe: Observe | None = None,
 ) -> torch.Tensor:
@@ -37,17 +38,14 @@ def attend_by_head(
         ``[1, G * H, n, D]`` and ``[1, H, K, D]``.
     allowed
         ``[n, K]`` bool: which rows see which keys.
-    scaling
-        Factor of the scores; None means ``D ** -0.5``.
-    softcap
-        Soft cap of the scores, if the model has one.
+    scores_of
+        How keys are weighed; `allowed` has the window.
     observe
         Called for each key head in turn, and for its rows in order.
     """
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
-    factor = head_dim**-0.5 if scaling is None else scaling
     output = query.new_empty(num_rows, num_heads, value.shape[-1])
     by_head = output.view(num_rows, num_kv_heads, -1, value.shape[-1])
     blocks = [slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE)]
@@ -56,10 +54,10 @@ def attend_by_head(
     for head in range(num_kv_heads):
         keys, values = key[0, head].float().T, value[0, head].float()
         for rows, tail in zip(blocks, first_hidden, strict=True):
-            asking = grouped[head, :, rows].float() * factor
+            asking = grouped[head, :, rows].float() * scores_of.scale
             scores = (asking.flatten(0, 1) @ keys).view(*asking.shape[:2], num_keys)
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
+            if scores_of.softcap:
+                scores = torch.tanh(scores / scores_of.softcap) * scores_of.softcap
             scores[..., tail:].masked_fill_(~allowed[rows, tail:], float("-inf"))
             weights = scores.softmax(-1)
             taken = (weights.flatten(0, 1) @ values).view(*asking.shape[:2], -1)
@@ -74,15 +72,14 @@ def attend_by_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     allowed: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
+    scores_of: Scores,
     first_row: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `attend_by_head` does, all heads at once, and what each key gets: for a GPU.
 
     Parameters
     ----------
-    query, key, value, allowed, scaling, softcap
+    query, key, value, allowed, scores_of
         As for `attend_by_head`.
     first_row
         The first of the rows whose weights count.
@@ -96,17 +93,16 @@ def attend_by_rows(
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
-    factor = head_dim**-0.5 if scaling is None else scaling
     keys, values = key[0].float().transpose(1, 2), value[0].float()
     mass = torch.zeros(num_kv_heads, num_keys, device=key.device)
     outputs = []
     size = max(1, _SCORES_AT_ONCE // (num_heads * num_keys))
     for begin in range(0, num_rows, size):
         rows = slice(begin, begin + size)
-        asking = grouped[:, :, rows].float() * factor
+        asking = grouped[:, :, rows].float() * scores_of.scale
         scores = (asking.flatten(1, 2) @ keys).view(*asking.shape[:3], num_keys)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        if scores_of.softcap:
+            scores = torch.tanh(scores / scores_of.softcap) * scores_of.softcap
         weights = scores.masked_fill_(~allowed[rows], float("-inf")).softmax(-1)
         mass += weights[:, :, max(0, first_row - begin) :].sum((1, 2))
         taken = (weights.flatten(1, 2) @ values).view(*asking.shape[:3], -1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,15 +65,28 @@ def register_attention(
         AttentionMaskInterface.register(own, mask)
 
 
-def register_around(name: str, attend: AttentionFunction) -> None:
-    """Register an implementation that may leave the work to the plain one.
+class AttentionCall(NamedTuple):
+    """What a layer gives to its attention function, and the plain function."""
 
-    Parameters
-    ----------
-    attend
-        Takes the plain function first, then what every attention function takes: module, query,
-        key, value, mask and scaling, then the rest as a mapping.
-    """
+    plain: AttentionFunction
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float | None
+    more: Mapping[str, Any]
+
+    def plainly(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the plain function does."""
+        plain, *given, scaling, more = self
+        return plain(*given, scaling=scaling, **more)
+
+
+def register_around(
+    name: str, attend: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor | None]]
+) -> None:
+    """Register an implementation that may leave the work to the plain one."""
 
     def over_sdpa(
         module: nn.Module,
@@ -85,7 +98,8 @@ def register_around(name: str, attend: AttentionFunction) -> None:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         plain = sdpa_attention_forward
-        return attend(plain, module, query, key, value, attention_mask, scaling, kwargs)
+        given = module, query, key, value, attention_mask, scaling
+        return attend(AttentionCall(plain, *given, kwargs))
 
     def over_eager(
         module: nn.Module,
@@ -97,7 +111,8 @@ def register_around(name: str, attend: AttentionFunction) -> None:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         plain = eager_function(module)
-        return attend(plain, module, query, key, value, attention_mask, scaling, kwargs)
+        given = module, query, key, value, attention_mask, scaling
+        return attend(AttentionCall(plain, *given, kwargs))
 
     register_attention(name, over_sdpa, over_eager)
 

@@ -13,7 +13,7 @@ from kvrag.native.attention import (
     ATTENTION_TYPES,
     Buffers,
     Mass,
-    VisibleKeys,
+    Scores,
     attend,
     attend_each,
 )
@@ -56,7 +56,7 @@ __all__ = [
     "RansModel",
     "Rotation",
     "RowLayers",
-    "VisibleKeys",
+    "Scores",
     "attend",
     "attend_each",
     "contexts",

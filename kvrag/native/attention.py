@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
-from kvrag.native.arrays import ArrayLike, check_threads, view
+from kvrag.native.arrays import ArrayLike, view
 from kvrag.native.kernels import IS_COMPILED, kernels
 
 ATTENTION_TYPES = (torch.float32, torch.bfloat16) if IS_COMPILED else ()
@@ -24,19 +24,26 @@ NO_WINDOW = 1 << 62
 """More keys than there can be."""
 
 
-class VisibleKeys(NamedTuple):
-    """The keys that rows see.
+class Scores(NamedTuple):
+    """How a layer's attention weighs keys.
 
     Attributes
     ----------
-    last_keys
-        ``[n]`` int64, ascending: the index of the last key that each row sees.
+    scale
+        Factor of the scores, above 0.
+    softcap
+        Soft cap of the scores: c tanh(score / c); 0: none.
     window
         How many keys a row sees at most; None: all up to its last.
     """
 
-    last_keys: ArrayLike
+    scale: float
+    softcap: float = 0.0
     window: int | None = None
+
+    def numbers(self) -> tuple[int, float, float]:
+        """Return window, scale and soft cap as kernels take them."""
+        return NO_WINDOW if self.window is None else self.window, self.scale, self.softcap
 
 
 class Mass(NamedTuple):
@@ -58,14 +65,11 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    visible: VisibleKeys,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    last_keys: ArrayLike,
+    scores: Scores,
     mass: Mass | None = None,
-    threads: int = 1,
 ) -> torch.Tensor:
-    """Return what rows gather from keys: ``[n, G * H, V]``, contiguous.
+    """Return what rows gather from keys: ``[n, G * H, V]``, contiguous. It uses PyTorch's threads.
 
     Parameters
     ----------
@@ -74,17 +78,13 @@ def attend(
         other. As for keys and values, the last stride is 1, the others are free.
     key, value
         ``[H, K, D]`` and ``[H, K, V]``, of the same type.
-    visible
-        The keys that each row sees.
-    scale
-        Factor of the scores, above 0.
-    softcap
-        Soft cap of the scores: c tanh(score / c); None: none.
+    last_keys
+        ``[n]`` int64, ascending: the index of the last key that each row sees.
+    scores
+        How keys are weighed.
     mass
         Where to write what keys get; None: nowhere. No product is computed again: each thread
         keeps weights of rows that count, at most 512 bytes for each key.
-    threads
-        The most threads to use.
 
     Raises
     ------
@@ -103,8 +103,7 @@ def attend(
             f"query: expected a multiple of the {num_kv_heads} key heads, found {num_heads} heads"
         )
     values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
-    check_window(visible.window)
-    check_scale(scale)
+    check_scores(scores)
     taken, first_counted = None, 0
     if mass is not None:
         shape = (num_kv_heads, num_keys)
@@ -115,14 +114,12 @@ def attend(
         asked,
         keys,
         values,
-        check_ascending(visible.last_keys, "last_keys", num_rows, num_keys),
+        check_ascending(last_keys, "last_keys", num_rows, num_keys),
         _floats(out, "out", query.dtype, (None, None, None)),
-        NO_WINDOW if visible.window is None else visible.window,
-        scale,
-        softcap or 0.0,
+        *scores.numbers(),
         taken,
         first_counted,
-        check_threads(threads),
+        torch.get_num_threads(),
     )
     return out
 
@@ -152,11 +149,7 @@ def attend_each(
     key: torch.Tensor,
     value: torch.Tensor,
     buffers: Buffers,
-    *,
-    window: int | None = None,
-    scale: float,
-    softcap: float | None = None,
-    threads: int = 1,
+    scores: Scores,
 ) -> torch.Tensor:
     """Write each row's key and value to its own buffer, and attend to the keys there.
 
@@ -170,10 +163,8 @@ def attend_each(
         ``[H, n, D]``, of the same type.
     buffers
         A buffer for each row.
-    window
-        How many keys a row sees at most; None: all up to its own.
-    scale, softcap, threads
-        See `attend`.
+    scores
+        How keys are weighed.
 
     Raises
     ------
@@ -191,8 +182,7 @@ def attend_each(
         raise ParameterError(
             f"query: expected a multiple of the {len(keys)} key heads, found {num_heads} heads"
         )
-    check_window(window)
-    check_scale(scale)
+    check_scores(scores)
     key_places, value_places, capacities, places = (
         view(one, name, np.int64, (num_rows,), contiguous=True)
         for name, one in zip(buffers._fields, buffers, strict=True)
@@ -208,18 +198,19 @@ def attend_each(
         capacities,
         places,
         _floats(out, "out", query.dtype, (None, None, None)),
-        NO_WINDOW if window is None else window,
-        scale,
-        softcap or 0.0,
-        check_threads(threads),
+        *scores.numbers(),
+        torch.get_num_threads(),
     )
     return out
 
 
-def check_window(window: int | None) -> None:
-    """Raise ParameterError unless a window is None or at least 1."""
-    if window is not None and window < 1:
-        raise ParameterError(f"window: expected at least 1, found {window}")
+def check_scores(scores: Scores) -> None:
+    """Raise ParameterError unless the scale is above 0 and finite, and a window at least 1."""
+    if scores.window is not None and scores.window < 1:
+        raise ParameterError(f"window: expected at least 1, found {scores.window}")
+    # Kernels look for the greatest score before they multiply.
+    if not 0 < scores.scale < math.inf:
+        raise ParameterError(f"scale: expected a number above 0, found {scores.scale}")
 
 
 def check_places(capacities: NDArray[np.int64], places: NDArray[np.int64]) -> None:
@@ -243,13 +234,6 @@ def check_ascending(
         kind = "ascending, different" if distinct else "ascending"
         raise ParameterError(f"{name}: expected {kind} indices of {num_keys} keys, found {found}")
     return found
-
-
-def check_scale(scale: float) -> None:
-    """Raise ParameterError unless a scale is above 0 and finite."""
-    # Kernels look for the greatest score before they multiply.
-    if not 0 < scale < math.inf:
-        raise ParameterError(f"scale: expected a number above 0, found {scale}")
 
 
 def _floats(

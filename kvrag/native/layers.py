@@ -12,15 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
-from kvrag.native.arrays import check_contiguous, check_shape, check_threads, view
+from kvrag.native.arrays import check_contiguous, check_shape, view
 from kvrag.native.attention import (
     ATTENTION_TYPES,
-    NO_WINDOW,
     Mass,
+    Scores,
     check_ascending,
     check_places,
-    check_scale,
-    check_window,
+    check_scores,
 )
 from kvrag.native.kernels import kernels
 from kvrag.native.linear import Int8Linear
@@ -114,18 +113,14 @@ class RowLayers:
         key: int,
         value: int,
         to: int,
-        *,
         head_dim: int,
-        window: int | None,
-        scale: float,
-        softcap: float | None,
+        scores: Scores,
     ) -> None:
         """Add attention to the keys of each row's own prompt, or of the prompt of all rows.
 
         See `attend_each` and `attend`. A layer has at most one.
         """
-        check_window(window)
-        check_scale(scale)
+        check_scores(scores)
         self._check(query, to)
         self._check_equal(query, to)
         self._check_equal(key, value)
@@ -135,17 +130,7 @@ class RowLayers:
         if self._heads_added != (0, 0):
             raise ParameterError("attend: expected a layer to attend once, found twice")
         self._heads_added = given // head_dim, head_dim
-        self._layers.attend(
-            query,
-            key,
-            value,
-            to,
-            given // head_dim,
-            head_dim,
-            NO_WINDOW if window is None else window,
-            scale,
-            softcap or 0.0,
-        )
+        self._layers.attend(query, key, value, to, given // head_dim, head_dim, *scores.numbers())
 
     def end_layer(self) -> None:
         """End a layer: what was added since the last one. What no layer ends is not computed."""
@@ -160,10 +145,8 @@ class RowLayers:
         addresses: NDArray[np.int64],
         capacities: NDArray[np.int64],
         places: NDArray[np.int64],
-        *,
-        threads: int,
     ) -> None:
-        """Replace a row of each prompt by what all layers make of it.
+        """Replace a row of each prompt by what all layers make of it, with PyTorch's threads.
 
         Parameters
         ----------
@@ -175,8 +158,6 @@ class RowLayers:
             ``[2, L, n]``: where each layer's keys and values of each row's buffer are.
         capacities, places
             ``[n]``; see `Buffers`.
-        threads
-            The most threads to use.
         """
         num_rows = self._check_rows(hidden, len(places))
         if len(tables) != len(self._smallest_heads):
@@ -199,7 +180,7 @@ class RowLayers:
             addresses[1],
             capacities,
             places,
-            check_threads(threads),
+            torch.get_num_threads(),
         )
 
     def run_layer(
@@ -207,14 +188,11 @@ class RowLayers:
         layer: int,
         hidden: torch.Tensor,
         table: tuple[torch.Tensor, torch.Tensor],
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
         places: NDArray[np.int64],
-        *,
         mass: Mass | None = None,
-        threads: int,
     ) -> None:
-        """Replace rows of one prompt by what a layer makes of them.
+        """Replace rows of one prompt by what a layer makes of them, with PyTorch's threads.
 
         Parameters
         ----------
@@ -224,21 +202,20 @@ class RowLayers:
             ``[n, width]``, contiguous.
         table
             The rows' cosines and sines ``[n, R]`` float32, contiguous, for any table of the layer.
-        keys, values
-            ``[H, K, D]``, of the rows' type, each head contiguous: the rows' own K/V are written
-            there.
+        kv
+            Keys and values ``[H, K, D]``, of the rows' type, each head contiguous: the rows' own
+            are written there.
         places
             ``[n]``, ascending: where. A row sees the keys up to there.
         mass
             Where to write what keys get; None: nowhere.
-        threads
-            The most threads to use.
         """
         if not 0 <= layer < len(self._heads):
             raise ParameterError(f"layer {layer}: expected one of {len(self._heads)}")
         num_rows = self._check_rows(hidden, len(places))
         _check_table(table, num_rows, min(self._smallest_heads, default=0))
         num_heads, head_dim = self._heads[layer]
+        keys, values = kv
         check_shape(keys.shape, (num_heads, None, head_dim), "keys")
         check_shape(values.shape, tuple(keys.shape), "values")
         for name, tensor in (("keys", keys), ("values", values)):
@@ -271,7 +248,7 @@ class RowLayers:
             places,
             taken,
             first_counted,
-            check_threads(threads),
+            torch.get_num_threads(),
         )
 
     def _check_rows(self, hidden: torch.Tensor, num_rows: int) -> int:

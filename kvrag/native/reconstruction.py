@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError, RecordError
-from kvrag.native.arrays import ArrayLike, check_threads, view
+from kvrag.native.arrays import ArrayLike, view
 from kvrag.native.kernels import kernels
 
 ZERO_SYMBOL = 128
@@ -84,9 +84,8 @@ def reconstruct(
     *,
     rotation: Rotation[ArrayLike] | None = None,
     tokens: slice | None = None,
-    threads: int = 1,
 ) -> None:
-    """Write the inverse transform of n tokens of one layer's keys or values.
+    """Write the inverse transform of n tokens of a layer's keys or values, with PyTorch's threads.
 
     ``out[h, t] = rotate(mean[h] + sum over r of points[r, t] basis[h, r])``.
 
@@ -105,8 +104,6 @@ def reconstruct(
         The tables of the n tokens' positions; None does not rotate.
     tokens
         The n of the T tokens to write; None for all.
-    threads
-        The most threads to use.
 
     Raises
     ------
@@ -132,7 +129,7 @@ def reconstruct(
         element_type,
         first_token,
         _tables(rotation, placed),
-        check_threads(threads),
+        torch.get_num_threads(),
     )
 
 
@@ -145,7 +142,6 @@ def place_channels(
     addend: ArrayLike | None = None,
     rotation: Rotation[ArrayLike] | None = None,
     tokens: slice | None = None,
-    threads: int = 1,
 ) -> None:
     """Write n tokens of one layer's keys or values; here rows are channels.
 
@@ -164,7 +160,7 @@ def place_channels(
         ``[T]`` float32, or None.
     addend
         ``[H * D, T]`` float32, tokens contiguous, or None.
-    rotation, tokens, threads
+    rotation, tokens
         As for `reconstruct`.
 
     Raises
@@ -192,7 +188,7 @@ def place_channels(
         element_type,
         first_token,
         _tables(rotation, placed),
-        check_threads(threads),
+        torch.get_num_threads(),
     )
 
 

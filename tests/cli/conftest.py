@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from kvrag.cli.main import app
+from tests.support.instructions import torch_threads
 from tests.support.models import make_model, make_tokenizer
 
 TEXTS = {
@@ -42,10 +42,8 @@ Run = Callable[..., Ran]
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Keep the tiny models on one thread: more only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture

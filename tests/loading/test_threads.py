@@ -21,6 +21,7 @@ from kvrag.store.file import FileStore
 from kvrag.store.http import HttpStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
+from tests.support.instructions import torch_threads
 from tests.support.threads import at_work
 
 
@@ -91,10 +92,8 @@ def test_where_no_thread_is_to_be_had_the_caller_works(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -22,6 +22,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.packed import multiplies_squares
 from kvrag.models.rows import Attending, RowPass
 from kvrag.native import MAX_ROWS, REFERENCE, instruction_set
+from tests.support.instructions import torch_threads
 from tests.support.models import make_model, make_tokenizer
 
 FAMILIES = ["llama", "llama-yarn", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3"]
@@ -151,14 +152,10 @@ def test_a_row_among_others_is_a_row_alone(dtype: torch.dtype, compute: str | No
 
 def test_threads_change_nothing() -> None:
     model = model_of("gemma3", torch.bfloat16)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
+    for number in (1, 2, 3):
+        with torch_threads(number):
             found.append(by_kernels(model, rows_of(model)))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -20,6 +20,7 @@ from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.captured import CapturedSteps
 from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.kv_model import KVModel
+from kvrag.native import Scores
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -41,8 +42,9 @@ def test_heads_together_are_heads_one_by_one(
         if rows.stop >= 7:
             expected_mass.append(summed[3:].sum(0))
 
-    expected = attend_by_head(query, key, value, allowed, 0.4, softcap, observe=note)
-    output, mass = attend_by_rows(query, key, value, allowed, 0.4, softcap, 3)
+    scores = Scores(0.4, softcap or 0.0)
+    expected = attend_by_head(query, key, value, allowed, scores, observe=note)
+    output, mass = attend_by_rows(query, key, value, allowed, scores, 3)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(mass, torch.stack(expected_mass))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrag.models.headwise import attend_by_head
+from kvrag.native import Scores
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -30,7 +31,9 @@ def test_it_is_attention_as_written_out(sees: str, softcap: float | None) -> Non
         seen[head, :, rows] = weights
         assert torch.equal(values, value[0, head])
 
-    output = attend_by_head(query, key, value, allowed, 0.3, softcap, observe=observe)
+    output = attend_by_head(
+        query, key, value, allowed, Scores(0.3, softcap or 0.0), observe=observe
+    )
     scores = torch.einsum("hgnd,hkd->hgnk", query.view(2, 3, 70, 16), key[0]) * 0.3
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap

@@ -15,6 +15,7 @@ from kvrag.models.attention import (
     _row_attention,
     _row_attention_eager,
 )
+from kvrag.native import Scores
 
 SPREAD = torch.arange(0, 1280, 10)
 
@@ -88,7 +89,9 @@ def test_keys_get_the_same_mass_in_the_kernel(window: int | None, softcap: float
     attends = _row_attention if softcap is None else _row_attention_eager
     output, _ = attends(torch.nn.Identity(), query, key, value, mask, 0.3, softcap=softcap)
     kernel, noted = noted, []
-    assert torch.allclose(output, mask.show(query, key, value, 0.3, softcap), atol=1e-5)
+    assert torch.allclose(
+        output, mask.show(query, key, value, Scores(0.3, softcap or 0.0)), atol=1e-5
+    )
     (mass, shown), by_head = kernel[0], [torch.cat(parts) for parts in zip(*noted, strict=True)]
     assert len(kernel) == 1
     assert torch.allclose(mass, by_head[0], atol=1e-5)

@@ -15,13 +15,13 @@ from kvrag.errors import ParameterError
 from kvrag.native import (
     Buffers,
     Mass,
-    VisibleKeys,
+    Scores,
     attend,
     attend_each,
     instruction_sets,
     use_instruction_set,
 )
-from tests.support.instructions import kept_instruction_set
+from tests.support.instructions import kept_instruction_set, torch_threads
 from tests.support.properties import examples
 
 
@@ -90,11 +90,9 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
                 query,
                 key,
                 value,
-                VisibleKeys(last_keys, window),
-                scale=0.3,
-                softcap=softcap,
-                mass=Mass(taken, first_row) if counts else None,
-                threads=2,
+                last_keys,
+                Scores(0.3, softcap or 0.0, window),
+                Mass(taken, first_row) if counts else None,
             )
             if counts:
                 assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
@@ -111,7 +109,7 @@ def test_weights_are_exact_to_float32(isa: str, softcap: float | None) -> None:
     key = torch.tensor([[[0.0], [1.0]]])
     value = torch.tensor([[[0.0], [1.0]]])
     last_keys = torch.ones(len(apart), dtype=torch.long)
-    found = attend(query, key, value, VisibleKeys(last_keys), scale=1.0, softcap=softcap)
+    found = attend(query, key, value, last_keys, Scores(1.0, softcap or 0.0))
     expected, _ = attended(query, key, value, last_keys, 1.0, None, softcap)
     # Rounding a score, once or in each step of its cap, moves a weight by this much.
     rounding = 1.5e-7 if softcap is None else 5e-7
@@ -124,7 +122,7 @@ def test_scores_far_below_and_above(isa: str) -> None:
     key = torch.tensor([-1e4, 0.0, 1e4] * 100)[None, :, None]
     value = torch.arange(300.0)[None, :, None]
     query = torch.tensor([1.0, -1.0])[:, None, None]
-    found = attend(query, key, value, VisibleKeys(torch.tensor([299])), scale=1.0)
+    found = attend(query, key, value, torch.tensor([299]), Scores(1.0))
     wanted = [value[0, 2::3].mean(), value[0, 0::3].mean()]
     assert torch.allclose(found[0, :, 0], torch.stack(wanted))
 
@@ -135,9 +133,9 @@ def test_damage_shows_where_it_is_seen_and_only_there(isa: str) -> None:
     key, value = torch.randn(2, 1, 40, 8, generator=generator)
     key[0, 20] = float("nan")
     last_keys = torch.arange(40)
-    broken = attend(query, key, value, VisibleKeys(last_keys), scale=1.0).isnan().any(-1).any(-1)
+    broken = attend(query, key, value, last_keys, Scores(1.0)).isnan().any(-1).any(-1)
     assert broken.tolist() == [row >= 20 for row in range(40)]
-    late = attend(query, key, value, VisibleKeys(last_keys, 5), scale=1.0).isnan().any(-1).any(-1)
+    late = attend(query, key, value, last_keys, Scores(1.0, window=5)).isnan().any(-1).any(-1)
     assert late.tolist() == [20 <= row < 25 for row in range(40)]
 
 
@@ -151,9 +149,8 @@ def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
     for threads in (1, 3):
         taken = torch.empty(2, 900)
         mass = Mass(taken, 100)
-        found.append(
-            attend(query, key, value, VisibleKeys(last_keys), scale=0.1, mass=mass, threads=threads)
-        )
+        with torch_threads(threads):
+            found.append(attend(query, key, value, last_keys, Scores(0.1), mass))
         # The counts of tiles are added, and threads decide how many tiles there are.
         assert abs(float(taken.sum()) - 6 * 200) < 1e-2
     assert torch.equal(*found)
@@ -161,42 +158,38 @@ def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
 
 def test_nothing_to_attend() -> None:
     key, taken = torch.ones(1, 3, 4), torch.ones(1, 3)
-    none = attend(
-        torch.ones(2, 0, 4), key, key, VisibleKeys(torch.arange(0)), scale=1.0, mass=Mass(taken)
-    )
+    none = attend(torch.ones(2, 0, 4), key, key, torch.arange(0), Scores(1.0), Mass(taken))
     assert none.shape == (0, 2, 4)
     assert (taken == 0).all()
 
 
 def test_mistakes_of_the_caller() -> None:
     query, key = torch.zeros(4, 3, 8), torch.zeros(2, 5, 8)
-    rows = VisibleKeys(torch.arange(3))
+    rows = torch.arange(3)
     with pytest.raises(ParameterError, match=r"query: expected torch.float32, torch.bfloat16"):
-        attend(query.double(), key, key, rows, scale=1.0)
+        attend(query.double(), key, key, rows, Scores(1.0))
     with pytest.raises(ParameterError, match=r"key: expected torch.float32, as query"):
-        attend(query, key.bfloat16(), key, rows, scale=1.0)
+        attend(query, key.bfloat16(), key, rows, Scores(1.0))
     with pytest.raises(ParameterError, match=r"key: expected shape \[any, any, 8\]"):
-        attend(query, key[..., :7], key, rows, scale=1.0)
+        attend(query, key[..., :7], key, rows, Scores(1.0))
     with pytest.raises(ParameterError, match=r"value: expected shape \[2, 5, any\]"):
-        attend(query, key, key[:, :4], rows, scale=1.0)
+        attend(query, key, key[:, :4], rows, Scores(1.0))
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ParameterError, match="scale: expected a number above 0"):
-            attend(query, key, key, rows, scale=scale)
+            attend(query, key, key, rows, Scores(scale))
     with pytest.raises(ParameterError, match="query: expected a multiple of the 2 key heads"):
-        attend(query[:3], key, key, rows, scale=1.0)
+        attend(query[:3], key, key, rows, Scores(1.0))
     with pytest.raises(ParameterError, match="query: expected a contiguous last axis"):
-        attend(torch.zeros(4, 8, 3).mT, key, key, rows, scale=1.0)
+        attend(torch.zeros(4, 8, 3).mT, key, key, rows, Scores(1.0))
     with pytest.raises(ParameterError, match="last_keys: expected int64"):
-        attend(query, key, key, VisibleKeys(torch.arange(3).int()), scale=1.0)
+        attend(query, key, key, torch.arange(3).int(), Scores(1.0))
     for wrong in ([0, 2, 1], [-1, 0, 1], [0, 1, 5]):
         with pytest.raises(ParameterError, match="last_keys: expected ascending indices of 5 keys"):
-            attend(query, key, key, VisibleKeys(torch.tensor(wrong)), scale=1.0)
+            attend(query, key, key, torch.tensor(wrong), Scores(1.0))
     with pytest.raises(ParameterError, match="window: expected at least 1"):
-        attend(query, key, key, VisibleKeys(torch.arange(3), 0), scale=1.0)
+        attend(query, key, key, rows, Scores(1.0, window=0))
     with pytest.raises(ParameterError, match=r"mass: expected shape \[2, 5\]"):
-        attend(query, key, key, rows, scale=1.0, mass=Mass(torch.zeros(2, 4)))
-    with pytest.raises(ParameterError, match="threads"):
-        attend(query, key, key, rows, scale=1.0, threads=0)
+        attend(query, key, key, rows, Scores(1.0), Mass(torch.zeros(2, 4)))
 
 
 def on_threads(num_threads: int) -> torch.Tensor:
@@ -205,7 +198,8 @@ def on_threads(num_threads: int) -> torch.Tensor:
     keys = torch.randn(3, 2000, 64, generator=generator)
     rows = rows_of(2000, 200, generator)
     query = torch.randn(9, 200, 64, generator=generator)
-    return attend(query, keys, keys, VisibleKeys(rows), scale=0.1, threads=num_threads)
+    with torch_threads(num_threads):
+        return attend(query, keys, keys, rows, Scores(0.1))
 
 
 def test_two_threads_give_what_one_gives() -> None:
@@ -262,21 +256,14 @@ def test_a_batch_is_one_call_for_each_row_bit_for_bit(
     key, value = (
         torch.randn(4, 2, dim, generator=generator).to(dtype).transpose(0, 1) for _ in range(2)
     )
-    found = attend_each(
-        query, key, value, buffers, window=window, scale=0.3, softcap=20.0, threads=2
-    )
+    scores = Scores(0.3, 20.0, window)
+    found = attend_each(query, key, value, buffers, scores)
     for row, place in enumerate(places):
         one = slice(row, row + 1)
         for part, old, new in zip(kv[row], before[row], (key, value), strict=True):
             old[:, place] = new[:, row]
             assert part.equal(old)  # this row was written, and no other
-        alone = attend(
-            query[:, one],
-            *kv[row],
-            VisibleKeys(torch.tensor([place]), window),
-            scale=0.3,
-            softcap=20.0,
-        )
+        alone = attend(query[:, one], *kv[row], torch.tensor([place]), scores)
         assert found[one].equal(alone)
 
 
@@ -286,13 +273,13 @@ def test_bad_batches_are_refused() -> None:
     for wrong in (-1, 8):
         places = np.array([3, wrong])
         with pytest.raises(ParameterError, match="places: expected rows of buffers"):
-            attend_each(row, row, row, buffers._replace(places=places), scale=1.0)
+            attend_each(row, row, row, buffers._replace(places=places), Scores(1.0))
     with pytest.raises(ParameterError, match="multiple of the 2 key heads"):
-        attend_each(torch.zeros(3, 2, 16), row, row, buffers, scale=1.0)
+        attend_each(torch.zeros(3, 2, 16), row, row, buffers, Scores(1.0))
     with pytest.raises(ParameterError, match=r"capacities: expected shape \[2\]"):
-        attend_each(row, row, row, buffers._replace(capacities=np.array([8])), scale=1.0)
+        attend_each(row, row, row, buffers._replace(capacities=np.array([8])), Scores(1.0))
     with pytest.raises(ParameterError, match="window: expected at least 1"):
-        attend_each(row, row, row, buffers, scale=1.0, window=0)
+        attend_each(row, row, row, buffers, Scores(1.0, window=0))
     with pytest.raises(ParameterError, match=r"query: expected torch.float32"):
-        attend_each(row.half(), row, row, buffers, scale=1.0)
+        attend_each(row.half(), row, row, buffers, Scores(1.0))
     assert all(part.isfinite().all() for one in kv for part in one)

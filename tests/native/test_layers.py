@@ -17,7 +17,7 @@ from kvrag.native import (
     Int8Linear,
     Mass,
     RowLayers,
-    VisibleKeys,
+    Scores,
     attend,
     attend_each,
     gated,
@@ -42,7 +42,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def result(layers: RowLayers, rows: torch.Tensor) -> torch.Tensor:
     found = rows.clone()
     layers.end_layer()
-    layers.run(found, [], NO_BUFFERS, CAPACITIES, PLACES, threads=2)
+    layers.run(found, [], NO_BUFFERS, CAPACITIES, PLACES)
     return found
 
 
@@ -87,6 +87,7 @@ def test_attention(dtype: torch.dtype, isa: str) -> None:
     ]
     layers = RowLayers(dtype, WIDTH)
     asked, keys, turned, values = (layers.add_slot(width) for width in (WIDTH, 16, 16, 16))
+    scores = Scores(0.3, window=7), Scores(0.3, 5.0)
     for layer in range(2):
         layers.linear(0, keys, to_keys[2 * layer], None)
         layers.linear(0, values, to_keys[2 * layer + 1], None)
@@ -97,17 +98,15 @@ def test_attention(dtype: torch.dtype, isa: str) -> None:
             turned,
             values,
             0,
-            head_dim=HEAD_DIM,
-            window=None if layer else 7,
-            scale=0.3,
-            softcap=5.0 if layer else None,
+            HEAD_DIM,
+            scores[layer],
         )
         layers.end_layer()
     addresses = np.array(
         [[[b[part, layer].data_ptr() for b in buffers] for layer in range(2)] for part in range(2)]
     )
     found = rows.clone()
-    layers.run(found, tables, addresses, CAPACITIES, PLACES, threads=1)
+    layers.run(found, tables, addresses, CAPACITIES, PLACES)
 
     expected = rows
     for layer in range(2):
@@ -122,9 +121,7 @@ def test_attention(dtype: torch.dtype, isa: str) -> None:
             *turns,
             value.view(NUM_ROWS, -1, HEAD_DIM).transpose(0, 1),
             Buffers(*at, CAPACITIES, PLACES),
-            window=None if layer else 7,
-            scale=0.3,
-            softcap=5.0 if layer else None,
+            scores[layer],
         ).view(NUM_ROWS, WIDTH)
     assert torch.equal(found, expected)
     assert all(torch.equal(one, other) for one, other in zip(buffers, copies, strict=True))
@@ -150,7 +147,7 @@ def test_rows_of_one_prompt(dtype: torch.dtype, first_key: int, isa: str) -> Non
     layers.linear(0, values, to_values, None)
     layers.rotate(0, asked, 0, HEAD_DIM)
     layers.rotate(keys, turned, 0, HEAD_DIM)
-    layers.attend(asked, turned, values, 0, head_dim=HEAD_DIM, window=30, scale=0.3, softcap=5.0)
+    layers.attend(asked, turned, values, 0, HEAD_DIM, Scores(0.3, 5.0, 30))
     layers.end_layer()
     found = rows.clone()
     mass = torch.full((2, shown.stop - first_key), torch.nan)
@@ -158,10 +155,9 @@ def test_rows_of_one_prompt(dtype: torch.dtype, first_key: int, isa: str) -> Non
         1,
         found,
         table,
-        *buffer[:, :, shown],
+        (buffer[0][:, shown], buffer[1][:, shown]),
         places - first_key,
-        mass=Mass(mass, 7),
-        threads=2,
+        Mass(mass, 7),
     )
 
     turns = []
@@ -175,9 +171,8 @@ def test_rows_of_one_prompt(dtype: torch.dtype, first_key: int, isa: str) -> Non
     expected = attend(
         turns[0],
         *copied[:, :, shown],
-        VisibleKeys(places - first_key, 30),
-        scale=0.3,
-        softcap=5.0,
+        places - first_key,
+        Scores(0.3, 5.0, 30),
         mass=Mass(expected_mass, 7),
     )
     assert torch.equal(found, expected.view(num_rows, WIDTH))
@@ -194,10 +189,10 @@ ONE_PROMPT = np.array([3, 7, 9])
     [
         ({"layer": 1}, "layer 1: expected one of 1"),
         ({"layer": -1}, "layer -1"),
-        ({"keys": HEADS[0, :1]}, "keys"),
-        ({"values": HEADS[1, :, 1:]}, "values"),
-        ({"keys": HEADS[0].bfloat16()}, "keys: expected torch.float32"),
-        ({"values": HEADS[1].transpose(0, 1).contiguous().transpose(0, 1)}, "strides"),
+        ({"kv": (HEADS[0, :1], HEADS[1])}, "keys"),
+        ({"kv": (HEADS[0], HEADS[1, :, 1:])}, "values"),
+        ({"kv": (HEADS[0].bfloat16(), HEADS[1])}, "keys: expected torch.float32"),
+        ({"kv": (HEADS[0], HEADS[1].transpose(0, 1).contiguous().transpose(0, 1))}, "strides"),
         ({"table": (torch.ones(2, HEAD_DIM),) * 2}, "tables"),
         ({"table": (torch.ones(NUM_ROWS, 10),) * 2}, "at most 8, found 10"),
         ({"places": ONE_PROMPT[::-1].copy()}, "places: expected ascending"),
@@ -206,7 +201,6 @@ ONE_PROMPT = np.array([3, 7, 9])
         ({"places": ONE_PROMPT + CAPACITY}, "places: expected ascending"),
         ({"places": ONE_PROMPT.astype(np.int32)}, "places"),
         ({"mass": Mass(torch.zeros(2, 3))}, "mass"),
-        ({"threads": 0}, "threads"),
     ],
 )
 def test_rows_of_one_prompt_that_do_not_fit(given: dict[str, Any], told: str) -> None:
@@ -218,10 +212,8 @@ def test_rows_of_one_prompt_that_do_not_fit(given: dict[str, Any], told: str) ->
     right: dict[str, Any] = {
         "layer": 0,
         "table": (torch.ones(NUM_ROWS, HEAD_DIM),) * 2,
-        "keys": HEADS[0],
-        "values": HEADS[1],
+        "kv": HEADS,
         "places": ONE_PROMPT,
-        "threads": 1,
     }
     rows = torch.ones(NUM_ROWS, WIDTH)
     layers.run_layer(hidden=rows, **right)
@@ -248,7 +240,7 @@ def test_without_rows_keys_get_nothing() -> None:
     mass = torch.ones(2, CAPACITY)
     none, places = torch.ones(0, HEAD_DIM), np.zeros(0, np.int64)
     rows = torch.ones(0, WIDTH)
-    layers.run_layer(0, rows, (none, none), *HEADS, places, mass=Mass(mass), threads=2)
+    layers.run_layer(0, rows, (none, none), HEADS, places, Mass(mass))
     assert not mass.any()
 
 
@@ -258,7 +250,7 @@ def test_what_no_layer_ends_is_not_computed() -> None:
     layers.end_layer()
     layers.add(0, 0, 0)
     rows = torch.ones(NUM_ROWS, WIDTH)
-    layers.run(rows, [], NO_BUFFERS, CAPACITIES, PLACES, threads=1)
+    layers.run(rows, [], NO_BUFFERS, CAPACITIES, PLACES)
     assert torch.equal(rows, torch.full((NUM_ROWS, WIDTH), 2.0))
 
 
@@ -272,7 +264,7 @@ def narrow(layers: RowLayers) -> int:
 
 
 SQUARE = torch.ones(WIDTH, WIDTH)
-ATTENDING = {"head_dim": 8, "window": None, "scale": 1.0, "softcap": None}
+ATTENDING: dict[str, Any] = {"head_dim": 8, "scores": Scores(1.0)}
 
 
 @pytest.mark.parametrize(
@@ -289,8 +281,8 @@ ATTENDING = {"head_dim": 8, "window": None, "scale": 1.0, "softcap": None}
         (lambda layers, slot: layers.rotate(0, slot, 0, 7), "head_dim"),
         (lambda layers, slot: layers.attend(0, slot, slot, 0, **ATTENDING), "slot 0"),
         (lambda layers, slot: layers.attend(0, *[narrow(layers)] * 2, slot, **ATTENDING), "heads"),
-        (lambda layers, slot: layers.attend(0, 0, 0, slot, **{**ATTENDING, "window": 0}), "window"),
-        (lambda layers, slot: layers.attend(0, 0, 0, slot, **{**ATTENDING, "scale": -1}), "scale"),
+        (lambda layers, slot: layers.attend(0, 0, 0, slot, 8, Scores(1.0, window=0)), "window"),
+        (lambda layers, slot: layers.attend(0, 0, 0, slot, 8, Scores(-1.0)), "scale"),
         (lambda layers, slot: result(layers, torch.ones(2, WIDTH)), "hidden"),
         (lambda layers, slot: result(layers, torch.ones(NUM_ROWS, WIDTH).bfloat16()), "hidden"),
         (lambda layers, slot: RowLayers(torch.float16, 3), "dtype"),
@@ -319,7 +311,6 @@ TABLE = (torch.ones(NUM_ROWS, HEAD_DIM), torch.ones(NUM_ROWS, HEAD_DIM))
         ({"places": PLACES.astype(np.int32)}, "places"),
         ({"capacities": CAPACITIES[:2]}, "capacities"),
         ({"addresses": np.zeros((2, 0, 3), np.int64)}, "addresses"),
-        ({"threads": 0}, "threads"),
     ],
 )
 def test_rows_that_do_not_fit(given: dict[str, Any], told: str) -> None:
@@ -331,7 +322,6 @@ def test_rows_that_do_not_fit(given: dict[str, Any], told: str) -> None:
         "addresses": NO_BUFFERS,
         "capacities": CAPACITIES,
         "places": PLACES,
-        "threads": 1,
     }
     rows = torch.ones(NUM_ROWS, WIDTH)
     layers.run(rows, **right)
@@ -348,4 +338,4 @@ def test_nothing_is_computed_for_no_rows(dtype: torch.dtype, isa: str) -> None:
     none = np.zeros(0, np.int64)
     rows = torch.ones(0, WIDTH, dtype=dtype)
     layers.end_layer()
-    layers.run(rows, [], np.zeros((2, 1, 0), np.int64), none, none, threads=2)
+    layers.run(rows, [], np.zeros((2, 1, 0), np.int64), none, none)

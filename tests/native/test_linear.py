@@ -16,7 +16,7 @@ from kvrag.native import (
     instruction_sets,
     use_instruction_set,
 )
-from tests.support.instructions import kept_instruction_set
+from tests.support.instructions import kept_instruction_set, torch_threads
 from tests.support.properties import examples
 
 
@@ -50,14 +50,10 @@ def test_it_is_a_linear_layer(data: st.DataObject) -> None:
 
 
 def assert_threads_change_nothing(layer: FewRowsLinear, rows: torch.Tensor) -> None:
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
+    found = []
+    for number in (1, 2, 3):
+        with torch_threads(number):
             found.append(layer(rows))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -6,9 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from kvrag.native import instruction_set, instruction_sets, use_instruction_set
 from tests.support.properties import IS_EXHAUSTIVE
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Let PyTorch, and kernels with it, use this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

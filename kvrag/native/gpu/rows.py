@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import gelu, silu
 
+from kvrag.native.attention import Scores
 from kvrag.native.gpu.tiled import is_ready, start, tiling_of
 
-_NO_WINDOW = 1 << 62
 MOST_SPLITS = 16
 """Into how many parts a row's keys are split at most."""
 # Programs that keep a card busy: some for each of its processors.
@@ -30,14 +30,6 @@ class Norm(NamedTuple):
     weight: torch.Tensor
     epsilon: float
     adds_one: bool
-
-
-class Scores(NamedTuple):
-    """How a layer's attention weighs keys: factor, soft cap (0: none), keys seen (None: all)."""
-
-    scale: float
-    softcap: float
-    window: int | None
 
 
 @dataclass
@@ -278,13 +270,13 @@ class RowKernels:
                 self._partial = torch.empty(shape, device=self._device)
             partial = self._partial
         given = query, self._positions, self._state, out, self._lse, partial, counters
-        numbers = layer, self._asked, group, self._most_rows, *_numbers_of(scores)
+        numbers = layer, self._asked, group, self._most_rows, *scores.numbers()
         self._start("attend", (tiles, self._given, splits), *given, *numbers, **flags)
 
     def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
         group = self._asked // self._given
         given = query, self._positions, self._state, self._lse
-        numbers = layer, self._asked, self._given, group, self._most_rows, *_numbers_of(scores)
+        numbers = layer, self._asked, self._given, group, self._most_rows, *scores.numbers()
         flags = {"D": head_dim, "SOFTCAP": int(bool(scores.softcap))}
         self._start("mass", (_PROGRAMS,), *given, *numbers, **flags)
 
@@ -294,17 +286,33 @@ class RowKernels:
         start(name, grid, *given, dtype=self._dtype, device=self._device, **constants)
 
 
-def are_ready(
-    dtype: torch.dtype,
-    device: torch.device,
-    head_dim: int,
-    *,
-    has_softcap: bool,
-    norms: Norm | None,
-    adds_one: bool,
-    is_gelu: bool,
-) -> bool:
+class LayerKind(NamedTuple):
+    """What a decoder's layers are made of.
+
+    Attributes
+    ----------
+    head_dim
+        The length of a head.
+    has_softcap
+        Whether attention caps scores.
+    head_norm
+        The norm of heads; None: they have none.
+    adds_one
+        Whether the norms of rows add 1 to their weights.
+    is_gelu
+        Whether gates are GELUs, or SiLUs.
+    """
+
+    head_dim: int
+    has_softcap: bool
+    head_norm: Norm | None
+    adds_one: bool
+    is_gelu: bool
+
+
+def are_ready(dtype: torch.dtype, device: torch.device, kind: LayerKind) -> bool:
     """Return whether `RowKernels` can be started for such layers."""
+    head_dim, has_softcap, norms, adds_one, is_gelu = kind
     cap, head = int(has_softcap), {"D": head_dim}
     own = {"NORMS": int(norms is not None), "ADDS_ONE": int(norms is not None and norms.adds_one)}
     wanted: list[tuple[str, dict[str, int]]] = [
@@ -325,11 +333,6 @@ def num_splits(num_programs: int) -> int:
     if 2 * num_programs > _PROGRAMS:
         return 1
     return min(MOST_SPLITS, -(-_PROGRAMS // num_programs))
-
-
-def _numbers_of(scores: Scores) -> tuple[int, float, float]:
-    window = _NO_WINDOW if scores.window is None else scores.window
-    return window, float(scores.scale), float(scores.softcap)
 
 
 def _normed(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
