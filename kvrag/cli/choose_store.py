@@ -69,9 +69,7 @@ def choose_store(
         table = read_prices(path)
         moved = None
         with console.progress("measuring") as say:
-            found = measure_and_choose(
-                opened, urls, table, str(path), loss=loss, reads=reads, say=say
-            )
+            found = measure_and_choose(opened, urls, table, loss=loss, reads=reads, say=say)
             if move:
                 moved = opened.upkeep.move(
                     urls[found.offers.index(found.chosen)],

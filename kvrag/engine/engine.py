@@ -20,7 +20,7 @@ from kvrag.engine.constraint import Allowed
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.options import DEFAULT_MAX_TOKENS, ENGINE_DEFAULTS, EngineOptions
 from kvrag.engine.prompt_fuser import PromptFuser
-from kvrag.engine.prompt_reader import PromptReader, prompt_parts
+from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import (
     Message,
     Prompt,
@@ -32,7 +32,6 @@ from kvrag.engine.request import (
 from kvrag.engine.scheduler import Scheduler, Start
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
-from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.controller import Choice, calibrated
@@ -237,7 +236,7 @@ class KVEngine(OfProcess):
             laid_out = self._reader.lay_out(request, self._fuser.early(request))
             seconds = time.perf_counter() - started
             work = self._fuser.fuse(request, choice, laid_out, seconds, keeps=False)
-            return whole(work, is_wanted)[0]
+            return whole(work, is_wanted).fused
 
     def give_back(self, fused: FusedPrompt, after: torch.cuda.Event | None = None) -> None:
         """Return a prompt's buffer for the next prompt; do not use `fused` afterwards.
@@ -275,13 +274,6 @@ class KVEngine(OfProcess):
                 "'none', or an index without compression"
             )
         return calibrated(choice, lambda: self.index.calibration)
-
-    def _checked_eviction(self, request: Request) -> EvictionPolicy | None:
-        chosen = request.eviction_policy
-        if chosen is None:
-            return None
-        check_evictable(self.index.model.hf)
-        return chosen
 
     @property
     def links_digest(self) -> str:
@@ -421,28 +413,21 @@ class KVEngine(OfProcess):
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
-        eviction = self._checked_eviction(request)
+        evicts = request.eviction_policy is not None
+        if evicts:
+            check_evictable(self.index.model.hf)
         with working():
             laid_out = self._reader.lay_out(request, self._fuser.early(request))
             allowed = self._allowed(request)
         layout_seconds = time.perf_counter() - started
 
         def fuse(begun: float) -> Slices[OpenAnswer]:
-            fused, release = yield from self._fuser.fuse(
-                request, choice, laid_out, layout_seconds, keeps=eviction is None
+            held = yield from self._fuser.fuse(
+                request, choice, laid_out, layout_seconds, keeps=not evicts
             )
-            return OpenAnswer(
-                self.index.model,
-                request,
-                fused,
-                laid_out.sources,
-                prompt_parts(laid_out, fused) if request.explain else (),
-                eviction,
-                allowed,
-                # Time before its first piece was asked for does not count.
-                begun - layout_seconds,
-                release,
-            )
+            # Time before its first piece was asked for does not count.
+            started = begun - layout_seconds
+            return OpenAnswer(self.index.model, request, laid_out, held, allowed, started)
 
         due_seconds = self._fuser.due_seconds(request, choice, laid_out.layout)
         return Start(fuse, due_seconds, has_target=request.ttft is not None)

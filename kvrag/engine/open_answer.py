@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -14,22 +15,27 @@ from kvrag.engine.answer import (
     Answer,
     AnswerDelta,
     FinishReason,
-    Part,
-    Source,
     TokenLogprob,
     Usage,
 )
 from kvrag.engine.constraint import Allowed
+from kvrag.engine.prompt_reader import LaidOutPrompt, prompt_parts
 from kvrag.engine.request import Request
 from kvrag.engine.sampling import Sampler, log_probabilities
 from kvrag.engine.text_stream import TextStream, end_ids
-from kvrag.eviction.base import EvictionPolicy
 from kvrag.fusion.decoding import Decoder, make_decoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.kv_model import KVModel
 
 Release = Callable[[Sequence[int] | None], None]
-"""Takes a prompt's KV back from its answer."""
+"""Takes a prompt's KV back, with the tokens of the answer whose KV follows it; None: an error."""
+
+
+class HeldPrompt(NamedTuple):
+    """A prompt's KV, and what takes it back."""
+
+    fused: FusedPrompt
+    release: Release
 
 
 class OpenAnswer:
@@ -41,21 +47,14 @@ class OpenAnswer:
         The model.
     request
         The request, with an engine's defaults.
-    fused
-        Its prompt's KV.
-    sources
-        The chunks found in the prompt.
-    parts
-        What happened to each part of the prompt, if the request asks for it.
-    eviction
-        What to evict while the answer is written; None: nothing.
+    laid_out
+        The prompt as it was laid out.
+    held
+        The prompt's KV.
     allowed
         Which tokens may follow, if the request has a constraint.
     started
         When the request came, by `time.perf_counter`.
-    release
-        Takes the prompt's KV back, with the tokens of the answer whose KV follows it; None after an
-        error.
 
     Attributes
     ----------
@@ -75,21 +74,19 @@ class OpenAnswer:
         self,
         model: KVModel,
         request: Request,
-        fused: FusedPrompt,
-        sources: tuple[Source, ...],
-        parts: tuple[Part, ...],
-        eviction: EvictionPolicy | None,
+        laid_out: LaidOutPrompt,
+        held: HeldPrompt,
         allowed: Allowed | None,
         started: float,
-        release: Release,
     ) -> None:
+        fused = held.fused
         self._model = model
         self._fused = fused
-        self._sources = sources
-        self._parts = parts
-        self._eviction = eviction
+        self._sources = laid_out.sources
+        self._parts = prompt_parts(laid_out, fused) if request.explain else ()
+        self._eviction = request.eviction_policy
         self._started = started
-        self._release: Release | None = release
+        self._release: Release | None = held.release
         self._timeout_seconds = request.timeout_seconds
         assert request.max_tokens is not None  # the engine's defaults set it
         self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvrag.engine.open_answer import Release
+from kvrag.engine.open_answer import HeldPrompt
 from kvrag.engine.options import EngineOptions
 from kvrag.engine.prices import Prices
 from kvrag.engine.prompt_reader import LaidOutPrompt
@@ -187,7 +187,7 @@ class PromptFuser:
         layout_seconds: float,
         *,
         keeps: bool,
-    ) -> Slices[tuple[FusedPrompt, Release]]:
+    ) -> Slices[HeldPrompt]:
         """Fuse a prompt, in slices.
 
         Parameters
@@ -205,7 +205,7 @@ class PromptFuser:
 
         Returns
         -------
-        tuple
+        HeldPrompt
             The fused prompt, and what takes its buffer back.
 
         Raises
@@ -214,7 +214,7 @@ class PromptFuser:
             If the prompt leaves no room in the context window.
         """
 
-        def attempt(laid_out: LaidOutPrompt) -> Slices[tuple[FusedPrompt, Release]]:
+        def attempt(laid_out: LaidOutPrompt) -> Slices[HeldPrompt]:
             return self._fuse(request, choice, laid_out, layout_seconds, keeps=keeps)
 
         def without(laid_out: LaidOutPrompt, error: LostError) -> LaidOutPrompt:
@@ -240,7 +240,7 @@ class PromptFuser:
         layout_seconds: float,
         *,
         keeps: bool,
-    ) -> Slices[tuple[FusedPrompt, Release]]:
+    ) -> Slices[HeldPrompt]:
         """Fuse a prompt. Raise `CompressedLostError` without its chunks' compressed rows."""
         index, layout, open_kv = self._index, laid_out.layout, laid_out.open_kv
         assert request.max_tokens is not None  # the engine's defaults set it
@@ -296,7 +296,8 @@ class PromptFuser:
         report = replace(report, seconds=seconds, misses=misses, bytes_loaded=num_bytes)
         index.counters.note(report)
         fused = replace(fused, report=report)
-        return fused, partial(self._end, request.session, fused, choice, earlier, keeps)
+        release = partial(self._end, request.session, fused, choice, earlier, keeps)
+        return HeldPrompt(fused, release)
 
     def _end(
         self,

@@ -19,7 +19,8 @@ from kvrag.ingest.encryption import check_key
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.maintenance import stats_of
-from kvrag.ingest.opening import make_index, open_index
+from kvrag.ingest.opening import Given, make_index, open_index
+from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search
@@ -167,9 +168,10 @@ class Index(Search):
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
+        given = Given(model, embedding, device, store, compute)
         if arguments.is_url(path):
-            return cls(*open_shared(str(path), model, embedding, device, store, compute))
-        return cls(*open_index(path, model, embedding, device, store, compute, mend=mend))
+            return cls(*open_shared(str(path), given))
+        return cls(*open_index(path, given, mend=mend))
 
     def refresh(self) -> int:
         """Bring this machine's view of a shared index up to date; return its version.
@@ -385,11 +387,10 @@ class Index(Search):
         """
         return self._writer.add(
             paths_or_documents,
+            Parser(limits, loaders),
             dry_run=dry_run,
             force=force,
             on_progress=on_progress,
-            limits=limits,
-            loaders=loaders,
             runner=runner,
         )
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrag import arguments
 from kvrag.codec.names import parse_codec
@@ -45,21 +45,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvrag")
 
 
+class Given(NamedTuple):
+    """What a caller of `Index.open` gives, besides or in place of what the index records."""
+
+    model: Any
+    embedding: Any
+    device: str | None
+    store: str | None
+    compute: str | None
+
+
 def open_index(
-    path: str | Path,
-    model: Any,
-    embedding: Any,
-    device: str | None,
-    store: str | None,
-    compute: str | None,
-    *,
-    mend: bool,
-    is_view: bool = False,
+    path: str | Path, given: Given, *, mend: bool, is_view: bool = False
 ) -> tuple[Storage, Encoders]:
     """Open an index. Parameters and errors are those of `Index.open`.
 
     With `is_view`, the folder is a view of a shared index, which nobody else may open.
     """
+    model, embedding, device, store, compute = given
     check_device(device)
     check_compute(compute)
     arguments.flag(mend, "mend")

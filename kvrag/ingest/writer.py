@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from kvrag.ingest.healing import (
     lost_since,
     mend_catalog,
 )
-from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
@@ -68,12 +67,11 @@ class Writer:
     def add(
         self,
         paths_or_documents: Any,
+        parser: Parser,
         *,
         dry_run: bool,
         force: bool,
         on_progress: Progress | None,
-        limits: ParseLimits | None,
-        loaders: Mapping[str, str] | None,
         runner: Runner | None,
     ) -> IngestReport:
         """Add files and documents to the index (`Index.add`)."""
@@ -83,7 +81,6 @@ class Writer:
         arguments.flag(force, "force")
         if on_progress is not None and not callable(on_progress):
             raise ParameterError(f"on_progress {arguments.shown(on_progress)}: expected a function")
-        parser = Parser(limits, loaders)
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
         with parser, lock_taken:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
@@ -95,8 +95,25 @@ class Price:
         return size * self.gb_month + reads * (size * self.gb_read + requests)
 
 
-def parse_prices(text: str, where: str) -> Mapping[str, Price]:
-    """Return a price table: beginnings of URLs to prices.
+class PriceTable(NamedTuple):
+    """Prices by the beginnings of URLs, and the file that they come from."""
+
+    prices: Mapping[str, Price]
+    where: str
+
+    def of(self, url: str) -> Price:
+        """Return the price of a store. Raises ParameterError if the table lacks it."""
+        fitting = [name for name in self.prices if url.startswith(name)]
+        if not fitting:
+            raise ParameterError(
+                f"{self.where} has no price of {url}: give one under a name that the URL begins "
+                "with"
+            )
+        return self.prices[max(fitting, key=len)]
+
+
+def parse_prices(text: str, where: str) -> PriceTable:
+    """Return a price table.
 
     Raises
     ------
@@ -123,23 +140,13 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
                     f"{shown(price)}"
                 )
         prices[name] = Price(**entries)
-    return prices
+    return PriceTable(prices, where)
 
 
-def read_prices(path: Path) -> Mapping[str, Price]:
+def read_prices(path: Path) -> PriceTable:
     """Return the price table in a file. Raises ParameterError as `parse_prices` does."""
     try:
         text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path}: the table of prices cannot be read: {error}") from error
     return parse_prices(text, str(path))
-
-
-def price_of(url: str, prices: Mapping[str, Price], where: str) -> Price:
-    """Return the price of a store. Raises ParameterError if the table lacks it."""
-    fitting = [name for name in prices if url.startswith(name)]
-    if not fitting:
-        raise ParameterError(
-            f"{where} has no price of {url}: give one under a name that the URL begins with"
-        )
-    return prices[max(fitting, key=len)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, planned_counts
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import TierCost
-from kvrag.loading.price_list import Price, price_of
+from kvrag.loading.price_list import PriceTable
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store, without_password
 from kvrag.tune.loading import given, measure_tier, reading_from, spread
@@ -109,8 +109,7 @@ def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str)
 def measure_and_choose(
     index: Index,
     urls: Sequence[str],
-    prices: Mapping[str, Price],
-    where: str,
+    prices: PriceTable,
     *,
     loss: float = 0.01,
     reads: float = 30.0,
@@ -125,8 +124,8 @@ def measure_and_choose(
     ----------
     urls
         URLs of the stores.
-    prices, where
-        The stores' prices, and the file that they come from.
+    prices
+        The stores' prices.
     loss
         Share of quality that may be lost, which determines what is computed again.
     reads
@@ -148,7 +147,7 @@ def measure_and_choose(
             f"{index.path}: the cost of computing is not measured yet: run 'kvrag calibrate' first"
         )
     rows, size_bytes = _contents(index)
-    named = [(url, price_of(url, prices, where)) for url in urls]
+    named = [(url, prices.of(url)) for url in urls]
     policy, again = _recompute_seconds(calibration, index.config.num_layers, rows, loss)
     num_requests = len(rows) * (1 + index.config.num_layers)
     offers = []

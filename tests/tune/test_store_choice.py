@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.loading.price_list import Price, parse_prices, price_of, read_prices
+from kvrag.loading.price_list import Price, parse_prices, read_prices
 from kvrag.tune.stores import Offer, choose_store
 
 FAST = Offer("file:/ssd", 0.002, 1.0, 80.0)
@@ -41,10 +41,10 @@ def test_what_a_month_costs() -> None:
 
 def test_the_longest_name_counts() -> None:
     prices = parse_prices('["s3:"]\ngb_month = 1\n["s3://cold/"]\ngb_month = 0.5\n', "x")
-    assert price_of("s3://cold/kv", prices, "x").gb_month == 0.5
-    assert price_of("s3://warm/kv", prices, "x").gb_month == 1
+    assert prices.of("s3://cold/kv").gb_month == 0.5
+    assert prices.of("s3://warm/kv").gb_month == 1
     with pytest.raises(ParameterError, match=r"x has no price of file:/a: give one"):
-        price_of("file:/a", prices, "x")
+        prices.of("file:/a")
 
 
 @pytest.mark.parametrize(

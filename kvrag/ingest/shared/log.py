@@ -41,9 +41,9 @@ from kvrag.ingest.shared.manifest import (
     Base,
     Delta,
     File,
+    Garbage,
     Log,
     Manifest,
-    collect,
 )
 from kvrag.ingest.shared.place import Place, held, lock_path
 from kvrag.ingest.shared.segments import (
@@ -456,25 +456,16 @@ class SharedLog:
             Whether records may be removed at all: other indexes may share their store.
         """
         records = self._storage.store if all_records else None
-        removed: set[str] = set()
+        garbage = Garbage(self._log, self._segments, self._current, self._put_since)
         self._log.note_collecting(RUNNING)
         try:
-            return collect(
-                self._log,
-                self._current,
-                self._segments,
-                records,
-                needed,
-                grace_seconds,
-                self._put_since,
-                removed,
-            )
+            return garbage.collect(records, needed, grace_seconds)
         finally:
             try:
                 self._log.note_collecting("over")
             finally:
-                if removed:
-                    self._put_back(removed, needed, restore)
+                if garbage.removed:
+                    self._put_back(garbage.removed, needed, restore)
 
     def _put_back(
         self,

@@ -24,7 +24,7 @@ from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.config import VIEW_OF_NAME, IndexConfig, write_atomically
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import key_check
-from kvrag.ingest.opening import make_index, open_index
+from kvrag.ingest.opening import Given, make_index, open_index
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.log import SharedLog, put_config, put_profiles, read_config
 from kvrag.ingest.shared.manifest import Log, Manifest
@@ -87,14 +87,7 @@ def _first(place: Place, segments: Store, storage: Storage) -> Manifest:
     )
 
 
-def open_shared(
-    url: str,
-    model: Any,
-    embedding: Any,
-    device: str | None,
-    store: str | None,
-    compute: str | None,
-) -> tuple[Storage, Encoders]:
+def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
     """Open the index at a URL. Parameters and errors are those of `Index.open`."""
     place = read_place(url)
     with _connected(place) as (log, segments), contextlib.ExitStack() as using:
@@ -115,14 +108,13 @@ def open_shared(
             config.save(place.view)
             if is_lost(place.view / FILE_NAME):
                 _make_view(place, config, head, segments)
-        given = (model, embedding, device, store, compute)
         try:
-            storage, encoders = open_index(place.view, *given, mend=False, is_view=True)
+            storage, encoders = open_index(place.view, given, mend=False, is_view=True)
         except IndexFormatError as error:
             logger.warning("the view of %s is made again: %s", place, error)
             with held(lock_path(place.view)):
                 _make_view(place, config, head, segments)
-            storage, encoders = open_index(place.view, *given, mend=False, is_view=True)
+            storage, encoders = open_index(place.view, given, mend=False, is_view=True)
         with _closing_on_error(storage):
             _attach(place, log, segments, storage, using).refresh()
         return storage, encoders
