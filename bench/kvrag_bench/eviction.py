@@ -20,9 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
-from kvrag.eviction.attention import Score
 from kvrag.eviction.base import EvictionPolicy
-from kvrag.eviction.cache import EvictingCache
+from kvrag.eviction.cache import EvictingCache, Score
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.decoding import CacheDecoder, Decoder
 from kvrag.fusion.evicting import EvictingDecoder

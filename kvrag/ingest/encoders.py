@@ -180,16 +180,8 @@ class Encoders:
 
     @cached_property
     def room(self) -> int:
-        """Tokens available to a chunk and its context: the window after the shared prefix.
-
-        Leaves positions free for what compression computes after a chunk.
-        """
-        room = self._config.max_positions - len(self._config.prefix_ids)
-        if self._compression is None:
-            return room
-        from kvrag.fusion.compression.encoding import room_behind
-
-        return room - room_behind(self._compression, self.tokenizer, self._config.chunk_tokens)
+        """Tokens available to a chunk and its context: the window after the shared prefix."""
+        return self._config.max_positions - len(self._config.prefix_ids)
 
     @cached_property
     def _compressor(self) -> Compressor:

@@ -29,9 +29,8 @@ from kvrag.ingest.storage import Storage
 from kvrag.ingest.vectorheader import ROW_BYTES, vector_stats
 from kvrag.recordformat import check_record
 from kvrag.regularfile import open_regular
-from kvrag.store.base import Store
+from kvrag.store.base import Store, read_whole
 from kvrag.store.capabilities import Flushes, capability
-from kvrag.store.wrapper import read_whole
 
 if TYPE_CHECKING:
     from kvrag.ingest.healing import Audit

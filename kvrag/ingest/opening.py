@@ -211,17 +211,9 @@ def _make_config(
     anchors = ""
     room = model.max_positions - len(prefix_ids)
     if chosen is not None:
-        from kvrag.fusion.compression.encoding import Compressor, room_behind
+        from kvrag.fusion.compression.encoding import Compressor
 
         anchors = Compressor(model, chosen).anchors_digest
-        most = room - room_behind(chosen, model.tokenizer, 1)
-        if chunk_tokens > most:
-            raise ParameterError(
-                f"chunk_tokens={chunk_tokens} leaves compression {chosen} no room in the model's "
-                f"context of {model.max_positions} to work in after a chunk; choose at most "
-                f"{most}, better half of the context"
-            )
-        room -= room_behind(chosen, model.tokenizer, chunk_tokens)
     if settings.context is not None:
         context = parse_context(settings.context)
         check_filler(context, model.tokenizer, room, chunk_tokens)

@@ -64,10 +64,9 @@ class IndexSettings:
     )
     compression: str = option(
         NO_COMPRESSION,
-        "Store KV for only a part of each chunk's tokens: kvzip:RATE (each head keeps what it "
-        "needs to repeat the chunk), drop:RATE (leaves out the least informative tokens), "
-        "anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE is the share left "
-        "out. Default for a new index: none.",
+        "Store KV for only a part of each chunk's tokens: drop:RATE (leaves out the least "
+        "informative tokens), anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE "
+        "is the share left out. Default for a new index: none.",
     )
     dtype: torch.dtype | str | None = option(
         None,

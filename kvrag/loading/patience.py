@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from kvrag.errors import StoreError
 from kvrag.process import after_fork
-from kvrag.store.base import StoredRecord
-from kvrag.store.wrapper import RecordWrapper, cancel_reading
+from kvrag.store.base import RecordWrapper, StoredRecord, cancel_reading
 
 LEAST_SECONDS = 2.0
 """The shortest default: a store that answers sooner is not given up, however small the model."""

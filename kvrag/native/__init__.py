@@ -26,8 +26,13 @@ from kvrag.native.entropy import (
     encode_rows,
     ideal_bits,
 )
-from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
-from kvrag.native.kernels import IS_COMPILED, REFERENCE
+from kvrag.native.kernels import (
+    IS_COMPILED,
+    REFERENCE,
+    instruction_set,
+    instruction_sets,
+    use_instruction_set,
+)
 from kvrag.native.layers import RowLayers
 from kvrag.native.linear import MAX_INT8_INPUTS, MAX_ROWS, FewRowsLinear, Int8Linear
 from kvrag.native.reconstruction import (

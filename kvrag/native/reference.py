@@ -9,11 +9,230 @@ order. ``threads`` counts for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.native.reference_coder import Model, decode, encode, first_uncodable, ideal_bits
+# The entropy coder in numpy: the same bytes and the same damage as the compiled one, slower.
+#
+# ``cuda/include/kvrag/rans.h`` describes the bytes. All streams of a payload advance together, a
+# vector of 32 lanes each.
+
+
+_LANES = 32
+_STATE_BYTES = 4 * _LANES
+_LOWER_BOUND = 1 << 16
+_BITS = 12
+_SLOTS = 1 << _BITS
+_MAX_SYMBOLS = 256
+
+_Contexts = NDArray[np.uint8] | None
+_Report = tuple[int, int, int, int]
+
+# Codes of damage, as `kvrag.native.entropy` explains them.
+_SOUND, _COUNT, _PAYLOAD, _STREAM, _INITIAL, _MISSING, _LEFT, _FINAL = range(8)
+
+
+class Model:
+    """Frequency tables ``[num_classes, num_symbols]`` and what is looked up in them."""
+
+    def __init__(self, frequencies: NDArray[np.uint16]) -> None:
+        self.num_classes, self.num_symbols = frequencies.shape
+        starts = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
+        self.frequencies = np.zeros((self.num_classes, _MAX_SYMBOLS), np.uint32)
+        self.frequencies[:, : self.num_symbols] = frequencies
+        self.starts = np.zeros_like(self.frequencies)
+        self.starts[:, : self.num_symbols] = starts
+        # By slot: symbol | (frequency - 1) << 8 | (slot - start) << 20.
+        entry = np.arange(self.num_symbols, dtype=np.uint32) | (
+            (frequencies.astype(np.uint32) - 1) & (_SLOTS - 1)
+        ) << np.uint32(8)
+        slots = np.tile(np.arange(_SLOTS, dtype=np.uint32), self.num_classes)
+        counts = frequencies.reshape(-1)
+        offsets = slots - np.repeat(starts.reshape(-1), counts)
+        self.slots = np.repeat(entry.reshape(-1), counts) | offsets << np.uint32(20)
+
+
+def encode(
+    model: Model,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    contexts: _Contexts,
+    num_streams: int,
+    threads: int,
+) -> bytes | None:
+    del threads
+    places = _places(classes, contexts, symbols.shape, _MAX_SYMBOLS) + symbols
+    frequencies = model.frequencies.reshape(-1)
+    starts = model.starts.reshape(-1)
+    if not frequencies[places].all():
+        return None
+    ends = _first_rows(num_streams, len(symbols))[1:]
+    counts = np.diff(ends, prepend=0)
+    states = np.full((num_streams, _LANES), _LOWER_BOUND, np.uint32)
+    words: list[NDArray[np.uint16]] = []
+    streams: list[NDArray[np.int64]] = []
+    # From the end: a decoder takes the words in the other order.
+    for back in range(int(counts.max(initial=0))):
+        active = np.flatnonzero(counts > back)
+        rows = places[ends[active] - 1 - back]
+        for first in reversed(range(0, symbols.shape[1], _LANES)):
+            place = rows[:, first : first + _LANES]
+            width = place.shape[1]
+            state = states[active, :width]
+            frequency = frequencies[place]
+            full = state >> np.uint32(32 - _BITS) >= frequency
+            if full.any():
+                words.append(state[full].astype(np.uint16))
+                streams.append(active[np.nonzero(full)[0]])
+                state[full] >>= np.uint32(16)
+            whole, rest = np.divmod(state, frequency)
+            states[active, :width] = (whole << np.uint32(_BITS)) + rest + starts[place]
+    taken = np.concatenate([*reversed(words), np.empty(0, np.uint16)])
+    owners = np.concatenate([*reversed(streams), np.empty(0, np.int64)])
+    parts = [
+        states[stream].astype("<u4").tobytes() + taken[owners == stream].astype("<u2").tobytes()
+        for stream in range(num_streams)
+    ]
+    index = np.array([num_streams, *map(len, parts)], "<u4")
+    return index.tobytes() + b"".join(parts)
+
+
+def decode(
+    jobs: Sequence[
+        tuple[Model, NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint8], _Contexts]
+    ],
+    threads: int,
+) -> list[_Report]:
+    del threads
+    return [_decode(*job) for job in jobs]
+
+
+def ideal_bits(
+    model: Model,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    contexts: _Contexts,
+) -> float:
+    places = _places(classes, contexts, symbols.shape, _MAX_SYMBOLS) + symbols
+    frequencies = model.frequencies.reshape(-1)[places]
+    if not frequencies.all():
+        return float("inf")
+    return float((_BITS - np.log2(frequencies)).sum())
+
+
+def first_uncodable(
+    model: Model,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    contexts: _Contexts,
+) -> tuple[int, int]:
+    places = _places(classes, contexts, symbols.shape, _MAX_SYMBOLS) + symbols
+    row, token = np.argwhere(model.frequencies.reshape(-1)[places] == 0)[0]
+    return int(row), int(token)
+
+
+def _places(
+    classes: NDArray[np.uint16], contexts: _Contexts, shape: tuple[int, ...], size: int
+) -> NDArray[np.int64]:
+    """Return where each symbol's table of `size` entries begins, ``[R, T]``."""
+    tables = classes.astype(np.int64)[:, None]
+    if contexts is not None:
+        tables = tables + contexts
+    return np.broadcast_to(tables * size, shape)
+
+
+def _first_rows(num_streams: int, num_rows: int) -> NDArray[np.int64]:
+    """Return the row at which each stream begins, and the end."""
+    return np.arange(num_streams + 1, dtype=np.int64) * num_rows // num_streams
+
+
+def _decode(
+    model: Model,
+    payload: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    out: NDArray[np.uint8],
+    contexts: _Contexts,
+) -> _Report:
+    raw = payload.tobytes()
+    most = max(len(out), 1)
+    if len(raw) < 4:
+        return _PAYLOAD, 0, 4, len(raw)
+    num_streams = int.from_bytes(raw[:4], "little")
+    if not 1 <= num_streams <= most:
+        return _COUNT, 0, most, num_streams
+    index_bytes = 4 + 4 * num_streams
+    if len(raw) < index_bytes:
+        return _PAYLOAD, 0, index_bytes, len(raw)
+    sizes = np.frombuffer(raw, "<u4", num_streams, 4).astype(np.int64)
+    needed = index_bytes + int(sizes.sum())
+    if needed != len(raw):
+        return _PAYLOAD, 0, needed, len(raw)
+    damage = np.full(num_streams, _SOUND)
+    states = np.full((num_streams, _LANES), _LOWER_BOUND, np.uint32)
+    begins = np.cumsum(sizes) - sizes + index_bytes
+    parts = []
+    for stream, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
+        if size < _STATE_BYTES or size % 2:
+            damage[stream] = _STREAM
+            parts.append(np.empty(0, np.uint16))
+            continue
+        states[stream] = np.frombuffer(raw, "<u4", _LANES, begin)
+        count = (int(size) - _STATE_BYTES) // 2
+        parts.append(np.frombuffer(raw, "<u2", count, begin + _STATE_BYTES))
+        if (states[stream] < _LOWER_BOUND).any():
+            damage[stream] = _INITIAL
+    _decode_streams(
+        model, _places(classes, contexts, out.shape, _SLOTS), out, states, parts, damage
+    )
+    if not damage.any():
+        return _SOUND, 0, 0, 0
+    first = int(np.flatnonzero(damage)[0])
+    return int(damage[first]), first, 0, int(sizes[first])
+
+
+def _decode_streams(
+    model: Model,
+    places: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    states: NDArray[np.uint32],
+    parts: list[NDArray[np.uint16]],
+    damage: NDArray[np.int64],
+) -> None:
+    """Decode the streams that are not damaged so far; write to `damage` what is found then."""
+    starts = _first_rows(len(parts), len(out))
+    counts = np.diff(starts)
+    # A damaged stream may ask for more words than there are: it reads the last one again.
+    words = np.concatenate([*parts, np.zeros(1, np.uint16)]).astype(np.uint32)
+    ends = np.cumsum([len(part) for part in parts])
+    following = ends - [len(part) for part in parts]
+    for row in range(int(counts.max(initial=0))):
+        active = np.flatnonzero((counts > row) & (damage == _SOUND))
+        rows = starts[active] + row
+        tables = places[rows]
+        next_word = following[active]
+        for first in range(0, out.shape[1], _LANES):
+            table = tables[:, first : first + _LANES]
+            width = table.shape[1]
+            state = states[active, :width]
+            entry = model.slots[table + (state & np.uint32(_SLOTS - 1))]
+            out[rows, first : first + width] = entry.astype(np.uint8)
+            frequency = (entry >> np.uint32(8) & np.uint32(_SLOTS - 1)) + np.uint32(1)
+            state = frequency * (state >> np.uint32(_BITS)) + (entry >> np.uint32(20))
+            empty = state < _LOWER_BOUND
+            order = np.cumsum(empty, axis=1)
+            word = (next_word[:, None] + order - 1)[empty]
+            state[empty] = state[empty] << np.uint32(16) | words.take(word, mode="clip")
+            next_word = next_word + order[:, -1]
+            states[active, :width] = state
+        following[active] = next_word
+    sound = damage == _SOUND
+    damage[sound & (states != _LOWER_BOUND).any(axis=1)] = _FINAL
+    damage[sound & (following < ends)] = _LEFT
+    damage[sound & (following > ends)] = _MISSING
+
 
 __all__ = [
     "INT8_PANEL",

@@ -9,19 +9,76 @@ from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.options import Sampling
 from kvrag.engine.request import Request
+from kvrag.ingest.index import Index
+from kvrag.ingest.rows import DocumentRow
 from kvrag.llms.shape import Shape
 from kvrag.optiontable import options_of
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.requests import Generating
+from kvrag.server.responses import Annotation, URLCitation
 from kvrag.server.worker import Job, Worker
+
+# Chunks as clients see them: with their neighbours, their titles, and as citations.
+
+
+PREFIX = "rag:"
+
+
+def chunks_around(
+    index: Index, chunk_id: str, before: int, after: int | None = None
+) -> list[Chunk]:
+    """Return a chunk and its neighbours in the document, in order; nothing for an unknown id.
+
+    Parameters
+    ----------
+    index, chunk_id
+        The index, and a chunk of it.
+    before, after
+        Most neighbours on each side; None: as many after it as before it.
+    """
+    chunks = index.get_chunks([chunk_id])
+    if not chunks:
+        return []
+    ids = index.catalog.chunk_ids_of(chunks[0].source)
+    if chunk_id not in ids:  # a writer was here between the two
+        return chunks
+    at = ids.index(chunk_id)
+    end = at + (before if after is None else after) + 1
+    return index.get_chunks(ids[max(0, at - before) : end])
+
+
+def title_of(one: Chunk | DocumentRow) -> str:
+    """Return the title of a document or a chunk's document, or the name of its file."""
+    return str(one.metadata.get("title") or PurePath(one.source).name)
+
+
+def citations(answer: Answer) -> list[Annotation]:
+    """Return a citation for each chunk that was in the prompt, best first."""
+    return [
+        Annotation(
+            url_citation=URLCitation(
+                start_index=0,
+                end_index=len(answer.text),
+                title=PurePath(source.source).name,
+                url=f"{source.source}#{source.ordinal}",
+                chunk_id=source.chunk_id,
+                ordinal=source.ordinal,
+                text=source.text,
+            )
+        )
+        for source in answer.sources
+    ]
+
 
 _OF_KVRAG = ("policy", "ratio", "boundary_tokens", "reuse", "explain")
 

@@ -30,7 +30,7 @@ from kvrag.models.messages import merged
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.access import Account
-from kvrag.server.answering import Generation, choices, request_options
+from kvrag.server.answering import PREFIX, Generation, choices, request_options
 from kvrag.server.batches import Batches, Pool
 from kvrag.server.gate import Record
 from kvrag.server.problems import RequestError, as_problem
@@ -42,7 +42,6 @@ from kvrag.server.requests import (
     RankedText,
     RerankRequest,
 )
-from kvrag.server.retrieving import PREFIX
 from kvrag.server.shapes import ChatShape, Shape, TextShape
 from kvrag.server.worker import Worker
 

@@ -18,9 +18,9 @@ from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
 from kvrag.models.tokens import token_bytes
 from kvrag.models.tools import ToolFormat
 from kvrag.server import responses as r
+from kvrag.server.answering import citations
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import ChatRequest, Generating
-from kvrag.server.retrieving import citations
 
 
 class Shape(ABC):

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
-from kvrag.store.base import StoredRecord
+from kvrag.store.base import RecordWrapper, StoredRecord, StoreWrapper
 from kvrag.store.metrics import MISS_UNREADABLE, StoreMetrics
 from kvrag.store.remote import RemoteStore
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0

@@ -20,7 +20,7 @@ from kvrag.store.remote import upload_seconds
 
 SCHEMES = ("s3", "gs", "az")
 WEB = ("http", "https")
-"""Schemes of web servers, which this only reads (`kvrag.store.http`)."""
+"""Schemes of web servers, which this only reads (`kvrag.store.objects`)."""
 
 TOKEN_VARIABLE = "KVRAG_KV_TOKEN"
 """Environment variable with the token for a web server."""

@@ -15,8 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
-from kvrag.store.base import Store
-from kvrag.store.wrapper import StoreWrapper
+from kvrag.store.base import Store, StoreWrapper
 
 Capability = TypeVar("Capability")
 

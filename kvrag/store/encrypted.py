@@ -21,9 +21,8 @@ from typing import Any
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
 from kvrag.regularfile import read_regular
-from kvrag.store.base import Store, StoredRecord, check_range
+from kvrag.store.base import Store, StoredRecord, StoreWrapper, check_range
 from kvrag.store.extras import require
-from kvrag.store.wrapper import StoreWrapper
 
 KEY_BYTES = 32
 FRAME_BYTES = 64 << 10

@@ -2,7 +2,7 @@
 
 A record is written beside its place, flushed, and renamed: it is there whole or not at all, however
 a process ends. A bucket has the same names (`kvrag.store.objects`), and a web server can hand them
-out (`kvrag.store.http`).
+out (`kvrag.store.objects`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import CountedStore, check_range
+from kvrag.store.base import CountedStore, check_range, read_whole
 from kvrag.store.files import (
     ABSENT,
     READ_FLAGS,
@@ -34,7 +34,6 @@ from kvrag.store.files import (
 )
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
 from kvrag.store.segments import Segments
-from kvrag.store.wrapper import read_whole
 
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"([0-9a-f]{40})\.kv")

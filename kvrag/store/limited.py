@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError
-from kvrag.store.base import Store, StoredRecord
+from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper
 from kvrag.store.metrics import StoreCounts, StoreMetrics
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 
 # Use counts are halved after this many uses for each record kept.
 _USES_BEFORE_HALVING = 10

@@ -29,8 +29,8 @@ REMOTE: Table[type[RemoteStore]] = Table(
         "s3": "kvrag.store.objects:ObjectStore",
         "gs": "kvrag.store.objects:ObjectStore",
         "az": "kvrag.store.objects:ObjectStore",
-        "http": "kvrag.store.http:HttpStore",
-        "https": "kvrag.store.http:HttpStore",
+        "http": "kvrag.store.objects:HttpStore",
+        "https": "kvrag.store.objects:HttpStore",
     },
 )
 """Store classes for URLs with ``//``, by scheme."""

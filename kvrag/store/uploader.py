@@ -13,10 +13,9 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.sqlitefile import open_connection
-from kvrag.store.base import Store
+from kvrag.store.base import Store, read_whole
 from kvrag.store.capabilities import Pins, capability
 from kvrag.store.files import make_folder
-from kvrag.store.wrapper import read_whole
 
 FILE_NAME = "outbox.sqlite"
 

@@ -20,10 +20,9 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
 from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.loading.pace import fit_prices
-from kvrag.store.base import Store
+from kvrag.store.base import Store, read_whole
 from kvrag.store.capabilities import tiers_of
 from kvrag.store.registry import without_password
-from kvrag.store.wrapper import read_whole
 
 # Prompts loaded: enough for a fit, and few enough that a slow store takes only seconds.
 _NUM_PROMPTS = 10

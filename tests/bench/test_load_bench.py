@@ -7,9 +7,9 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreUnreachableError
+from kvrag.store.base import StoreWrapper, read_whole
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import StoreWrapper, read_whole
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.stores import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller

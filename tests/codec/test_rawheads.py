@@ -7,8 +7,7 @@ import torch
 
 from kvrag.codec import rawheads
 from kvrag.codec.base import Codec
-from kvrag.codec.heads import HeadRange
-from kvrag.codec.rawheads import RawHeadsCodec
+from kvrag.codec.rawheads import HeadRange, RawHeadsCodec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import RecordError
 from kvrag.kvcache import KVSpec

@@ -14,9 +14,9 @@ from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import LoadingCost, TierCost
+from kvrag.store.base import read_whole
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import read_whole
 from kvrag_testing.bench_top import TEXTS
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"

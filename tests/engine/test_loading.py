@@ -16,7 +16,7 @@ from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.loss import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper
+from kvrag.store.base import RecordWrapper, StoreWrapper
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.threads import at_work
 

@@ -21,9 +21,8 @@ from kvrag.engine.stored_sessions import StoredKept
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.store.base import StoredRecord
+from kvrag.store.base import StoredRecord, StoreWrapper
 from kvrag.store.registry import open_store
-from kvrag.store.wrapper import StoreWrapper
 from kvrag_testing.bench_top import TEXTS
 from kvrag_testing.store_contract import stored
 from tests.engine.test_sessions import (

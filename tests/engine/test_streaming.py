@@ -19,9 +19,8 @@ from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachab
 from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.streaming import ChunkStream, StreamEstimates, Streaming, StreamItem
-from kvrag.store.base import Store, StoredRecord
+from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, read_whole
 from kvrag.store.file import FileStore
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
 from kvrag_bench.shapes import random_model, random_text
 from tests.support.proxy import FaultyProxy
 from tests.support.web_server import WebServer

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.eviction.attention import Score, attend_ragged
 from kvrag.eviction.base import HeldKeys
-from kvrag.eviction.cache import EvictingCache
+from kvrag.eviction.cache import EvictingCache, Score, attend_ragged
 from kvrag.eviction.ragged import RaggedKV
 from kvrag.models.caches import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll

@@ -188,7 +188,7 @@ def test_chunks_longer_than_the_context_are_refused(make_index: MakeIndex) -> No
         ({"chunk_tokens": 4}, "from 16 to"),
         ({"context": "everything"}, "context 'everything'"),
         ({"context": "none:5"}, "context 'none:5'"),
-        ({"compression": "drop"}, "expected none, or one of kvzip, drop, anchors"),
+        ({"compression": "drop"}, "expected none, or one of drop, anchors"),
         ({"control_tokens": "ignore"}, "keep, neutralise, refuse"),
         ({"device": 5}, "device 5: expected a name"),
         ({"tenant_salt": b""}, "1 to 64 bytes"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvrag.chunk import Chunk, Document
+from kvrag.codec.raw import RawCodec
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.compression.dropping import encode_informed
@@ -20,7 +22,6 @@ from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
-from tests.support.models import make_model, make_tokenizer
 
 PARTS = [
     "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
@@ -33,11 +34,7 @@ QUESTION = "Question: who wrote the book?\nAnswer:"
 
 @pytest.fixture
 def dropped(make_index: MakeIndex) -> Index:
-    return filled(make_index, "drop:0.5")
-
-
-def filled(make_index: MakeIndex, compression: str) -> Index:
-    index = make_index(compression=compression)
+    index = make_index(compression="drop:0.5")
     index.add(DOCUMENTS)
     return index
 
@@ -139,11 +136,9 @@ def reference(index: Index, model: KVModel, order: tuple[int, ...]) -> torch.Ten
 
 
 @pytest.mark.parametrize("order", [(0,), (1, 0, 2), (2, 2)])
-@pytest.mark.parametrize("compression", ["drop:0.5", "kvzip:0.5"])
 def test_stored_rows_stand_side_by_side(
-    make_index: MakeIndex, model: KVModel, order: tuple[int, ...], compression: str
+    dropped: Index, model: KVModel, order: tuple[int, ...]
 ) -> None:
-    dropped = filled(make_index, compression)
     engine = KVEngine(dropped)
     prompt = prompt_of(*(PARTS[i] for i in order))
     fused = engine.fuse(prompt)
@@ -238,19 +233,18 @@ def test_nothing_is_computed_again_beside_compressed_chunks(dropped: Index) -> N
 def test_kv_of_different_compressions_never_mix(make_index: MakeIndex) -> None:
     indexes = [
         make_index(name, compression=name)
-        for name in ("none", "drop:0.5", "drop:0.75", "drop:0.25", "kvzip:0.5")
+        for name in ("none", "drop:0.5", "drop:0.75", "drop:0.25")
     ]
     for index in indexes:
         index.add(DOCUMENTS)
     for one, other in itertools.combinations(indexes, 2):
         assert not set(stored_bytes(one)) & set(stored_bytes(other))
     sizes = [index.stats().size_bytes for index in indexes]
-    assert sizes[0] > sizes[3] > sizes[1] == sizes[4] > sizes[2]
+    assert sizes[0] > sizes[3] > sizes[1] > sizes[2]
 
 
-@pytest.mark.parametrize("compression", ["drop:0.5", "kvzip:0.5"])
-def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex, compression: str) -> None:
-    one, other = (make_index(name, compression=compression) for name in ("one", "other"))
+def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex) -> None:
+    one, other = (make_index(name, compression="drop:0.5") for name in ("one", "other"))
     one.add(DOCUMENTS)
     for document in reversed(DOCUMENTS):
         other.add(document)
@@ -292,28 +286,24 @@ def test_reopened_and_reports_tell_of_it(dropped: Index, model: KVModel) -> None
         assert again.add(Document("more", QUESTION * 3)).compression == "drop:0.5"
 
 
-@pytest.mark.parametrize("context", ["none", "document", "neighbours"])
-def test_every_chunk_leaves_kvzip_the_room_it_needs(make_index: MakeIndex, context: str) -> None:
-    model = KVModel(make_model(num_hidden_layers=2, max_position_embeddings=160), make_tokenizer())
-    index = make_index(model=model, compression="kvzip:0.5", context=context, chunk_tokens=32)
-    long = Document("long", " ".join(PARTS * 4))
-    report = index.add([DOCUMENTS[0], long, DOCUMENTS[1]])
-    assert (len(report.added), report.failed) == (3, ())
-    chunks = list(index.get_chunks(index.catalog.chunk_ids_of("long")))
-    assert any(any(chunk.contexts) for chunk in chunks) == (context != "none")
-    for chunk in chunks:
-        for one in chunk.encodings():
-            assert index.open_kv(one.chunk_id, one.contexts[0]) is not None
-
-
-def test_chunks_that_leave_kvzip_no_room_are_refused_before_anything_is_made(
-    make_index: MakeIndex, tmp_path: Path
+def test_an_index_of_an_older_kvzip_answers_and_takes_no_more(
+    dropped: Index, model: KVModel, make_index: MakeIndex
 ) -> None:
-    model = KVModel(make_model(num_hidden_layers=2, max_position_embeddings=160), make_tokenizer())
-    with pytest.raises(ParameterError, match=r"chunk_tokens=150 .* choose at most \d+, better"):
-        make_index(model=model, compression="kvzip:0.5", chunk_tokens=150)
-    assert not (tmp_path / "index").exists()
-    make_index(model=model, compression="drop:0.5", chunk_tokens=150)
+    with pytest.raises(ParameterError, match=r"kvzip:0\.5 is gone: .* codec transform:4"):
+        make_index("new", compression="kvzip:0.5")
+    chunks = [chunk_of(dropped, number) for number in range(3)]
+    records = [dropped.open_kv(chunk.chunk_id) for chunk in chunks]
+    rows = [read_all(one, dropped.config.spec) for one in records if one is not None]
+    replace(dropped.config, compression="kvzip:0.5").save(dropped.path)
+    with Index.open(dropped.path, model=model) as index:
+        for chunk, kv in zip(chunks, rows, strict=True):
+            key = index.key_of(chunk)
+            index.store.put(key, RawCodec().encode(key, kv))
+        report = KVEngine(index).fuse(prompt_of(*PARTS)).report
+        assert report.num_compressed == sum(len(chunk.token_ids) for chunk in chunks)
+        assert report.misses == {}
+        with pytest.raises(ParameterError, match=r"kvzip:0\.5 is gone"):
+            index.add(Document("more", QUESTION * 3))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +311,7 @@ def test_chunks_that_leave_kvzip_no_room_are_refused_before_anything_is_made(
     ["drop", "drop:", "drop:0", "drop:1", "drop:.9999999", "drop:nan", "drop:2", "squeeze:.5", ""],
 )
 def test_unknown_compression_is_refused(make_index: MakeIndex, text: str, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="expected none, or one of kvzip, drop, anchors"):
+    with pytest.raises(ParameterError, match="expected none, or one of drop, anchors"):
         make_index(compression=text)
     index = make_index("sound")
     path = index.path / "index.json"

@@ -30,8 +30,8 @@ from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.loading.cost import TierCost
 from kvrag.models.kv_model import KVModel
 from kvrag.server.app import ServerOptions
+from kvrag.store.base import StoreWrapper
 from kvrag.store.limited import LimitedStore
-from kvrag.store.wrapper import StoreWrapper
 from tests.engine.test_decisions import FAR, NEAR, auto
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.api_server import serving

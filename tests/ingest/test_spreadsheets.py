@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvrag.errors import DocumentError
+from kvrag.ingest.converted import shown
 from kvrag.ingest.loaders import load_bytes
-from kvrag.ingest.number_formats import shown
 from tests.support.office import merged_xlsx_bytes, old_xls_bytes
 
 openpyxl = pytest.importorskip("openpyxl")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrag.loading.network_link import NetworkLink
 from kvrag.loading.pace import Pace
 from kvrag.loading.stream_report import StreamedChunk, StreamReport
+from kvrag.loading.streaming import NetworkLink
 
 
 class Clock:

@@ -18,8 +18,8 @@ from kvrag.loading import LOAD_THREADS, threads
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
-from kvrag.store.http import HttpStore
 from kvrag.store.memory import MemoryStore
+from kvrag.store.objects import HttpStore
 from kvrag.store.tiered import TieredStore
 from tests.support.instructions import torch_threads
 from tests.support.threads import at_work

@@ -15,7 +15,7 @@ import pytest
 
 from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
-from kvrag.server import connections, running
+from kvrag.server import running
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions, make_app
 from kvrag.server.running import Server
@@ -29,7 +29,7 @@ HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.fixture
 def small(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """A server that holds `MOST` connections."""
+    """A server that holds `MOST` running."""
     monkeypatch.setattr(running, "most_connections", lambda: MOST)
     with serving(rag.index) as served:
         yield served
@@ -127,7 +127,7 @@ def test_no_newcomer_ends_an_answer(small: Served, monkeypatch: pytest.MonkeyPat
 def test_a_header_has_a_deadline(
     served: Served, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(running, "HEAD_SECONDS", 0.3)
     with sockets(served, 1) as (slow,):
         slow.sendall(said)
         deadline = time.monotonic() + 120
@@ -139,7 +139,7 @@ def test_a_header_has_a_deadline(
 
 
 def test_the_rest_of_a_refused_body_has_one(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(running, "HEAD_SECONDS", 0.3)
     key = ApiKey(name="a", key="0123456789abcdef")
     with serving(rag.index, ServerOptions(keys=[key])) as guarded:
         slow = raw(guarded, b"{", length=10_000)
@@ -166,8 +166,8 @@ def test_descriptors_are_left_for_files(monkeypatch: pytest.MonkeyPatch, limit: 
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    most = connections.most_connections()
-    assert 0 < most <= min(3 * limit // 4, connections.MAX_CONNECTIONS)
+    most = running.most_connections()
+    assert 0 < most <= min(3 * limit // 4, running.MAX_CONNECTIONS)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from kvrag.store.base import StoreWrapper
 from kvrag.store.capabilities import (
     Admits,
     ChecksWritable,
@@ -25,7 +26,6 @@ from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import StoreWrapper
 from kvrag_testing.store_contract import key_number
 
 ALL = {

@@ -16,9 +16,8 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.errors import RecordError, StoreError
 from kvrag.recordformat import check_record
-from kvrag.store.base import Store
+from kvrag.store.base import Store, read_whole
 from kvrag.store.registry import open_store
-from kvrag.store.wrapper import read_whole
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.records import key_number
 from tests.store.test_objects import credentials  # noqa: F401 (a fixture)

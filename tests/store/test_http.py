@@ -15,12 +15,11 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.recordformat import check_record
-from kvrag.store.base import Store
+from kvrag.store.base import RecordWrapper, Store, StoreWrapper, read_whole
 from kvrag.store.bucket import TOKEN_VARIABLE
 from kvrag.store.file import FileStore
-from kvrag.store.http import HttpStore
+from kvrag.store.objects import HttpStore
 from kvrag.store.registry import open_store
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.store.test_objects import serving

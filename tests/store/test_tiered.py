@@ -15,13 +15,12 @@ import pytest
 from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.store.base import Store, StoredRecord
+from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support.waiting import wait_until

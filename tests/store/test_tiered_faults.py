@@ -12,13 +12,12 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import StoredRecord
+from kvrag.store.base import RecordWrapper, StoredRecord, StoreWrapper, read_whole
 from kvrag.store.encrypted import EncryptedStore
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
 from kvrag_testing.records import key_number, read_all, record_of, stored
 
 KEY, OTHER = key_number(0), key_number(1)

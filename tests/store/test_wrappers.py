@@ -11,7 +11,7 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.store.base import Store
+from kvrag.store.base import Store, StoreWrapper
 from kvrag.store.breaker import Breaker
 from kvrag.store.encrypted import FRAME_BYTES, EncryptedStore, read_key
 from kvrag.store.file import FileStore
@@ -19,7 +19,6 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreMetrics
 from kvrag.store.registry import open_store
-from kvrag.store.wrapper import StoreWrapper
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 

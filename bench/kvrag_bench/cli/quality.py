@@ -60,7 +60,7 @@ def bench_quality(
     compress: Annotated[
         str,
         typer.Option(
-            help="How to store chunks, with commas: none, kvzip:RATE, drop:RATE, anchors:RATE "
+            help="How to store chunks, with commas: none, drop:RATE, anchors:RATE "
             "(as in 'kvrag ingest'). Compressed ones are judged with policy none."
         ),
     ] = "none",

@@ -6,8 +6,7 @@ import threading
 import time
 
 from kvrag.chunk import ChunkKey
-from kvrag.store.base import Store, StoredRecord
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper
+from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper
 
 # Sleeps are no shorter than this machine's timers can tell: little is delivered at once.
 _LEAST_SLEEP_SECONDS = 0.0005

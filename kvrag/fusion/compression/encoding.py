@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from kvrag.errors import UnsupportedModelError
+from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.fusion.compression.anchors import Anchors, encode_anchors, find_anchors
 from kvrag.fusion.compression.dropping import drop_tokens
-from kvrag.fusion.compression.kvzip import keep_rebuilding, room_to_repeat
 from kvrag.fusion.compression.spec import ANCHORS, KVZIP, Compression, key_options
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
-
-
-def room_behind(compression: Compression, tokenizer: Any, num_tokens: int) -> int:
-    """Return the positions after a chunk of `num_tokens` tokens that compressing it needs.
-
-    The number for one token is the minimum with which any chunk can be compressed.
-    """
-    return room_to_repeat(tokenizer, num_tokens) if compression.kind == KVZIP else 0
 
 
 class Compressor:
@@ -36,6 +26,8 @@ class Compressor:
 
     Raises
     ------
+    ParameterError
+        If chunks are no longer compressed so.
     UnsupportedModelError
         If the model's KV is valid only at the positions where it was computed.
     AnchorsError
@@ -45,6 +37,12 @@ class Compressor:
     def __init__(
         self, model: KVModel, compression: Compression, anchors: Anchors | None = None
     ) -> None:
+        if compression.kind == KVZIP:
+            raise ParameterError(
+                f"compression {compression} is gone: on real models, codec transform:4 takes fewer "
+                "bytes and loses less. Make a new index with --codec transform:4; an index that "
+                "has this compression still answers"
+            )
         if model.is_position_bound:
             raise UnsupportedModelError(
                 f"{model.name} learned its positions, so a chunk's rows cannot move; store its "
@@ -70,6 +68,5 @@ class Compressor:
     def encode(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> ChunkKV:
         """Return the position-free KV of a chunk's compressed rows."""
         if self._anchors is None:
-            keep = keep_rebuilding if self.compression.kind == KVZIP else drop_tokens
-            return keep(self._model, prefix_ids, token_ids, self.compression)
+            return drop_tokens(self._model, prefix_ids, token_ids, self.compression)
         return encode_anchors(self._model, prefix_ids, token_ids, self.compression, self._anchors)

@@ -1,4 +1,4 @@
-"""Compression of chunks at ingestion, by name: ``kvzip:0.5``, ``anchors:0.75``, ``none``."""
+"""Compression of chunks at ingestion, by name: ``drop:0.5``, ``anchors:0.75``, ``none``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ DROP = "drop"
 ANCHORS = "anchors"
 """Replaces blocks of the chunk by trained tokens (improved ANLLMs; KVLink §2.4, option 2)."""
 KVZIP = "kvzip"
-"""Keeps, for each head, the keys that it needs most to repeat the chunk (KVzip)."""
-KINDS = (KVZIP, DROP, ANCHORS)
+"""Kept, for each head, the keys that it needs most to repeat the chunk. Indexes of kvrag 0.2 that
+have it are read; nothing is encoded so any more."""
+KINDS = (DROP, ANCHORS)
 
 BLOCK_TOKENS = 100
 """Number of tokens in a block; each block has its own anchors (KVLink §2.4: s = 100)."""
@@ -72,7 +73,7 @@ class Compression:
 
 
 def parse_compression(text: str) -> Compression | None:
-    """Return the compression named ``"kvzip:0.5"`` or ``"anchors:0.75"``, or None for ``"none"``.
+    """Return the compression named ``"drop:0.5"`` or ``"anchors:0.75"``, or None for ``"none"``.
 
     Raises
     ------
@@ -82,18 +83,18 @@ def parse_compression(text: str) -> Compression | None:
     if text == NO_COMPRESSION:
         return None
     if not isinstance(text, str):
-        raise ParameterError(f"compression {shown(text)}: expected a name such as '{KVZIP}:0.5'")
+        raise ParameterError(f"compression {shown(text)}: expected a name such as '{DROP}:0.5'")
     kind, colon, rate_text = text.partition(":")
     try:
         # Rounded as in the index's configuration: a rate that rounds to 1 could not be read back.
         rate = float(f"{float(rate_text):g}")
     except ValueError:
         rate = math.nan
-    if kind not in KINDS or not colon or not 0.0 < rate < 1.0:
+    if kind not in (*KINDS, KVZIP) or not colon or not 0.0 < rate < 1.0:
         raise ParameterError(
             f"compression {shown(text)}: expected {NO_COMPRESSION}, or one of {', '.join(KINDS)} "
             "with "
-            f"the share of rows not to store, above 0 and below 1, as in '{KVZIP}:0.5'"
+            f"the share of rows not to store, above 0 and below 1, as in '{DROP}:0.5'"
         )
     return Compression(kind, rate)
 

@@ -29,9 +29,8 @@ from kvrag.ingest.encryption import make_catalog
 from kvrag.ingest.rows import Change, ChunkRow, FileState
 from kvrag.ingest.shared.manifest import File, Manifest, Part
 from kvrag.regularfile import open_regular
-from kvrag.store.base import Store
+from kvrag.store.base import Store, room_for
 from kvrag.store.files import store_error
-from kvrag.store.wrapper import room_for
 
 PART_BYTES = 4 << 20
 _THREADS = 8

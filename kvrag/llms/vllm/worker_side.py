@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.codec.heads import HeadRange
+from kvrag.codec.rawheads import HeadRange
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import EngineError
