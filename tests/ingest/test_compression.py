@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvrag.chunk import Chunk, Document
-from kvrag.codec.raw import RawCodec
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.compression.dropping import encode_informed
@@ -287,21 +285,18 @@ def test_reopened_and_reports_tell_of_it(dropped: Index, model: KVModel) -> None
 
 
 def test_an_index_of_an_older_kvzip_answers_and_takes_no_more(
-    dropped: Index, model: KVModel, make_index: MakeIndex
+    model: KVModel, make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ParameterError, match=r"kvzip:0\.5 is gone: .* codec transform:4"):
         make_index("new", compression="kvzip:0.5")
-    chunks = [chunk_of(dropped, number) for number in range(3)]
-    records = [dropped.open_kv(chunk.chunk_id) for chunk in chunks]
-    rows = [read_all(one, dropped.config.spec) for one in records if one is not None]
-    replace(dropped.config, compression="kvzip:0.5").save(dropped.path)
-    with Index.open(dropped.path, model=model) as index:
-        for chunk, kv in zip(chunks, rows, strict=True):
-            key = index.key_of(chunk)
-            index.store.put(key, RawCodec().encode(key, kv))
+    with monkeypatch.context() as patch:  # half of the rows, under that name
+        patch.setattr("kvrag.fusion.compression.encoding.KVZIP", "")
+        made = make_index(compression="kvzip:0.5")
+        made.add(DOCUMENTS)
+    with Index.open(made.path, model=model) as index:
         report = KVEngine(index).fuse(prompt_of(*PARTS)).report
-        assert report.num_compressed == sum(len(chunk.token_ids) for chunk in chunks)
-        assert report.misses == {}
+        lengths = [len(chunk_of(index, number).token_ids) for number in range(3)]
+        assert (report.num_compressed, report.misses) == (sum(lengths), {})
         with pytest.raises(ParameterError, match=r"kvzip:0\.5 is gone"):
             index.add(Document("more", QUESTION * 3))
 
