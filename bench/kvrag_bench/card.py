@@ -380,7 +380,7 @@ class _Making(TorchFunctionMode):
             if is_there or not is_first or _is_there((args, kwargs)):
                 return func(*args, **kwargs)
             # The host's own tensors: that is what it would take beside a card, too.
-            with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+            with torch._C._DisableTorchDispatch():
                 before = time.thread_time()
                 made = func(*args, **kwargs)
                 own = time.thread_time() - before
@@ -658,7 +658,8 @@ def pretended_card() -> Iterator[Counts]:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))
-        stack.enter_context(patch.object(staging, "free_bytes", lambda _: (1 << 40, 1 << 40)))
+        for one in (staging, cardlayers):
+            stack.enter_context(patch.object(one, "free_bytes", lambda _: (1 << 40, 1 << 40)))
         stack.enter_context(patch.object(staging, "registered", _host_memory))
         for name in ("are_ready", "is_right"):
             stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))

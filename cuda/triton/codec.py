@@ -28,12 +28,13 @@ def rans(payload, jobs, numbers, flags, counts, REFINES: tl.constexpr):
 
     A job is 0. where its states are, 1. how many words follow them, 2. the address of its tables,
     3. that of its rows' classes, 4. the first row's place in `numbers`, 5. rows, 6. tokens,
-    7. numbers from row to row, 8. rows that the plane before has, 9. the record's place in `flags`.
+    7. numbers from row to row, 8. rows that the plane before has, 9. the record's place in `flags`,
+    10. how many escaped numbers the record has for the matrix.
     Without `REFINES`, `numbers` get symbols minus 128, of which -128 stands for an escaped one, and
     `counts` how many are escaped; with it, they become those of the next plane. A record's flag
     becomes the code of its damage, if there is any.
     """
-    job = jobs + tl.program_id(0) * 10
+    job = jobs + tl.program_id(0) * 11
     lane = tl.arange(0, LANES)
     states = payload + tl.load(job)
     num_words = tl.load(job + 1)
@@ -79,10 +80,13 @@ def rans(payload, jobs, numbers, flags, counts, REFINES: tl.constexpr):
             else:
                 escaped += (live & (number == ESCAPED)).to(tl.int32)
             tl.store(place, number.to(tl.int16), mask=live)
-    if not REFINES:
-        tl.store(counts + tl.program_id(0), tl.sum(escaped, 0))
-    # As `Damage` in rans.h: words missing, words left, final states.
+    # As `Damage` in rans.h: words missing, words left, final states; escapes that nothing is for.
     wrong = tl.max((state != LOWER_BOUND).to(tl.int32), 0) * 7
+    if not REFINES:
+        num_escaped = tl.sum(escaped, 0)
+        tl.store(counts + tl.program_id(0), num_escaped)
+        # Where the record has some, `escapes` compares the numbers of all streams.
+        wrong = tl.where((num_escaped > 0) & (tl.load(job + 10) == 0), 8, wrong)
     wrong = tl.where(taken < num_words, 6, wrong)
     wrong = tl.where(taken > num_words, 5, wrong)
     if wrong > 0:

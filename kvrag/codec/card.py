@@ -301,6 +301,7 @@ class _Work:
                     num_tokens,
                     known,
                     read.number,
+                    part.num_escaped,
                 ]
             )
 

@@ -25,7 +25,7 @@ from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices
 from kvrag.fusion.kept import Kept, Overlap, keep
-from kvrag.fusion.layout import Layout
+from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
@@ -177,7 +177,20 @@ class PromptFuser:
             return None
         begins = request.ttft is None and threads.is_local(index.store)
         num_threads = self._num_threads() if begins else 0
-        return EarlyRecords(index.open_kv, hot, index.model.spec, num_threads)
+        pays = partial(self._pays, request)
+        return EarlyRecords(index.open_kv, hot, index.model.spec, num_threads, pays)
+
+    def _pays(self, request: Request, num_stored: int, num_fresh: int) -> bool:
+        """Return whether a prompt will probably take what is stored of it."""
+        rows = self._row_prices()
+        if rows is None or not num_stored:
+            return True
+        choice = request.recompute.choice()
+        # A controller has not chosen yet.
+        policy = choice.policy if isinstance(choice, Repair) else NonePolicy()
+        span = ReusedSpan("", 0, 0, num_stored)
+        prompt = PromptRows(num_stored + num_fresh, self._index.model.spec.num_layers, (span,))
+        return not Pricing(rows, self._waited).seems_full(policy, prompt, num_fresh)
 
     def fuse(
         self,

@@ -144,7 +144,7 @@ class PromptReader:
         found = None
         if request.reuse and early is not None:
             found = self._find_chunks(written.text, hints)
-            early.begin(_probable_records(*found[:2]))
+            early.begin(_probable_records(*found[:2]), *_probable_tokens(written.text, *found[:2]))
         tokens = tokenise_prompt(index, written, hints)
         holds = index.config.max_positions
         if len(tokens.token_ids) >= holds and index.compression is None:
@@ -275,6 +275,20 @@ def _probable_records(
         # The first chunk of a prompt may have a record for this place.
         if chunk is not None and (number or len(chunk.contexts) == 1):
             yield chunk.chunk_id, chunk.contexts[0]
+
+
+def _probable_tokens(
+    text: str, matches: Sequence[Match], chunks: Mapping[str, Chunk]
+) -> tuple[int, int]:
+    """Return about how many tokens of a prompt are stored, and how many are not."""
+    num_found, num_stored = 0, 0.0
+    for match in matches:
+        chunk = chunks.get(match.chunk_id)
+        if chunk is not None:
+            num_found += match.end - match.start
+            num_stored += len(chunk.token_ids) * (match.end - match.start) / len(chunk.text)
+    num_left = len(text) - num_found
+    return round(num_stored), round(num_left * num_stored / num_found) if num_found else 0
 
 
 def _is_usable(match: Match, damaged: Collection[str], chunks: Collection[str]) -> bool:

@@ -109,8 +109,7 @@ class Pricing:
             Number of stored tokens besides those of `prompt`; nothing is computed for them.
         """
         num_stored = prompt.num_reused + num_exact
-        most = _GAIN * self.rows.of(num_fresh + num_stored)
-        most -= self.rows.of_reuse(policy, prompt, num_fresh)
+        most = self._most(policy, prompt, num_fresh, num_stored)
         if most <= 0.0:
             return True
         if (self.loading.seconds(num_stored) or 0.0) < most:
@@ -118,3 +117,16 @@ class Pricing:
         # Loading may have been slow for a while only: without what it cost, it is tried again.
         self.loading.forget_oldest()
         return True
+
+    def seems_full(self, policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> bool:
+        """Return what `takes_full` is expected to return; asking changes nothing."""
+        num_stored = prompt.num_reused
+        most = self._most(policy, prompt, num_fresh, num_stored)
+        return (self.loading.seconds(num_stored) or 0.0) >= most
+
+    def _most(
+        self, policy: RecomputePolicy, prompt: PromptRows, num_fresh: int, num_stored: int
+    ) -> float:
+        """Return the most seconds that loading may take where reuse is to be faster."""
+        full = _GAIN * self.rows.of(num_fresh + num_stored)
+        return full - self.rows.of_reuse(policy, prompt, num_fresh)

@@ -21,6 +21,7 @@ from kvrag.kvcache import KVSpec
 from kvrag.loading import threads
 from kvrag.loading.hot import HotChunk, HotTier
 from kvrag.loading.pinned import buffers, copy_stream, registered, start_copy
+from kvrag.native.gpu.compiling import free_bytes
 from kvrag.process import memory_bytes
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
@@ -405,6 +406,8 @@ class EarlyRecords:
         The KV's shape and type.
     num_threads
         Records that are opened and copied at the same time.
+    pays
+        Whether a prompt of so many stored and so many other tokens will take what is stored.
     """
 
     def __init__(
@@ -413,17 +416,28 @@ class EarlyRecords:
         hot: HotRecords | None,
         spec: KVSpec,
         num_threads: int,
+        pays: Callable[[int, int], bool] = lambda _, __: True,
     ) -> None:
         self.hot = hot
         self._open_kv, self._spec = open_kv, spec
-        self._num_threads = num_threads
+        self._num_threads, self._pays = num_threads, pays
         self._opened: dict[RecordId, Future[EncodedChunk | None]] = {}
         self._threads: list[Future[None]] = []
         self._is_closed = False
 
-    def begin(self, record_ids: Iterable[RecordId]) -> None:
-        """Begin with the records that a prompt probably needs, in their order there."""
-        if self.hot is None:
+    def begin(
+        self, record_ids: Iterable[RecordId], num_stored: int = 0, num_fresh: int = 0
+    ) -> None:
+        """Begin with the records that a prompt probably needs.
+
+        Parameters
+        ----------
+        record_ids
+            The records, in their order in the prompt.
+        num_stored, num_fresh
+            About how many of the prompt's tokens they have, and how many they lack.
+        """
+        if self.hot is None or not self._pays(num_stored, num_fresh):
             return
         self._opened = {one: Future() for one in record_ids}
         left = iter(list(self._opened.items()))
@@ -484,13 +498,6 @@ class EarlyRecords:
             if hot is None or self._is_closed:
                 return
             hot.bring(layers[first : first + GROUP_LAYERS], lambda: not self._is_closed)
-
-
-def free_bytes(device: torch.device) -> tuple[int, int]:
-    """Return a card's free memory, PyTorch's own included, and all its memory, in bytes."""
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + unused, total
 
 
 def on_card(device: torch.device, num_bytes: int) -> torch.Tensor | None:

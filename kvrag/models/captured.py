@@ -101,21 +101,44 @@ class Graph(Generic[T]):
 def capture(
     run: Callable[[], T], device: torch.device, stream: torch.cuda.Stream
 ) -> Graph[T] | None:
-    """Return work as a graph (see `Graph`); None, after one warning, if that fails."""
+    """Return work as a graph (see `Graph`); None, after one warning, if that fails.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        If memory is short: less work may still be captured.
+    """
     with _capturing:
         if not uses_graphs():
             return None
+        short: Exception | None = None
         try:
             return Graph(run, device, stream)
         except RuntimeError as error:
-            # Some models ask the GPU for a number in the middle of a step; or memory is short.
-            give_up(error, device)
+            # The end of the capture may fail after it.
+            found = (error, error.__context__)
+            short = next((one for one in found if isinstance(one, torch.OutOfMemoryError)), None)
+            if short is None:  # some models ask the GPU for a number in the middle of a step
+                give_up(error, device)
         with suppress(Exception):
             # PyTorch may believe that this generator still captures, and would refuse to draw.
             drawn = torch.cuda.default_generators[device.index or 0]
             fresh = torch.Generator(device).manual_seed(drawn.initial_seed())
             drawn.graphsafe_set_state(fresh.graphsafe_get_state())
+        if short is not None:
+            raise short
         return None
+
+
+def say_short(what: str, most: int, device: torch.device) -> None:
+    """Warn that a card's memory holds graphs of less work than was wanted."""
+    _log.warning(
+        "the memory of %s is short: of %s at most %d at once are captured as CUDA graphs, more are "
+        "carried out without, which is slower",
+        device,
+        what,
+        most,
+    )
 
 
 def give_up(error: Exception, device: torch.device) -> None:
@@ -152,6 +175,8 @@ class CapturedSteps:
         self._steps: dict[_Key, CapturedStep] = {}
         self._counts: OrderedDict[_Key, int] = OrderedDict()
         self._has_hooks = False
+        # The most answers in a step that memory has room to capture; None: nobody knows.
+        self._most: int | None = None
         self._state: tuple[object, ...] = ()
         self._stream: torch.cuda.Stream | None = None
 
@@ -166,6 +191,7 @@ class CapturedSteps:
         if state != self._state:
             self._forget()
             self._counts.clear()
+            self._most = None
             self._state = state
         # A replay does not call them.
         self._has_hooks = any(
@@ -188,7 +214,7 @@ class CapturedSteps:
         """
         if not _is_on_gpu(rows[0].fused) or not uses_graphs():
             return None
-        if self._has_hooks:
+        if self._has_hooks or (self._most is not None and len(rows) > self._most):
             return None
         ends = [_end_of(row) for row in rows]
         key = tuple(
@@ -221,7 +247,11 @@ class CapturedSteps:
         def run() -> torch.Tensor:
             return step(inputs[0], BatchRows(rows, windows, inputs[1:], ends))
 
-        graph = capture(run, device, self._stream)
+        try:
+            graph = capture(run, device, self._stream)
+        except torch.OutOfMemoryError:
+            graph, self._most = None, len(rows) - 1
+            say_short("answers", self._most, device)
         if graph is None:
             self._forget()
             return None

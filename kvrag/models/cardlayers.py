@@ -23,6 +23,7 @@ from kvrag.models.compiled import (
     RowNorm,
 )
 from kvrag.native.gpu import tiled
+from kvrag.native.gpu.compiling import free_bytes
 from kvrag.native.gpu.rows import (
     MOST_SPLITS,
     LayerKind,
@@ -36,6 +37,9 @@ from kvrag.positions.rotary import RotaryTable
 
 MOST_ROWS = 4096
 """Rows that a layer computes at once: with more, what is between operations takes gigabytes."""
+_FEWEST_ROWS = 512
+_FREE_SHARE = 32
+"""The part of a card's free memory that slots take, unless so few rows fit in it."""
 
 # Kernels read rows by this many numbers.
 _ALIGNED = 16
@@ -193,7 +197,8 @@ class Slots:
     Attributes
     ----------
     most_rows
-        Rows that fit at most: `MOST_ROWS`, or fewer where memory is short.
+        Rows that fit at most: `MOST_ROWS`, or fewer where memory is short. For layers of 8 billion
+        weights, 4,096 rows take about 420 MB.
     """
 
     def __init__(self, description: Description, device: torch.device) -> None:
@@ -201,6 +206,11 @@ class Slots:
         self._made: dict[str, torch.Tensor] = {}
         self._num_rows = 0
         self.most_rows = MOST_ROWS
+        if device.type == "cuda":
+            room = free_bytes(device)[0] // _FREE_SHARE
+            of_row = sum(self._widths.values()) * self._dtype.itemsize
+            while self.most_rows > _FEWEST_ROWS and self.most_rows * of_row > room:
+                self.most_rows //= 2
 
     def of(self, num_rows: int) -> dict[str, torch.Tensor]:
         """Return the slots of some rows. Earlier ones stay valid."""

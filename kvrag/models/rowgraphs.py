@@ -18,7 +18,14 @@ import torch
 from kvrag.kvcache import FusedKV
 from kvrag.models import cardlayers
 from kvrag.models.attention import known_rows
-from kvrag.models.captured import Graph, capture, capture_stream, give_up, uses_graphs
+from kvrag.models.captured import (
+    Graph,
+    capture,
+    capture_stream,
+    give_up,
+    say_short,
+    uses_graphs,
+)
 from kvrag.models.cardlayers import CardLayers, Prepared, RowsAsked, Slots, places_of
 from kvrag.models.compiled import HIDDEN, Description, Linear
 from kvrag.native.gpu import tiled
@@ -74,6 +81,7 @@ class RowGraphs:
         self._owner: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets: tuple[int, ...] = (*BUCKETS, slots.most_rows)
+        self._has_said = False
 
     def find(self, layer_index: int, num_rows: int, *, looks: bool) -> range:
         """Return the layers that a graph computes from one on; none: it is not captured yet.
@@ -157,6 +165,7 @@ class RowGraphs:
                             return
         except torch.OutOfMemoryError:
             self._end()
+            self._say_short()
         except Exception as error:  # of a compiler, for example: it would return at each prompt
             give_up(error, self._device)
 
@@ -180,6 +189,12 @@ class RowGraphs:
         """Capture nothing more: what is captured stays in use."""
         self._buckets = tuple(sorted({bucket for _, bucket, _ in self._graphs}))
         self._wanted.clear()
+
+    def _say_short(self) -> None:
+        """Say once that memory is short."""
+        if not self._has_said:
+            self._has_said = True
+            say_short("rows", max(self._buckets, default=0), self._device)
 
     def _error(self) -> float:
         """Return how far a replay is from what was captured, over rows of some prompt."""
@@ -237,12 +252,13 @@ class RowGraphs:
             with torch.cuda.stream(self._stream):
                 run()
             current.wait_stream(self._stream)
+            self._operations[bucket] = operations
+            graph = capture(run, self._device, self._stream)
         except torch.OutOfMemoryError:
             # Smaller buckets may fit.
             self._buckets = tuple(one for one in self._buckets if one < bucket)
+            self._say_short()
             return bool(self._buckets)
-        self._operations[bucket] = operations
-        graph = capture(run, self._device, self._stream)
         if graph is None:
             return False
         self._graphs[group.start, bucket, looks] = graph

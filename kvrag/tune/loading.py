@@ -164,6 +164,7 @@ def load_spans(
         loader.begin(buffer, tables, unneeded)
         for layer_index in range(len(tables)):
             loader.load_layer(layer_index)
+        loader.check()
         if model.device.type == "cuda":
             torch.cuda.current_stream(model.device).synchronize()
     except LostError:

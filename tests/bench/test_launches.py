@@ -18,6 +18,7 @@ from kvrag.engine import prompt_reader
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import PromptTooLongError
+from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
@@ -134,6 +135,34 @@ def test_records_are_opened_before_the_prompt_is_tokenised(
     assert again.report.hot_chunks["card"] == again.report.num_chunks
     assert card.size_bytes > 0
     assert not any(one._num_holders for one in card._kept.values())
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_nothing_is_copied_early_for_a_prompt_that_is_computed_as_a_whole(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("qwen2")
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        KVEngine(index, session_bytes=0).fuse(PROMPT)  # makes the first chunk's record
+        with pretended_card() as counts:
+            to_card(model.hf, counts)
+            engine = KVEngine(index, session_bytes=0)
+            engine.fuse(PROMPT, policy="none")
+            prices = RowPrices((10, 1000), (1.0, 1.0 + 1e-6) if is_full else (1.0, 99.0))
+            monkeypatch.setattr(engine._fuser, "_row_prices", lambda: prices)
+            made: list[EarlyRecords] = []
+            begin = EarlyRecords.begin
+
+            def beginning(self: EarlyRecords, *given: Any) -> None:
+                begin(self, *given)
+                made.append(self)
+
+            monkeypatch.setattr(EarlyRecords, "begin", beginning)
+            report = engine.fuse(PROMPT, policy="none").report
+            (early,) = made
+    assert bool(report.num_outpriced) is is_full
+    assert bool(early._threads) is not is_full
 
 
 @pytest.mark.parametrize(("policy", "most_waits"), [("none", 0), ("two_stage", 1)])

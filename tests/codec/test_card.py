@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,7 +33,10 @@ KINDS = {"transform": 1, "apart": 1, "cachegen": 0}
 class _Setting:
     """Records of some lengths, decoded from a payload into staged memory."""
 
-    def __init__(self, name: str, dtype: torch.dtype, damaged: bool = False) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype, damaged: bool = False, hides_escapes: bool = False
+    ) -> None:
+        self.hides_escapes = hides_escapes
         self.spec = KVSpec(2, 1, 16, dtype)
         codec = fitting_codec(name).of(self.spec)
         assert isinstance(codec, PipelineCodec)
@@ -76,6 +80,9 @@ class _Setting:
         for number, chunk in enumerate(self.chunks):
             memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
             parts = chunk.read_coded(layers, memory.numpy().data)
+            if self.hides_escapes and number == 1:
+                assert any(part.num_escaped for part in parts)
+                parts = [replace(part, num_escaped=0) for part in parts]
             shape = (len(layers), 2, 1, chunk.num_tokens, 16)
             into = torch.full(shape, torch.nan, dtype=self.spec.dtype)
             staged.append(into)
@@ -130,6 +137,16 @@ def test_streams_that_lie_raise_their_record_s_flag_alone(name: str, in_kernel: 
         expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
         found = staged[number]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_kernel", [True, False], ids=["kernels", "played"])
+@pytest.mark.parametrize("name", ["transform", "cachegen"])
+def test_escapes_in_a_record_that_says_it_has_none_raise_its_flag(
+    name: str, in_kernel: bool
+) -> None:
+    setting = _Setting(name, torch.float32, hides_escapes=True)
+    _, flags = setting.decoded(in_kernel)
+    assert flags.tolist() == [0, 8, 0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -176,6 +176,22 @@ def test_a_capture_that_fails_is_told_once_and_steps_are_carried_out(
     assert "long story" not in told
 
 
+def test_short_memory_ends_captures_of_so_many_answers_alone(
+    steps: CapturedSteps, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(ids: torch.Tensor, batch: BatchRows) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    model = KVModel(steps._hf, make_tokenizer())
+    first, second = rows_of(model)
+    assert found_after(steps, [first, second], full) is None
+    assert found_after(steps, [second, first]) is None
+    assert found_after(steps, [first]) is not None
+    assert captured.uses_graphs()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "of answers at most 1 at once" in told
+
+
 def test_steps_are_forgotten_when_the_model_changes(
     steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:

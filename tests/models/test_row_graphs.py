@@ -321,6 +321,18 @@ def test_short_memory_makes_fewer_rows_at_once(fits: int, monkeypatch: pytest.Mo
     assert prompt.run(compiled, looks=False, together=True) > 0
 
 
+@pytest.mark.parametrize(("free_rows", "most"), [(4096, 4096), (1500, 1024), (10, 512)])
+def test_slots_take_a_part_of_what_a_card_has_free(
+    free_rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, graphs = graphs_of(deep("llama"))
+    made = graphs._description
+    of_row = sum(made.widths.values()) * made.dtype.itemsize
+    free = free_rows * of_row * cardlayers._FREE_SHARE
+    monkeypatch.setattr(cardlayers, "free_bytes", lambda _: (free, 2 * free))
+    assert cardlayers.Slots(made, torch.device("cuda")).most_rows == most
+
+
 def test_memory_that_ends_later_leaves_smaller_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
@@ -340,6 +352,39 @@ def test_memory_that_ends_later_leaves_smaller_buckets(monkeypatch: pytest.Monke
     assert graphs.find(0, 20, looks=False)
     graphs.find(0, 120, looks=False)
     assert not graphs.wants_more
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_memory_that_ends_in_a_capture_leaves_smaller_buckets(
+    after: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = torch.OutOfMemoryError("no memory")
+
+    class Limited(RecordedGraph):
+        def __init__(self, run: Any, *more: Any) -> None:
+            super().__init__(run, *more)
+            if len(self.calls) and graphs._operations.keys() & {128}:
+                try:
+                    raise short
+                except torch.OutOfMemoryError:
+                    if after:  # the capture's end finds that it has failed
+                        raise RuntimeError("operation failed due to a previous error") from None
+                    raise
+
+    monkeypatch.setattr(captured, "Graph", Limited)
+    monkeypatch.setattr(rowgraphs, "BUCKETS", (32, 64, 128))
+    _, graphs = graphs_of(deep("llama"))
+    graphs.find(0, 120, looks=False)
+    graphs.capture()
+    assert not graphs._graphs
+    del graphs._operations[128]
+    for size in (120, 60, 20):
+        graphs.find(0, size, looks=False)
+    graphs.capture()
+    assert {bucket for _, bucket, _ in graphs._graphs} == {32, 64}
+    assert captured.uses_graphs()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "of rows at most 64 at once" in told
 
 
 def test_memory_may_end_between_finding_layers_and_running_them(

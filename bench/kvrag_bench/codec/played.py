@@ -57,8 +57,9 @@ def _rans(
     REFINES: int,  # noqa: N803  # as the kernel has it
 ) -> None:
     halves = payload.numpy()
-    for place, job in enumerate(jobs.view(-1, 10).tolist()):
-        where, num_words, tables, classes, first, num_rows, tokens, stride, known, flag = job
+    for place, job in enumerate(jobs.view(-1, 11).tolist()):
+        where, num_words, tables, classes, first, num_rows, tokens, stride, *more = job
+        known, flag, num_escaped = more
         row_classes = _at(classes, ctypes.c_int16, num_rows).astype(np.uint16)
         most = int(row_classes.max(initial=0)) + 1 + (2 if REFINES else 0)
         model = _model(_at(tables, ctypes.c_int32, most * _SLOTS).tobytes())
@@ -80,6 +81,8 @@ def _rans(
         else:
             made = torch.from_numpy(symbols.astype(np.int16) - 128)
             counts[place] = int((made == -128).sum())
+            if counts[place] and not num_escaped:
+                flags[flag] = 8
             into.copy_(made)
 
 

@@ -24,6 +24,13 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[3] / "cuda"
 
 
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """Return a card's free memory, PyTorch's own included, and all its memory, in bytes."""
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused, total
+
+
 def launch_function(
     function: Any,
     device: torch.device,
