@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from pathlib import Path
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import CountedStore, check_range, read_whole
+from kvrag.store.base import CountedStore, check_range
 from kvrag.store.files import (
     ABSENT,
     READ_FLAGS,
@@ -33,7 +34,9 @@ from kvrag.store.files import (
     sync_folder,
 )
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
-from kvrag.store.segments import Segments
+from kvrag.store.segments import unpack
+
+logger = logging.getLogger("kvrag")
 
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"([0-9a-f]{40})\.kv")
@@ -54,19 +57,18 @@ class FileRecord:
         The record's key.
     file
         The file that holds it.
-    offset, size_bytes
-        Where it is in the file.
+    size_bytes
+        Its length.
     metrics
         Counts what is read.
     """
 
     def __init__(
-        self, key: ChunkKey, file: _OpenFile, offset: int, size_bytes: int, metrics: StoreMetrics
+        self, key: ChunkKey, file: _OpenFile, size_bytes: int, metrics: StoreMetrics
     ) -> None:
         self._key = key
         self._file: _OpenFile | None = file
         self._path = file.path
-        self._offset = offset
         self._size_bytes = size_bytes
         self._metrics = metrics
 
@@ -91,7 +93,7 @@ class FileRecord:
             raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
         num_bytes = buffer.nbytes
         with self._metrics.timing():
-            file.read_into(self._key, self._offset + offset, buffer)
+            file.read_into(self._key, offset, buffer)
         self._metrics.read(num_bytes)
 
     def close(self) -> None:
@@ -130,7 +132,8 @@ class FileStore(CountedStore):
     """Records in a folder, which is created when the first record is put.
 
     The store leaves other files alone. Several processes may share the folder. Records that kvrag
-    0.2 packed into segments are found too, until `collect_garbage` unpacks them.
+    0.2 packed into segments get a file each when the folder is opened; where it cannot be written
+    to, they are missing.
 
     Parameters
     ----------
@@ -140,7 +143,7 @@ class FileStore(CountedStore):
     Raises
     ------
     StoreError
-        When `path` is not a folder, or holds an index of records that this version cannot read.
+        When `path` is not a folder.
     ParameterError
         When `path` is not a path.
     """
@@ -154,8 +157,11 @@ class FileStore(CountedStore):
             raise store_error("use", self.path, error) from error
         if is_other:
             raise store_error("use", self.path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
-        self._segments = Segments(self.path)
         self.metrics = StoreMetrics("file")
+        try:
+            unpack(self.path, self._is_file, self._write)
+        except StoreError as error:
+            logger.warning("%s. Until then, records of kvrag 0.2 are computed again", error)
 
     def check_writable(self) -> None:
         """Raise StoreError if no record could be written; this writes nothing to find out."""
@@ -183,11 +189,7 @@ class FileStore(CountedStore):
         StoreError
             When it cannot be written; the old record then stays.
         """
-        was_packed = self._segments.find(key) is not None
         self._write(key, record)
-        # The new record is found first; the old one must not come back when the new one is deleted.
-        if was_packed and not self._segments.forget(key):
-            self._write(key, record)  # another process has unpacked the old one, perhaps over it
 
     def open(self, key: ChunkKey) -> FileRecord | None:
         """Open a record for reading, or return None if there is none.
@@ -199,7 +201,7 @@ class FileStore(CountedStore):
         """
         try:
             with self.metrics.timing():
-                record = self._open_file(key) or self._open_packed(key)
+                record = self._open_file(key)
         except StoreError:
             self.metrics.miss(MISS_UNREADABLE)
             raise
@@ -211,19 +213,18 @@ class FileStore(CountedStore):
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        return self._is_file(key) or self._segments.contains(key)
+        return self._is_file(key)
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one. Readers that have it open keep it."""
-        was_packed = self._segments.forget(key)
         # A power cut may bring the record back, which does no harm: the record is intact.
         if not self._is_file(key):
-            return was_packed
+            return False
         path = self._path_of(key)
         try:
             path.unlink()
         except FileNotFoundError:
-            return was_packed
+            return False
         except OSError as error:
             raise store_error("delete", path, error) from error
         return True
@@ -235,12 +236,9 @@ class FileStore(CountedStore):
             if match and entry.name.startswith(folder_name):
                 with contextlib.suppress(FileNotFoundError):
                     yield ChunkKey(match[1]), entry.stat(follow_symlinks=False).st_size
-        for key, size_bytes in self._segments.sizes():
-            if not self._is_file(key):
-                yield key, size_bytes
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove leftovers of killed processes, and unpack what kvrag 0.2 wrote into segments.
+        """Remove leftovers of killed processes.
 
         Parameters
         ----------
@@ -269,12 +267,10 @@ class FileStore(CountedStore):
                 continue
             except OSError as error:
                 raise store_error("remove", Path(entry.path), error) from error
-        self._segments.unpack(self._unpack)
         return num_removed
 
     def close(self) -> None:
-        """Do nothing that matters; opened records stay readable."""
-        self._segments.close()
+        """Do nothing; opened records stay readable."""
 
     # -- private -----------------------------------------------------------------------------
 
@@ -312,35 +308,7 @@ class FileStore(CountedStore):
         if found is None:
             return None
         descriptor, size_bytes = found
-        return FileRecord(key, _OpenFile(path, descriptor), 0, size_bytes, self.metrics)
-
-    def _open_packed(self, key: ChunkKey) -> FileRecord | None:
-        place = self._segments.find(key)
-        if place is None:
-            return None
-        found = open_to_read(place.path)
-        if found is None:
-            # Unpacked meanwhile, or the file is gone.
-            return self._open_file(key)
-        descriptor, end = found
-        file = _OpenFile(place.path, descriptor)
-        if not 0 <= place.offset <= place.offset + place.size_bytes <= end:
-            raise RecordError(
-                f"record {key}: expected {place.size_bytes} bytes from {place.offset} on in "
-                f"{place.path}, found its end at {end}; the file was cut short: ingest the "
-                "document again"
-            )
-        return FileRecord(key, file, place.offset, place.size_bytes, self.metrics)
-
-    def _unpack(self, key: ChunkKey) -> None:
-        """Give a record in a segment its own file; one that cannot be read is missing then."""
-        if self._is_file(key):
-            return
-        with contextlib.suppress(RecordError):
-            record = self._open_packed(key)
-            if record is not None:
-                with contextlib.closing(record):
-                    self._write(key, read_whole(record))
+        return FileRecord(key, _OpenFile(path, descriptor), size_bytes, self.metrics)
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files in the folders of records, each with its folder's name."""

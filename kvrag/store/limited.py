@@ -23,8 +23,7 @@ class LimitedStore(StoreWrapper):
     """A store that holds at most `limit_bytes` of records.
 
     It never removes records that are pinned or that this process has open. Each process applies the
-    limit to the records that it knows of. A folder that 0.2 wrote may exceed its limit by deleted
-    records until `collect_garbage` unpacks it.
+    limit to the records that it knows of.
 
     Parameters
     ----------
