@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvrag.models.compiled import _KINDS
-from kvrag.models.families import _WHY_NOT, FAMILIES
+from kvrag.models.families import CORE, SEES, TESTED, WHY_NOT
 from kvrag.weights.named import NAMED_MODELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -36,36 +36,27 @@ def _named() -> list[str]:
 
 
 def _families() -> list[str]:
+    compiled, modules, core = [], [], []
+    for name in TESTED:
+        stem = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name].removesuffix("ForCausalLM")
+        (compiled if stem in _KINDS else core if name in CORE else modules).append(name)
     rows = [
-        "| `model_type` | class | positions | tokens of answers on the CPU | remarks |",
-        "|---|---|---|---|---|",
+        "| `model_type` | tokens of answers on the CPU | vLLM, tensor parallel |",
+        "|---|---|---|",
     ]
-    for name, family in FAMILIES.items():
-        model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
-        rotary = "bias (ALiBi), or rotary" if name == "falcon" else "bias (ALiBi)"
-        positions = (
-            "learned"
-            if family.position_embedding
-            else rotary
-            if family.attends_itself
-            else "rotary"
-        )
-        stem = model.removesuffix("ForCausalLM")
-        remarks = []
-        if family.position_embedding:
-            remarks.append("a chunk's KV is valid at one place")
-        if family.attends_itself:
-            remarks.append("`--compress drop` and `anchors` are refused")
-        if family.windowed:
-            remarks.append("sliding windows, if the model has them")
-        one_call = "one call of kernels" if stem in _KINDS else "its modules"
-        rows.append(f"| `{name}` | `{model}` | {positions} | {one_call} | {'; '.join(remarks)} |")
+    for names, way, elsewhere in (
+        (compiled, "one call of kernels", "yes"),
+        (core, "its modules", "yes, where vLLM has it"),
+        (modules, "its modules", "no"),
+    ):
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {way} | {elsewhere} |")
+    rows.append(f"| the text part of {', '.join(f'`{one}`' for one in SEES)} | as that type | no |")
     return rows
 
 
 def _others() -> list[str]:
     reasons: dict[str, list[str]] = {}
-    for name, reason in _WHY_NOT.items():
+    for name, reason in WHY_NOT.items():
         reasons.setdefault(reason, []).append(f"`{name}`")
     rows = ["| `model_type` | why not |", "|---|---|"]
     return rows + [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]

@@ -43,6 +43,7 @@ _MODELS_COMMANDS = {
     "list": "models:list_models",
     "pull": "models:pull",
     "convert": "models:convert",
+    "check": "models:check",
     "rm": "models:rm",
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}

@@ -113,6 +113,50 @@ def convert(
     console.write(f"{made.folder}\n")
 
 
+def check(
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Whatever '--model' of 'kvrag ingest' takes.")
+    ],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")
+    ] = None,
+) -> None:
+    """Test that a model is computed as Transformers computes it, and that its keys can be moved.
+
+    A model whose type no test of kvrag knows has to pass this when it is first used.
+    """
+    from kvrag.models.families import TESTED
+    from kvrag.models.kv_model import KVModel
+
+    with console.working(f"loading {name}"):
+        model = KVModel.load(name, dtype=dtype)
+    with console.working("testing"):
+        checks, why = model.prove()
+    columns = ("weights", "what", "off by", "at most", "passed")
+    console.print_table(
+        dict.fromkeys(columns, "folded"),
+        (
+            (
+                one.model,
+                one.what,
+                f"{one.figure:.1e}",
+                f"{one.bound:.0e}",
+                "yes" if one.is_good else "no",
+            )
+            for one in checks
+        ),
+    )
+    kind = model.hf.config.model_type
+    if why:
+        console.note(why)
+    if kind in TESTED:
+        console.note(f"{kind} is also compared by kvrag's own tests")
+    if bad := [one for one in checks if not one.is_good]:
+        places = [f"layer {one.layer}" for one in bad if one.layer is not None]
+        fail(f"{name}: {bad[0].what} is off by {bad[0].figure:.2g}; {', '.join(places)}")
+        raise typer.Exit(EXIT_FAILURE)
+
+
 def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) -> None:
     """Delete a converted model; the GGUF file that it was made from stays."""
     from kvrag.weights.cache import converted_models, remove

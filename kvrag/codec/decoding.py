@@ -184,7 +184,7 @@ class PipelineChunk(OpenedRecord):
         """Decode one layer straight into the fused buffer. Raises as `read_layer` does."""
         check_layer_index(layer_index, self._reader.header.spec.num_layers)
         for one in into:
-            positions = RotaryTable(one.table.cos[one.rows], one.table.sin[one.rows])
+            positions = one.table.at(one.rows)
             self._write(layer_index, "keys", one.keys, one.tokens, positions)
             self._write(layer_index, "values", one.values, one.tokens, None)
         self._forget(layer_index)
@@ -208,7 +208,7 @@ class PipelineChunk(OpenedRecord):
             channels = coder.channels(plane, block, coded, self.num_tokens)[which, tokens]
             place_channels(channels.to(out.device), out, positions)
             return
-        if out.device.type != "cpu":
+        if out.device.type != "cpu" or (positions is not None and positions.in_pairs):
             host = torch.empty(out.shape, dtype=out.dtype)
             self._write(layer_index, kind, host, tokens, None)
             if positions is None:
@@ -231,7 +231,7 @@ class PipelineChunk(OpenedRecord):
                 one = slice(token - tokens.start, token - tokens.start + 1)
                 there = None
                 if positions is not None:
-                    there = RotaryTable(positions.cos[one], positions.sin[one])
+                    there = positions.at(one)
                 channels = coded.raw[index, synthesis.channels].float()[:, None]
                 place_channels(channels, out[:, one], there)
 

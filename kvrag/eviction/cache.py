@@ -507,6 +507,11 @@ def check_evictable(model: PreTrainedModel) -> None:
             f"model type {model.config.model_type!r} has its own attention code, which does not "
             "support heads of different lengths; leave eviction out"
         )
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        raise UnsupportedModelError(
+            f"model type {model.config.model_type!r} has sinks in its attention, which evicting "
+            "keys does not know; leave eviction out"
+        )
 
 
 class EvictingCache(Cache):

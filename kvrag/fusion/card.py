@@ -320,7 +320,12 @@ class CardReading:
             if not any(parts):
                 return
             self._placement = Placement(
-                parts, keys, values, widths, lambda one: self._upload(one, self._computing)
+                parts,
+                keys,
+                values,
+                widths,
+                lambda one: self._upload(one, self._computing),
+                in_kernel=False if any(table.in_pairs for table in self._tables) else None,
             )
         for event in self._copied[number]:
             self._computing.wait_event(event)

@@ -142,7 +142,7 @@ class KnownRows:
     last
         The last row; None until somebody asks.
     embeddings
-        Cosines and sines by a table's id. The table stays alive with them.
+        Cosines and sines, and positions, by a table's id. The table stays alive with them.
     masks
         By first key, number of keys and window.
     blocks
@@ -151,9 +151,7 @@ class KnownRows:
 
     numbers: NDArray[np.int64] | None = None
     last: int | None = None
-    embeddings: dict[int, tuple[RotaryTable, tuple[torch.Tensor, torch.Tensor]]] = field(
-        default_factory=dict
-    )
+    embeddings: dict[int, tuple[RotaryTable, Any, torch.Tensor]] = field(default_factory=dict)
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
     blocks: dict[int, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
 
@@ -243,16 +241,17 @@ class RowMask:
         key: torch.Tensor,
         value: torch.Tensor,
         scores: Scores,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Show the observer what rows read; return it: ``[1, n, heads, D]``."""
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
         if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
             first_row = num_before(self.positions, self.observer.first_position)
-            output, mass = attend_by_rows(query, key, value, allowed, scores, first_row)
+            output, mass = attend_by_rows(query, key, value, allowed, scores, first_row, sinks)
             self.observer.note(self, mass, value[0])
             return output
-        return attend_by_head(query, key, value, allowed, scores, observe=observe)
+        return attend_by_head(query, key, value, allowed, scores, sinks=sinks, observe=observe)
 
     @contextmanager
     def noting(self, value: torch.Tensor) -> Iterator[Mass | None]:
@@ -352,6 +351,8 @@ def _row_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
+    if kwargs.get("s_aux") is not None:  # only the family's own function knows sinks
+        return _row_attention_eager(module, query, key, value, attention_mask, scaling, **kwargs)
     softcap = kwargs.get("softcap")
     scores = _scores_of(query, scaling, softcap)
     if softcap is None:
@@ -404,7 +405,7 @@ def _row_attention_eager(
             if output is not None:
                 return output, None
         if attention_mask.observer is not None:
-            attention_mask.show(query, key, value, scores)
+            attention_mask.show(query, key, value, scores, kwargs.get("s_aux"))
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)

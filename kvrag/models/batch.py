@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import RowMask
 from kvrag.models.caches import write_rows
@@ -83,6 +84,7 @@ class BatchRows(OwnMask):
         self._rows = rows
         self._windows = windows
         self._layer_index = 0
+        self._shapes: tuple[torch.Size, torch.Size] | None = None
         first = rows[0].fused.storage
         device = first.device
         self._ends = ends
@@ -96,7 +98,7 @@ class BatchRows(OwnMask):
             self.capacities = np.array([row.fused.capacity for row in rows])
             self.places = np.array([row.place for row in rows])
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, *_: Any) -> int:
         """Return 0, as a cache whose mask is complete."""
         return 0
 
@@ -109,7 +111,7 @@ class BatchRows(OwnMask):
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows' own K/V ``[1, H, B, D]``; `attend` writes them."""
-        self._layer_index = layer_idx
+        self._layer_index, self._shapes = layer_idx, (key_states.shape, value_states.shape)
         return key_states, value_states
 
     def attend(
@@ -125,6 +127,11 @@ class BatchRows(OwnMask):
     ) -> torch.Tensor:
         """Write each row to its buffer, and return what the rows gather ``[1, B, heads, D]``."""
         layer_index = self._layer_index
+        if (key.shape, value.shape) != self._shapes:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to other keys and values than it keeps in the "
+                "cache, so rows of several prompts cannot be computed together"
+            )
         if in_kernel and self.in_kernel:
             scaling = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -102,6 +102,10 @@ class ProjectionDone(Exception):  # noqa: N818  # control flow, not an error
 class ProjectionProbe:
     """A cache whose update ends the layer's forward with `ProjectionDone`."""
 
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0: nothing is kept."""
+        return 0
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +205,7 @@ class RowWriter:
         self._shown = shown
         self._deviation = deviation
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, *_: Any) -> int:
         """Return 0: MPT uses it to cut a bias that is cut already."""
         return 0
 

@@ -141,7 +141,7 @@ def describe_layers(
     tables
         Each layer's table of any positions; layers share tables.
     """
-    if any(type(table) is not RotaryTable for table in tables):
+    if not all(table.is_plain for table in tables):
         return None
     if not len(layers) == len(windows) == len(tables) or has_global_hooks():
         return None
@@ -408,7 +408,7 @@ class CompiledLayers:
             angles = {}
             self._angles = rows, angles
         if id(table) not in angles:
-            angles[id(table)] = table, RotaryTable(table.cos[rows], table.sin[rows])
+            angles[id(table)] = table, table.at(rows)
         _, at = angles[id(table)]
         places = rows.numpy()
         self._rows.run_layer(

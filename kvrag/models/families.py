@@ -1,13 +1,17 @@
-"""The differences between the supported decoder families, in one table.
+"""What kvrag needs to know of a decoder family: read from its structure, not from its name.
 
-A family is supported if its layers can be called one by one with our cache and its oracle test
-(`tests/models/test_oracles.py`) is green. Everything that this table does not name (q/k norms, GQA,
-biases, fused projections, soft-capping of attention) is left to the layer.
+Layers have to be callable one by one with our cache, attend through Transformers' interface, and
+keep keys and values in the cache as they made them. Everything that is not named here (q/k norms,
+GQA, biases, experts, sinks, soft-capping of attention) is left to the layer. `TESTED` are the
+families whose oracle tests are green (`tests/models/test_oracles.py`).
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,75 +56,117 @@ class Family:
     attends_itself: bool = False
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(windowed=False),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "phi3": Family(),
-    "gemma2": Family(),
-    "gemma3_text": Family(rotary_per_layer_type=True),
-    "gpt_neox": Family(cache_argument="layer_past", final_norm="final_layer_norm", windowed=False),
-    "gpt2": Family(final_norm="ln_f", windowed=False, layers="h", position_embedding="wpe"),
-    "bloom": Family(
-        cache_argument="layer_past",
-        final_norm="ln_f",
-        windowed=False,
-        layers="h",
-        embedding_norm="word_embeddings_layernorm",
-        attends_itself=True,
-    ),
-    "mpt": Family(
-        cache_argument="layer_past",
-        final_norm="norm_f",
-        windowed=False,
-        layers="blocks",
-        attends_itself=True,
-    ),
-    "falcon": Family(
-        cache_argument="layer_past",
-        final_norm="ln_f",
-        windowed=False,
-        layers="h",
-        attends_itself=True,
-    ),
-}
+CORE = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_neox", "gpt2"),
+    *("bloom", "mpt", "falcon"),
+)
+"""Types of models that are also tested in parts of several processes, or inside serving engines."""
+TESTED = (
+    *CORE,
+    *("qwen3_moe", "mixtral", "gpt_oss", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
+    *("gemma", "cohere2", "glm4", "exaone4", "seed_oss", "starcoder2", "stablelm", "phi"),
+    "nemotron",
+)
+"""Types of models that a test compares with plain Transformers, number by number."""
 
-_WHY_NOT = {
-    "opt": "learned positions that begin at 2",
-    "gptj": "interleaved rotary channels",
-    "gemma3": "image inputs; load its text model (gemma3_text) instead",
-    "mixtral": "mixture-of-experts layers",
+SEES = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Types of models that also see, of which the text part is tested."""
+
+_ATTEND_THEMSELVES = ("bloom", "mpt", "falcon")
+# The names that Transformers' base models have for the same things.
+_LAYERS = ("layers", "h", "blocks")
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_CACHES = (CACHE_ARGUMENT, "past_key_values", "layer_past")
+
+_STATES = (
+    "layers of it keep the state of a whole prompt (state space, convolution or linear attention), "
+    "which cannot be put together from chunks; take a model whose layers all attend"
+)
+WHY_NOT = {
+    "opt": "its learned positions begin at 2; take a model with rotary positions",
     **dict.fromkeys(
-        ("jamba", "mamba", "mamba2", "bamba", "falcon_h1", "zamba2", "nemotron_h", "lfm2"),
-        "state-space or convolution layers, whose state is that of a whole prompt and cannot be "
-        "put together from chunks",
+        ("gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+        "its last layers share keys and values with earlier ones, and take another input for each "
+        "token; take gemma3_text",
     ),
+    "gptj": "its base model has no rotary module; take gpt_neox or a newer model",
     **dict.fromkeys(
-        ("qwen3_next", "minimax", "granitemoehybrid"),
-        "linear attention or state-space layers, whose state is that of a whole prompt and cannot "
-        "be put together from chunks",
+        (
+            *("jamba", "mamba", "mamba2", "bamba", "falcon_h1", "zamba2", "nemotron_h", "lfm2"),
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax", "granitemoehybrid"),
+        ),
+        _STATES,
     ),
 }
+"""Types that are refused by name, and what to do."""
 
 
 def find_family(model: PreTrainedModel) -> Family:
     """Return a model's family. Raises UnsupportedModelError that names what is missing."""
     model_type = model.config.model_type
-    family = FAMILIES.get(model_type)
-    if family is None:
-        missing = _WHY_NOT.get(model_type, "no oracle test for it exists yet")
+    refuse_config(model.config)
+    base = model.base_model
+    home: Any = sys.modules[type(base).__module__]
+    found = [_first(base, names) for names in (_LAYERS, _FINAL_NORMS)]
+    if None in found or not isinstance(getattr(base, str(found[0])), nn.ModuleList):
         raise UnsupportedModelError(
-            f"model type {shown(model_type)} is not supported: {missing}. "
-            f"Supported: {', '.join(sorted(FAMILIES))}"
+            f"model type {shown(model_type)} is not supported: it is not a stack of decoder layers "
+            f"with a norm after them. {INSTEAD}"
         )
-    if model_type == "mpt" and not model.config.attn_config.alibi:
+    layers, norm = map(str, found)
+    arguments = inspect.signature(type(getattr(base, layers)[0]).forward).parameters
+    attends_itself = model_type in _ATTEND_THEMSELVES
+    cache = next((name for name in _CACHES if name in arguments), None)
+    if cache is None or not (attends_itself or hasattr(home, "ALL_ATTENTION_FUNCTIONS")):
+        raise UnsupportedModelError(
+            f"model type {shown(model_type)} is not supported: its layers attend in their own "
+            f"code, not through Transformers' interface. {INSTEAD}"
+        )
+    rotary = getattr(base, "rotary_emb", None)
+    learned = _first(base, ("wpe",))
+    if rotary is None and learned is None and not has_alibi(model.config):
+        raise UnsupportedModelError(
+            f"model type {shown(model_type)} is not supported: its positions are neither rotary, "
+            f"nor learned, nor a bias (ALiBi) that kvrag knows. {INSTEAD}"
+        )
+    return Family(
+        cache_argument=cache,
+        final_norm=norm,
+        rotary_per_layer_type=(
+            rotary is not None
+            and "layer_type" in inspect.signature(type(rotary).forward).parameters
+        ),
+        windowed=hasattr(home, "create_sliding_window_causal_mask"),
+        layers=layers,
+        embedding_norm=_first(base, ("word_embeddings_layernorm",)),
+        position_embedding=learned,
+        attends_itself=attends_itself,
+    )
+
+
+INSTEAD = (
+    "Take a model of a tested type, such as llama, qwen3 or gemma3_text (docs/models.md lists them)"
+)
+
+
+def refuse_config(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError for a model whose configuration alone says that it cannot be."""
+    model_type = config.model_type
+    if model_type in WHY_NOT:
+        raise UnsupportedModelError(
+            f"model type {shown(model_type)} is not supported: {WHY_NOT[model_type]}"
+        )
+    if model_type == "mpt" and not config.attn_config.alibi:
         raise UnsupportedModelError("an MPT model without ALiBi has no positions to serve")
-    if getattr(model.config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
             f"{shown(model_type)} with use_bidirectional_attention has no causal KV to reuse"
         )
-    return family
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> str | None:
+    """Return the first name that a module has something under."""
+    return next((name for name in names if getattr(module, name, None) is not None), None)
 
 
 def has_alibi(config: PreTrainedConfig) -> bool:
@@ -149,7 +195,25 @@ def context_window(config: PreTrainedConfig) -> int:
         return int(config.max_seq_len)
     if config.model_type == "bloom":
         return int(getattr(config, "seq_length", _BLOOM_WINDOW))
-    return int(config.max_position_embeddings)
+    return _short_length(config) or int(config.max_position_embeddings)
+
+
+def _short_length(config: PreTrainedConfig) -> int | None:
+    """Return the length up to which longrope has one set of frequencies; None without longrope."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    found = [one for one in kinds if one.get("rope_type") == "longrope"]
+    if not found:
+        return None
+    own = getattr(config, "original_max_position_embeddings", None)
+    lengths: list[Any] = [one.get("original_max_position_embeddings") or own for one in found]
+    if None in lengths:
+        raise UnsupportedModelError(
+            f"{shown(config.model_type)} has longrope, but its config.json does not say up to "
+            "which length the short frequencies count (original_max_position_embeddings); restore "
+            "it"
+        )
+    return int(min(lengths))
 
 
 def sliding_windows(model: PreTrainedModel) -> list[int | None]:
@@ -168,5 +232,11 @@ def project_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor
     """Return logits ``[..., vocabulary]`` of normed hidden states, as the model's forward does."""
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     logits: torch.Tensor = head(hidden)
+    divisor: float | None = getattr(model.config, "logits_scaling", None)
+    factor: float | None = getattr(model, "logit_scale", None)
+    if divisor is not None:
+        return logits / divisor
+    if factor is not None:
+        return logits * factor
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -28,6 +28,7 @@ def attend_by_head(
     allowed: torch.Tensor,
     scores_of: Scores,
     *,
+    sinks: torch.Tensor | None = None,
     observe: Observe | None = None,
 ) -> torch.Tensor:
     """Return ``[1, n, heads, D]``, as Transformers' attention functions do.
@@ -40,6 +41,8 @@ def attend_by_head(
         ``[n, K]`` bool: which rows see which keys.
     scores_of
         How keys are weighed; `allowed` has the window.
+    sinks
+        ``[G * H]``: the score of what a head sees besides keys, if the model has one.
     observe
         Called for each key head in turn, and for its rows in order.
     """
@@ -59,7 +62,8 @@ def attend_by_head(
             if scores_of.softcap:
                 scores = torch.tanh(scores / scores_of.softcap) * scores_of.softcap
             scores[..., tail:].masked_fill_(~allowed[rows, tail:], float("-inf"))
-            weights = scores.softmax(-1)
+            own = None if sinks is None else sinks.view(num_kv_heads, -1)[head]
+            weights = _softmax(scores, own)
             taken = (weights.flatten(0, 1) @ values).view(*asking.shape[:2], -1)
             by_head[rows, head] = taken.transpose(0, 1).to(output.dtype)
             if observe is not None:
@@ -74,12 +78,13 @@ def attend_by_rows(
     allowed: torch.Tensor,
     scores_of: Scores,
     first_row: int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `attend_by_head` does, all heads at once, and what each key gets: for a GPU.
 
     Parameters
     ----------
-    query, key, value, allowed, scores_of
+    query, key, value, allowed, scores_of, sinks
         As for `attend_by_head`.
     first_row
         The first of the rows whose weights count.
@@ -103,12 +108,21 @@ def attend_by_rows(
         scores = (asking.flatten(1, 2) @ keys).view(*asking.shape[:3], num_keys)
         if scores_of.softcap:
             scores = torch.tanh(scores / scores_of.softcap) * scores_of.softcap
-        weights = scores.masked_fill_(~allowed[rows], float("-inf")).softmax(-1)
+        own = None if sinks is None else sinks.view(num_kv_heads, -1)
+        weights = _softmax(scores.masked_fill_(~allowed[rows], float("-inf")), own)
         mass += weights[:, :, max(0, first_row - begin) :].sum((1, 2))
         taken = (weights.flatten(1, 2) @ values).view(*asking.shape[:3], -1)
         # [H, G, r, D] -> [r, H, G, D]
         outputs.append(taken.permute(2, 0, 1, 3).to(query.dtype))
     return torch.cat(outputs).view(1, num_rows, num_heads, value.shape[-1]), mass
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the weights of scores ``[..., G, r, K]``, beside a sink for each of G, if any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.float()[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 def _first_hidden(allowed: torch.Tensor) -> int:

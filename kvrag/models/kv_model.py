@@ -25,6 +25,7 @@ from kvrag import foreign
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
+from kvrag.models import proof
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import lock_of, whole_attention
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
@@ -33,6 +34,7 @@ from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
+    TESTED,
     context_window,
     find_family,
     num_kv_heads,
@@ -95,6 +97,9 @@ class KVModel(RowMethods):
         What linear layers of answers compute in (see `load`).
     chunk_dtype
         The type of chunks' KV; None means that of the weights.
+    proves
+        Whether a model whose type no test knows has to pass the self-test of `kvrag.models.proof`,
+        which takes seconds, and is remembered.
 
     Attributes
     ----------
@@ -130,6 +135,7 @@ class KVModel(RowMethods):
         name: str = "",
         compute: str | None = None,
         chunk_dtype: torch.dtype | None = None,
+        proves: bool = True,
     ) -> None:
         config = hf.config
         self.family = find_family(hf)
@@ -164,6 +170,15 @@ class KVModel(RowMethods):
         self._positions = find_positions(hf, self.family, self.spec)
         self._captured = CapturedSteps(hf, self._windows)
         self._compiled: CompiledLayers | None = None
+        if proves and config.model_type not in TESTED:
+            proof.require(self, self.fingerprint, self._like)
+
+    def _like(self, hf: PreTrainedModel) -> KVModel:
+        return KVModel(hf, self.tokenizer, proves=False)
+
+    def prove(self) -> tuple[list[proof.Check], str]:
+        """Run the self-test; return what `kvrag.models.proof.prove` does."""
+        return proof.prove(self, self._like)
 
     @classmethod
     def load(
@@ -272,6 +287,7 @@ class KVModel(RowMethods):
             name=self.name,
             compute=wanted,
             chunk_dtype=self.chunk_spec.dtype,
+            proves=False,
         )
         known = ("fingerprint", "tokenizer_fingerprint")
         other.__dict__ |= {name: self.__dict__[name] for name in known if name in self.__dict__}
@@ -293,11 +309,6 @@ class KVModel(RowMethods):
     def tokenizer_fingerprint(self) -> str:
         """Digest of everything that decides token ids (see `tokenizer_fingerprint`)."""
         return tokenizer_fingerprint(self.tokenizer)
-
-    @property
-    def windows(self) -> list[int | None]:
-        """Each layer's sliding window in tokens, None if it sees everything."""
-        return self._windows
 
     @property
     def is_position_bound(self) -> bool:

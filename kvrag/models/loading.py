@@ -15,13 +15,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from kvrag import arguments, foreign
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.models import templates
+from kvrag.models.families import refuse_config
 from kvrag.models.tokens import encode, num_equal
 from kvrag.models.weightfiles import check_sizes
 from kvrag.native import instruction_set
@@ -180,6 +184,73 @@ def usable_device(name: str) -> torch.device:
         ) from error
 
 
+def read_config(reference: str) -> PreTrainedConfig:
+    """Return a decoder's configuration; of a model that also sees or hears, that of its text part.
+
+    Only ``config.json`` is read or fetched.
+
+    Raises
+    ------
+    ModelLoadError
+        When there is none, or what reads its quantised weights is not installed.
+    UnsupportedModelError
+        When it says that the model cannot be served.
+    """
+    whole = from_pretrained(AutoConfig, reference)
+    config: PreTrainedConfig = whole.get_text_config(decoder=True)
+    if (twin := _TWINS.get(config.model_type)) is not None:
+        config = CONFIG_MAPPING[twin](**_without_sections(config.to_dict()))
+    config._name_or_path = whole._name_or_path
+    config.tie_word_embeddings = whole.tie_word_embeddings
+    refuse_config(config)
+    quantised = getattr(whole, "quantization_config", None)
+    if quantised is not None:
+        config.quantization_config = quantised
+        _check_quantised(reference, quantised)
+    return config
+
+
+# Text parts that are, without images, models that Transformers has by another name.
+_TWINS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+# Where checkpoints of models that also see keep the text part.
+_TEXT_KEYS = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
+}
+
+
+def _without_sections(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's fields without the parts of rotary positions that images have."""
+    rope = dict(fields.pop("rope_parameters", None) or {})
+    rope.pop("mrope_section", None)
+    rope.pop("mrope_interleaved", None)
+    if rope.get("rope_type") == "mrope":
+        rope["rope_type"] = "default"
+    fields.pop("model_type")
+    return fields | {"rope_parameters": rope}
+
+
+def _check_quantised(reference: str, quantised: Any) -> None:
+    """Raise ModelLoadError if what reads quantised weights is missing; it says how to get it."""
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    try:
+        AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
+    except (ImportError, RuntimeError, ValueError) as error:
+        why = arguments.cut(str(error))
+        if isinstance(error, ModuleNotFoundError):
+            why = f"pip install {error.name}"
+        raise ModelLoadError(
+            f"the weights of {arguments.shown(reference)} are quantised "
+            f"({arguments.shown(str(method))}), and cannot be read here: {why}. Or take the model "
+            "in 16 bits, or as GGUF"
+        ) from error
+
+
 def load_weights(
     reference: str | Path, dtype: torch.dtype | None, device: str | None
 ) -> PreTrainedModel:
@@ -203,7 +274,7 @@ def load_weights(
     path = resolve_model(reference)
     if dtype is None and path == _EMBEDDED_FOLDER:
         dtype = torch.float32
-    config = from_pretrained(AutoConfig, path)
+    config = read_config(path)
     try:
         check_sizes(path, config)
     except BaseException as error:
@@ -219,6 +290,7 @@ def load_weights(
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
         output_loading_info=True,
+        key_mapping=_TEXT_KEYS,
     )
     if missing := sorted(found["missing_keys"]):
         # Transformers would fill them with random numbers.

@@ -53,6 +53,11 @@ class RowMethods:
     lock: threading.RLock
 
     @property
+    def windows(self) -> list[int | None]:
+        """Each layer's sliding window in tokens, None if it sees everything."""
+        return self._windows
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.hf.device
@@ -101,12 +106,15 @@ class RowMethods:
         learned = (
             getattr(self._base, family.position_embedding) if family.position_embedding else None
         )
+        factor = getattr(self._base, "embedding_multiplier", None)
         width = self.hf.config.hidden_size
         hidden = _scratch(len(token_ids), width, self.spec.dtype, self.device)
         size = rows_at_once(self.device)
         for begin in range(0, len(token_ids), size):
             block = slice(begin, begin + size)
             embedded = embedding(token_ids[block])
+            if factor is not None:
+                embedded = embedded * factor
             if learned is not None:
                 assert positions is not None, "learned positions are part of the input"
                 embedded = embedded + learned(positions[block])

@@ -431,21 +431,22 @@ class RowRunner:
         """Return a layer's arguments for a block of rows, besides their hidden states."""
         if self._family.attends_itself:
             return layer_arguments(self._hf, mask, num_keys, table)
+        embeddings, position_ids = self._embeddings(mask.positions, table)
         return {
             "attention_mask": mask,
-            "position_ids": mask.positions[None],
-            "position_embeddings": self._embeddings(mask.positions, table),
+            "position_ids": position_ids,
+            "position_embeddings": embeddings,
         }
 
-    def _embeddings(
-        self, positions: torch.Tensor, table: RotaryTable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of a block's rows, once for all layers that share a table."""
-        known = known_rows(positions)
+    def _embeddings(self, rows: torch.Tensor, table: RotaryTable) -> tuple[Any, torch.Tensor]:
+        """Return what layers take for a block's positions, once for all that share a table."""
+        known = known_rows(rows)
         if id(table) not in known.embeddings:
-            made = table.embeddings(positions, self._spec.dtype)
-            known.embeddings[id(table)] = table, made
-        return known.embeddings[id(table)][1]
+            # A row's position is not its number, where a prompt has gaps.
+            ids = rows if table.positions is None else table.positions[rows]
+            known.embeddings[id(table)] = table, table.embeddings(rows, self._spec.dtype), ids[None]
+        _, embeddings, position_ids = known.embeddings[id(table)]
+        return embeddings, position_ids
 
 
 def ends_of(rows: torch.Tensor, size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""A model's positions: its own rotary module, its own ALiBi bias, or learned ones."""
+"""A model's positions: its own rotary module, its own ALiBi bias, or learned ones.
+
+How layers use what the rotary module gives is measured, not looked up by a family's name.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvrag.arguments import shown
+from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import KVSpec
+from kvrag.models.caches import ProjectionDone, ProjectionProbe
 from kvrag.models.families import Family, has_alibi
-from kvrag.positions.rotary import RotaryPositions, RotaryTable
+from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable
 from kvrag.positions.unrotated import UnrotatedPositions
+
+_IN_HALVES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "falcon"}
+"""Types that are known to rotate all layers in halves: nothing is measured when they are loaded."""
+_PLACE = 3
+"""Where a key is turned to: near enough that the first frequencies have not come around."""
 
 
 class Positions(Protocol):
@@ -33,7 +44,64 @@ def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positio
     layer_types: Sequence[str | None] = [None] * spec.num_layers
     if family.rotary_per_layer_type:
         layer_types = hf.config.layer_types
-    return RotaryPositions(cast(nn.Module, base.rotary_emb), layer_types)
+    rotary = RotaryPositions(cast(nn.Module, base.rotary_emb), layer_types)
+    if hf.config.model_type in _IN_HALVES:
+        return rotary
+    layers: Sequence[nn.Module] = getattr(base, family.layers)
+    layouts = [
+        _layout_of(hf, family, index, layer, rotary, layer_type)
+        for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True))
+    ]
+    return RotaryPositions(base.rotary_emb, layer_types, layouts)
+
+
+@torch.no_grad()
+def _layout_of(
+    hf: PreTrainedModel,
+    family: Family,
+    index: int,
+    layer: nn.Module,
+    rotary: RotaryPositions,
+    layer_type: str | None,
+) -> Layout:
+    """Return how a layer rotates keys: one row's key at two places tells it."""
+    positions = torch.tensor([0, _PLACE], device=hf.device)
+    made = torch.Generator().manual_seed(index)
+    hidden = torch.randn(1, 1, hf.config.hidden_size, generator=made).expand(-1, 2, -1)
+    given = rotary.given(positions, layer_type, hf.dtype)
+    try:
+        layer(
+            hidden.to(hf.device, hf.dtype),
+            attention_mask=None,
+            position_ids=positions[None],
+            position_embeddings=given if len(given) > 1 else given[0],
+            **{family.cache_argument: ProjectionProbe()},
+        )
+    except ProjectionDone as done:
+        keys = done.keys[0].float()
+    else:
+        raise UnsupportedModelError(
+            f"layer {index} of {shown(hf.config.model_type)} keeps no keys and values in the "
+            "cache, and kvrag stores nothing else"
+        )
+    wide, best, least = rotary.given(positions, layer_type), Layout(), float("inf")
+    for layout in LAYOUTS:
+        table = layout.table(wide)
+        if table.cos.shape[-1] > keys.shape[-1]:
+            continue
+        free, placed = torch.empty_like(keys), torch.empty_like(keys)
+        table.strip(keys[:, [0, 0]], torch.tensor([0, 0]), free)
+        table.place(free, slice(None), placed)
+        off = float((placed - keys)[:, 1].norm() / keys[:, 1].norm())
+        if off < least:
+            best, least = layout, off
+    if not least < (1e-3 if hf.dtype == torch.float32 else 0.05):
+        raise UnsupportedModelError(
+            f"layer {index} of {shown(hf.config.model_type)} turns keys in a way that kvrag does "
+            f"not know: the nearest known way is off by {least:.1%}, and keys have to be moved "
+            "exactly"
+        )
+    return best
 
 
 def _alibi(hf: PreTrainedModel) -> Callable[[int], torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.models.families import find_family, num_kv_heads
+from kvrag.models.families import CORE, find_family, num_kv_heads
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_weights, model_fingerprint
 from kvrag.models.packed import pack_linears
@@ -58,6 +58,11 @@ def check_shards(config: PreTrainedConfig, size: int) -> None:
         raise UnsupportedModelError(
             f"tensor_parallel_size={size}: the model has {num_heads} key heads, which {size} "
             "processes cannot share equally; choose a divisor of that number"
+        )
+    if size > 1 and config.model_type not in CORE:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size={size}: no test compares models of type {config.model_type} in "
+            "parts with whole ones; set it to 1"
         )
     styles = set(_plan(config).values())
     if size > 1 and not {_OUTPUTS, _INPUTS} <= styles:

@@ -64,6 +64,13 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         )
     if not is_decoder:
         return
+    eighths = {name for path in files for name in _types(path) if name.startswith("F8")}
+    if eighths and getattr(config, "quantization_config", None) is None:
+        raise ModelLoadError(
+            f"{reference}: its weights are 8-bit floats ({', '.join(sorted(eighths))}), but "
+            "config.json names no quantisation, so their scales would be left out; take the "
+            "checkpoint with its own config.json, or the model in 16 bits"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     needed = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
@@ -94,6 +101,17 @@ def _of_hub(name: str) -> list[Path]:
 
 def _shapes(path: Path) -> Iterator[list[int]]:
     """Yield the shape of each tensor that a file's header names."""
+    for entry in _entries(path):
+        yield [int(one) for one in entry["shape"]]
+
+
+def _types(path: Path) -> set[str]:
+    """Return the types of numbers that a file's header names."""
+    return {str(entry["dtype"]) for entry in _entries(path)}
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what a file's header says of each tensor."""
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
@@ -101,7 +119,7 @@ def _shapes(path: Path) -> Iterator[list[int]]:
         header: dict[str, Any] = json.loads(file.read(length))
     for name, entry in header.items():
         if name != "__metadata__":
-            yield [int(one) for one in entry["shape"]]
+            yield entry
 
 
 def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -1,10 +1,12 @@
 """RoPE: rotates position-free keys to their global positions, and back.
 
-Source: Su et al., RoFormer (arXiv 2104.09864) in the half-split layout of Hugging Face's decoders.
-The frequencies always come from the model's own rotary module. So every scaling that depends on
-the position alone (default, linear, llama3, yarn) is right by construction. So is partial rotary:
-channels beyond the rotated ones pass through. Scalings whose frequencies change with the total
-length (dynamic NTK, longrope) cannot be stored position-free and are refused.
+Source: Su et al., RoFormer (arXiv 2104.09864), in both layouts of Hugging Face's decoders: a
+channel turns with the one half a head further (halves), or with its neighbour (pairs). Some layers
+turn nothing. The frequencies always come from the model's own rotary module. So every scaling that
+depends on the position alone (default, linear, llama3, yarn) is right by construction. So is
+partial rotary: channels beyond the rotated ones pass through. longrope has two sets of frequencies;
+only prompts of the shorter one are taken. Scalings that change with each length (dynamic NTK)
+cannot be stored position-free and are refused.
 
 Deviation from the papers: they rotate in the model's dtype. Here tables and arithmetic are float32
 and only the result is rounded, so that strip-then-place loses as little as possible.
@@ -13,7 +15,8 @@ and only the result is rounded, so that strip-then-place loses as little as poss
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +24,7 @@ from torch import nn
 from kvrag.errors import UnsupportedModelError
 from kvrag.native import rotate
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
+_LENGTH_DEPENDENT = "dynamic"
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,38 @@ class RotaryTable:
     Attributes
     ----------
     cos, sin
-        ``[N, R]`` float32 for R rotated channels, multiplied by the model's attention scaling.
+        ``[N, R]`` float32 for R rotated channels, multiplied by the model's attention scaling. Both
+        halves of a row hold the same numbers.
+    in_pairs
+        Whether neighbouring channels turn together, not those that are half of R apart.
+    own
+        What the model's rotary module gives its layers for the N positions, if that is not `cos`
+        and `sin`: two tensors, or a complex one.
+    positions
+        ``[N]``: the positions, for layers that may use them besides turning; None: no layer does.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    in_pairs: bool = field(default=False, kw_only=True)
+    own: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
+    positions: torch.Tensor | None = field(default=None, kw_only=True)
 
-    def embeddings(
-        self, rows: torch.Tensor | slice, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(cos, sin)`` ``[1, n, R]`` as the model's own layers expect them."""
-        return self.cos[rows][None].to(dtype), self.sin[rows][None].to(dtype)
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is all about positions, in the form that kernels of whole layers know."""
+        return type(self) is RotaryTable and not (self.in_pairs or self.own)
+
+    def embeddings(self, rows: torch.Tensor | slice, dtype: torch.dtype) -> Any:
+        """Return ``(cos, sin)`` ``[1, n, R]``, or whatever else the model's own layers expect."""
+        given = [part[rows][None] for part in self.own or (self.cos, self.sin)]
+        if given[0].is_complex():
+            return given[0]
+        return tuple(part.to(dtype) for part in given)
+
+    def at(self, rows: torch.Tensor | slice) -> RotaryTable:
+        """Return the table of some of the positions, which rotates alike."""
+        return RotaryTable(self.cos[rows], self.sin[rows], in_pairs=self.in_pairs)
 
     def place(self, keys: torch.Tensor, rows: torch.Tensor | slice, out: torch.Tensor) -> None:
         """Rotate position-free `keys` to the positions of `rows`, and write them to `out`.
@@ -65,29 +89,77 @@ class RotaryTable:
         square = cos.square() + sin.square()
         self._rotate(keys, cos / square, -sin / square, out)
 
-    @staticmethod
     def _rotate(
-        keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
+        self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
     ) -> None:
         if out.dtype == torch.float32:
             keys = keys.float()
-        if rotate(keys, cos, sin, out):
+        if not self.in_pairs and rotate(keys, cos, sin, out):
             return
         num_rotated = cos.shape[-1]
         half = num_rotated // 2
         # Both halves of a row of the table hold the same frequencies.
         cos, sin = cos[:, :half], sin[:, :half]
-        first, second = keys[..., :half], keys[..., half:num_rotated]
+        one, other = slice(0, half), slice(half, num_rotated)
+        if self.in_pairs:
+            one, other = slice(0, num_rotated, 2), slice(1, num_rotated, 2)
+        first, second = keys[..., one], keys[..., other]
         if keys.dtype == out.dtype == torch.float32:
-            out_first, out_second = out[..., :half], out[..., half:num_rotated]
+            out_first, out_second = out[..., one], out[..., other]
             torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
             torch.mul(second, cos, out=out_second).addcmul_(first, sin)
         else:
             first, second = first.float(), second.float()
-            out[..., :half] = first * cos - second * sin
-            out[..., half:num_rotated] = second * cos + first * sin
+            out[..., one] = first * cos - second * sin
+            out[..., other] = second * cos + first * sin
         if num_rotated < keys.shape[-1]:
             out[..., num_rotated:] = keys[..., num_rotated:]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layer's keys are rotated by what the model's rotary module gives.
+
+    Attributes
+    ----------
+    form
+        How the module repeats its frequencies: ``"halves"`` (once more after them), ``"pairs"``
+        (each twice) or ``"once"``.
+    in_pairs
+        See `RotaryTable`.
+    turns
+        Whether the layer rotates at all.
+    """
+
+    form: str = "halves"
+    in_pairs: bool = False
+    turns: bool = True
+
+    def table(self, given: tuple[torch.Tensor, ...]) -> RotaryTable:
+        """Return the table of what a rotary module gave: cosines and sines, or complex numbers."""
+        own = tuple(part[0] for part in given)
+        cos, sin = (own[0].real, own[0].imag) if own[0].is_complex() else own
+        if self.form == "halves" and not self.in_pairs and self.turns:
+            return RotaryTable(cos.float(), sin.float())
+        every = slice(0, None, 2) if self.form == "pairs" else slice(0, cos.shape[-1] // 2)
+        cos, sin = (
+            (part if self.form == "once" else part[:, every]).float().repeat(1, 2)
+            for part in (cos, sin)
+        )
+        if not self.turns:  # a rotation by 0 keeps keys bit for bit
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        return RotaryTable(cos, sin, in_pairs=self.in_pairs, own=own)
+
+
+LAYOUTS = (
+    Layout(),
+    Layout("halves", in_pairs=True),
+    Layout("pairs", in_pairs=True),
+    Layout("once"),
+    Layout("once", in_pairs=True),
+    Layout(turns=False),
+)
+"""What is understood."""
 
 
 class RotaryPositions:
@@ -100,6 +172,8 @@ class RotaryPositions:
     layer_types
         For each layer, the type name that the rotary module needs (Gemma-3 has one set of
         frequencies per type), or None if the module takes no type.
+    layouts
+        How each layer is rotated; None: all in halves.
 
     Raises
     ------
@@ -107,25 +181,43 @@ class RotaryPositions:
         If the frequencies change with the total length.
     """
 
-    def __init__(self, rotary: nn.Module, layer_types: Sequence[str | None]) -> None:
+    def __init__(
+        self,
+        rotary: nn.Module,
+        layer_types: Sequence[str | None],
+        layouts: Sequence[Layout] | None = None,
+    ) -> None:
         rope_type = rotary.rope_type
         names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
         for name in names:
-            if any(word in str(name) for word in _LENGTH_DEPENDENT):
+            if _LENGTH_DEPENDENT in str(name):
                 raise UnsupportedModelError(
                     f"RoPE scaling {name!r} changes its frequencies with the total length, so KV "
-                    "cannot be stored position-free; supported: default, linear, llama3, yarn"
+                    "cannot be stored position-free; supported: default, linear, llama3, yarn, and "
+                    "longrope up to the length that the model was first trained with"
                 )
         self._rotary = rotary
-        self._layer_types = tuple(layer_types)
+        self._is_measured = layouts is not None
+        self._layers = tuple(
+            zip(layer_types, layouts or [Layout()] * len(layer_types), strict=True)
+        )
+
+    def given(
+        self, positions: torch.Tensor, layer_type: str | None, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what the model's module gives layers of a type, for `positions` ``[N]``."""
+        # The module takes dtype and device from its first argument.
+        probe = torch.empty(1, 1, dtype=dtype, device=positions.device)
+        arguments = () if layer_type is None else (layer_type,)
+        given = self._rotary(probe, positions[None], *arguments)
+        return (given,) if isinstance(given, torch.Tensor) else tuple(given)
 
     def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
-        """Return one table per layer for `positions` ``[N]`` (layers of one type share theirs)."""
-        # The module takes dtype and device from its first argument: float32 keeps full precision.
-        probe = torch.empty(1, 1, dtype=torch.float32, device=positions.device)
-        by_type: dict[str | None, RotaryTable] = {}
-        for layer_type in dict.fromkeys(self._layer_types):
-            arguments = () if layer_type is None else (layer_type,)
-            cos, sin = self._rotary(probe, positions[None], *arguments)
-            by_type[layer_type] = RotaryTable(cos[0].float(), sin[0].float())
-        return [by_type[layer_type] for layer_type in self._layer_types]
+        """Return one table per layer for `positions` ``[N]`` (layers of one kind share theirs)."""
+        made = {
+            (layer_type, layout): layout.table(self.given(positions, layer_type))
+            for layer_type, layout in dict.fromkeys(self._layers)
+        }
+        if self._is_measured:
+            made = {kind: replace(table, positions=positions) for kind, table in made.items()}
+        return [made[layer] for layer in self._layers]

@@ -8,7 +8,7 @@ any position; with learned positions, only at one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,7 +25,7 @@ class AlibiTable(RotaryTable):
         ``[heads, N]``, from the model's own function.
     """
 
-    bias: torch.Tensor
+    bias: torch.Tensor = field(kw_only=True)
 
 
 class UnrotatedPositions:
@@ -60,5 +60,5 @@ class UnrotatedPositions:
         if self._bias is not None:
             num_positions = int(positions.max()) + 1
             bias = self._bias(num_positions).to(positions.device)[:, positions]
-            table = AlibiTable(cos, sin, bias)
+            table = AlibiTable(cos, sin, bias=bias)
         return [table] * self._num_layers

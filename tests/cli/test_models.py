@@ -138,3 +138,11 @@ def test_only_what_is_absent_is_to_be_pulled(run: Run, tmp_path: Path) -> None:
 
 def test_a_misspelt_option_means_one(run: Run) -> None:
     assert "(Possible options: --index)" in run("query", "who?", "--indx", "x").err
+
+
+def test_check_shows_what_was_measured(run: Run) -> None:
+    done = run("models", "check", "kvrag-tiny")
+    assert done.code == 0, done.err
+    for what in ("small", "loaded", "full prefill", "keys moved", "two chunks swapped"):
+        assert what in done.out
+    assert " no" not in done.out

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -79,7 +80,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-_COMMON: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -93,21 +94,21 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-_ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _FALCON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 2048,
-    **_ENDS,
+    **ENDS,
 }
 
 # Only a test of the context window sets max_position_embeddings below 2048.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_COMMON),
+    "llama": lambda: LlamaConfig(**SMALL),
     "llama-llama3": lambda: LlamaConfig(
-        **_COMMON,
+        **SMALL,
         rope_parameters={
             "rope_type": "llama3",
             "rope_theta": 10000.0,
@@ -118,7 +119,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         },
     ),
     "llama-yarn": lambda: LlamaConfig(
-        **_COMMON,
+        **SMALL,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -126,15 +127,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
             "original_max_position_embeddings": 256,
         },
     ),
-    "mistral-sliding": lambda: MistralConfig(**_COMMON, sliding_window=24),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=32),
-    "phi3": lambda: Phi3Config(**_COMMON),
+    "mistral-sliding": lambda: MistralConfig(**SMALL, sliding_window=24),
+    "qwen2": lambda: Qwen2Config(**SMALL),
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=32),
+    "phi3": lambda: Phi3Config(**SMALL),
     "gemma2": lambda: Gemma2Config(
-        **_COMMON, head_dim=16, sliding_window=24, query_pre_attn_scalar=16
+        **SMALL, head_dim=16, sliding_window=24, query_pre_attn_scalar=16
     ),
     "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON,
+        **SMALL,
         head_dim=16,
         sliding_window=24,
         query_pre_attn_scalar=16,
@@ -146,17 +147,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         ],
     ),
     "gpt-neox": lambda: GPTNeoXConfig(
-        **{k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}, rotary_pct=0.25
+        **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}, rotary_pct=0.25
     ),
 }
 
 
 OTHER_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bloom": lambda: BloomConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=4, n_head=4, **_ENDS, seq_length=2048
+        vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=4, n_head=4, **ENDS, seq_length=2048
     ),
     "mpt": lambda: MptConfig(
-        vocab_size=VOCAB_SIZE, d_model=64, n_layers=4, n_heads=4, max_seq_len=2048, **_ENDS
+        vocab_size=VOCAB_SIZE, d_model=64, n_layers=4, n_heads=4, max_seq_len=2048, **ENDS
     ),
     "falcon-rope": lambda: FalconConfig(**_FALCON, alibi=False, multi_query=True),
     "falcon-new": lambda: FalconConfig(
@@ -170,28 +171,97 @@ OTHER_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 LEARNED_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=4, n_head=4, n_positions=2048, **_ENDS
+        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=4, n_head=4, n_positions=2048, **ENDS
     ),
 }
+
+
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_WINDOWS: dict[str, Any] = {"sliding_window": 24, "layer_types": _TYPES}
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+MORE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, **_EXPERTS),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SMALL,
+        **_EXPERTS,
+        **_WINDOWS,
+        head_dim=16,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=512),
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SMALL,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=8.0,
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 1, 0]),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL),
+    "olmo3": lambda: transformers.Olmo3Config(**SMALL, **_WINDOWS),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **SMALL,
+        head_dim=16,
+        **_rope("yarn", factor=16.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.1),
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
+    "phi3-longrope": lambda: Phi3Config(
+        **SMALL | {"original_max_position_embeddings": 512},
+        **_rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            long_factor=[1.0 + 0.5 * i for i in range(6)],
+            short_factor=[1.0 + 0.1 * i for i in range(6)],
+            original_max_position_embeddings=512,
+        ),
+    ),
+    "cohere2": lambda: transformers.Cohere2Config(**SMALL, **_WINDOWS, logit_scale=0.25),
+    "glm4": lambda: transformers.Glm4Config(**SMALL, head_dim=16, partial_rotary_factor=0.5),
+    "exaone4": lambda: transformers.Exaone4Config(**SMALL, **_WINDOWS),
+    "seed-oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=24),
+    "stablelm": lambda: transformers.StableLmConfig(**SMALL),
+    "phi": lambda: transformers.PhiConfig(**SMALL),
+    "nemotron": lambda: transformers.NemotronConfig(**SMALL),
+}
+"""Families that no other test needs: `tests/models/test_families.py` takes them."""
 
 
 def make_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
-    """Return a small random model; weights are spread wide so that attention is not uniform."""
-    config = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS}[family]()
+    """Return a small random model of a family."""
+    config = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS, **MORE_FAMILIES}[family]()
     for name, value in overrides.items():
         setattr(config, name, value)
+    return spread(config, seed).to(dtype)
+
+
+def spread(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return a model with random weights, spread wide so that attention is not uniform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.ndim == 2:
+                if parameter.ndim >= 2:
                     parameter.normal_(0.0, 0.15)
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.05)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def needs_named_model(name: str) -> pytest.MarkDecorator:

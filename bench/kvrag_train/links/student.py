@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.fusion.compression.anchors import anchor_mask
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.families import project_logits
@@ -53,6 +54,12 @@ class Student:
         self._model = model
         self._running = running
         self._base: Any = model.hf.base_model
+        turns_pairs = any(table.in_pairs for table in model.tables(1))
+        if turns_pairs or hasattr(self._base, "embedding_multiplier"):
+            raise UnsupportedModelError(
+                f"links are not trained for models of type {model.hf.config.model_type}, which "
+                "turn channels in pairs or multiply what they embed; take a type such as llama"
+            )
         self._parameters = parameters
         self._trains_model = trains_model
 

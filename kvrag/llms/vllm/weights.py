@@ -18,13 +18,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvrag.errors import KVRagError
+from kvrag.arguments import shown
+from kvrag.errors import KVRagError, UnsupportedModelError
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES, FusedKV
 from kvrag.llms.vllm.options import check_engine
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
 from kvrag.llms.vllm.sharing import Part, connected_part
 from kvrag.llms.vllm.versions import require_tested
+from kvrag.models.families import CORE
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import from_pretrained, load_weights
 from kvrag.models.packed import pack_linears
@@ -145,6 +147,12 @@ def _fusing_model(
     """
     path: str = vllm_config.model_config.model
     device = torch.device(vllm_config.device_config.device)
+    model_type = from_pretrained(AutoConfig, path).model_type
+    if model_type not in CORE:
+        raise UnsupportedModelError(
+            f"no test compares models of type {shown(model_type)} in vLLM with full prefill; take "
+            f"one of {', '.join(CORE)}, or let kvrag answer without vLLM"
+        )
     if heads.size > 1:
         return load_shard(path, DTYPES[index_config.dtype], device, heads)
     try:

@@ -1,0 +1,335 @@
+"""A self-test of a model: whether kvrag computes what Transformers does, and moves keys exactly.
+
+It runs at the first use of a model whose type no test knows, over a small model of the same classes
+with random weights, and then over the loaded weights. What passed is remembered by model type,
+version of Transformers and fingerprint.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from kvrag import arguments
+from kvrag.arguments import shown
+from kvrag.errors import KVRagError, ParameterError, UnsupportedModelError
+from kvrag.kvcache import FusedKV
+from kvrag.models.batch import BatchRow
+from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.families import INSTEAD
+from kvrag.models.row_methods import RowMethods
+from kvrag.models.rows import RowPass
+from kvrag.process import working
+
+_HEAD, _FIRST, _SECOND, _QUESTION = 3, 28, 25, 8
+_NUM_TOKENS = _HEAD + _FIRST + _SECOND + _QUESTION
+_WINDOW = 16
+_AWAY = 9
+# A share of the logits' spread, or of the norm of keys; rounding alone stays far below.
+_EXACT = 1e-4
+# Rounding in 16 bits, if Transformers' own is not larger.
+_ROUNDED = 0.1
+_VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was measured.
+
+    Attributes
+    ----------
+    model
+        ``"small"`` or ``"loaded"``.
+    what
+        What was measured.
+    figure, bound
+        What was found, and the most that is taken.
+    layer
+        The layer that is furthest off, where layers are compared.
+    """
+
+    model: str
+    what: str
+    figure: float
+    bound: float
+    layer: int | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the figure is within its bound; a figure that is no number is not."""
+        return self.figure <= self.bound
+
+
+def prove(
+    model: RowMethods, make: Callable[[PreTrainedModel], RowMethods]
+) -> tuple[list[Check], str]:
+    """Return what a self-test measured, and why there is no small model, if there is none.
+
+    Parameters
+    ----------
+    model
+        The model. Hold no lock of it.
+    make
+        Makes the same of another loaded model.
+    """
+    checks: list[Check] = []
+    why = ""
+    try:
+        small = small_model(model.hf.config)
+    except Exception as error:  # whatever its configuration does not allow
+        why = f"no small model of its classes could be made ({str(error)[:200]})"
+    else:
+        checks += _checks(make(small), "small")
+    return checks + list(_checks(model, "loaded")), why
+
+
+def require(
+    model: RowMethods, fingerprint: str, make: Callable[[PreTrainedModel], RowMethods]
+) -> None:
+    """Raise UnsupportedModelError, with the figure and the layer, unless a model proves itself."""
+    kind = model.hf.config.model_type
+    key = json.dumps([kind, version("transformers"), version("kvrag"), fingerprint])
+    if _is_known(key):
+        return
+    refused = f"model type {shown(kind)} is not supported: no test knows it, and its self-test"
+    try:
+        checks, why = prove(model, make)
+    except KVRagError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UnsupportedModelError(f"{refused} ended with {told}. {INSTEAD}") from error
+    if why and any(window is not None and window >= _NUM_TOKENS for window in model.windows):
+        raise UnsupportedModelError(f"{refused} crossed no window: {why}. {INSTEAD}")
+    if bad := next((one for one in checks if not one.is_good), None):
+        place = "" if bad.layer is None else f", furthest in layer {bad.layer}"
+        raise UnsupportedModelError(
+            f"{refused} failed over the {bad.model} model: {bad.what} is off by {bad.figure:.2g}, "
+            f"expected {bad.bound:.2g} at most{place}. {INSTEAD}"
+        )
+    _remember(key, checks)
+
+
+def small_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a small model of the same classes with random weights, float32 on the CPU."""
+    fields = _smaller(config.to_dict())
+    made = type(config)(**fields)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        hf: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            made, dtype=torch.float32, trust_remote_code=False
+        )
+        for parameter in hf.parameters():
+            if parameter.ndim >= 2:  # wide enough for attention not to be uniform
+                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+    hf.eval()  # type: ignore[no-untyped-call]
+    return hf
+
+
+def _smaller(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's fields with fewer layers, heads, experts and channels."""
+    fields = copy.deepcopy(fields)
+    before: int = fields["num_hidden_layers"]
+    kinds = fields.get("layer_types") or [None]
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    layers = min(before, max(2, *(1 + first for first in firsts)))
+    heads = fields["num_attention_heads"]
+    given = fields.get("num_key_value_heads") or heads
+    few = min(given, 2)
+    asked = few * min(heads // given, 2)
+    width = fields["hidden_size"]
+    changed: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "vocab_size": _VOCABULARY,
+        "num_attention_heads": asked,
+        "num_key_value_heads": few,
+        "num_kv_heads": few,
+        "hidden_size": min(width, 64) if fields.get("head_dim") else asked * (width // heads),
+    }
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == before:
+            changed[name] = value[:layers]
+        elif not isinstance(value, int) or isinstance(value, bool):
+            continue
+        elif "intermediate_size" in name:
+            changed[name] = min(value, 96)
+        elif name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            changed[name] = min(value, 4)
+        elif name == "num_experts_per_tok":
+            changed[name] = min(value, 2)
+        elif name == "sliding_window":
+            changed[name] = min(value, _WINDOW)
+        elif name.endswith("_token_id"):
+            changed[name] = 0
+    for name in ("quantization_config", "dtype", "torch_dtype"):
+        fields.pop(name, None)
+    return fields | {name: value for name, value in changed.items() if name in fields}
+
+
+@torch.no_grad()
+def _checks(model: RowMethods, name: str) -> Iterator[Check]:
+    hf: Any = model.hf
+    is_exact = model.spec.dtype == torch.float32
+    drawn = torch.Generator().manual_seed(0)
+    vocabulary = int(hf.config.vocab_size)
+    ids = torch.randint(0, vocabulary, (_NUM_TOKENS + 1,), generator=drawn).to(model.device)
+    ids, token = ids[:-1], int(ids[-1])
+    with working(), model.lock:
+        plain = _captured(model, ids)
+        expected = hf(input_ids=ids[None]).logits[0, -1].float()
+        rounding = 0.0 if is_exact else _apart(_in_two(model, ids), expected)
+    bound = _EXACT if is_exact else max(_ROUNDED, 6 * rounding)
+    near = _EXACT if is_exact else _ROUNDED
+
+    fused = FusedKV(model.spec, _NUM_TOKENS, _NUM_TOKENS + 1, model.device)
+    rows = torch.arange(_NUM_TOKENS, device=model.device)
+    logits = _computed(model, ids, rows, fused)
+    figures = [
+        max(_off(ours[0, :, rows], theirs) for ours, theirs in zip(both, layer, strict=True))
+        for both, layer in zip(zip(fused.keys, fused.values, strict=True), plain, strict=True)
+    ]
+    layer = next((number for number, one in enumerate(figures) if not one <= near), None)
+    crossed = any(window is not None and window < _NUM_TOKENS for window in model.windows)
+    what = "full prefill, a window crossed" if crossed else "full prefill"
+    yield Check(name, what, _apart(logits, expected), bound, layer)
+
+    chosen = torch.cat([rows[:-1:3], rows[-1:]])
+    logits = _computed(model, ids, chosen, fused)
+    yield Check(name, "chosen rows of a prompt", _apart(logits, expected), bound)
+
+    if model.family.position_embedding is None:
+        if not model.family.attends_itself:
+            yield _moved(model, name, ids, near)
+        yield _swapped(model, name, ids, plain, near)
+
+    if not model.family.attends_itself:
+        row = BatchRow(fused, fused.addresses, _NUM_TOKENS, _NUM_TOKENS)
+        model.begin_answer()
+        with model.computing_rows():
+            logits = model.forward_each([token], [row])[0]
+        with working(), model.lock:
+            longer = torch.cat([ids, ids.new_tensor([token])])
+            expected = hf(input_ids=longer[None]).logits[0, -1].float()
+        yield Check(name, "the next token of an answer", _apart(logits, expected), bound)
+
+
+def _moved(model: RowMethods, name: str, ids: torch.Tensor, near: float) -> Check:
+    """Keys that are moved by some positions are those that each layer makes there, and back."""
+    rows = torch.arange(len(ids), device=model.device)
+    buffer = FusedKV(model.spec, len(ids), len(ids), model.device)
+    here, there = (
+        RowPass(rows, buffer, model.tables(len(ids), (rows + by).tolist())) for by in (0, _AWAY)
+    )
+    figures = []
+    with working(), model.computing_rows():
+        hidden = model.embed(ids, rows)
+        for index, (table, other) in enumerate(zip(here.tables, there.tables, strict=True)):
+            keys, moved = (
+                torch.cat([one[1] for one in model.project_rows(index, hidden, of, rows)], 1)
+                for of in (here, there)
+            )
+            free, placed, back = (torch.empty_like(keys) for _ in range(3))
+            table.strip(keys, slice(None), free)
+            other.place(free, slice(None), placed)
+            other.strip(placed, slice(None), free)
+            table.place(free, slice(None), back)
+            figures.append(max(_off(placed, moved), _off(back, keys)))
+    worst = max(range(len(figures)), key=figures.__getitem__)
+    return Check(name, "keys moved, and moved back", figures[worst], near, worst)
+
+
+def _swapped(
+    model: RowMethods, name: str, ids: torch.Tensor, plain: list[list[torch.Tensor]], near: float
+) -> Check:
+    """Two chunks that are encoded alone and placed the other way round: the first layer's KV."""
+    tables = model.tables(_NUM_TOKENS)
+    head, end = ids[:_HEAD], _HEAD + _FIRST
+    off = 0.0
+    for begin, stop in ((_HEAD, end), (end, end + _SECOND)):
+        with working(), model.lock:
+            alone = _captured(model, torch.cat([head, ids[begin:stop]]))[0]
+        keys, values = (part[:, _HEAD:] for part in alone)
+        free, placed = torch.empty_like(keys), torch.empty_like(keys)
+        tables[0].strip(keys, slice(_HEAD, _HEAD + stop - begin), free)
+        tables[0].place(free, slice(begin, stop), placed)
+        there = plain[0]
+        off = max(off, _off(placed, there[0][:, begin:stop]), _off(values, there[1][:, begin:stop]))
+    return Check(name, "two chunks swapped, first layer", off, near, 0)
+
+
+def _captured(model: RowMethods, ids: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Return each layer's keys and values ``[H, n, D]`` as Transformers computes them."""
+    cache = CaptureCache(model.spec.num_layers)
+    hf: Any = model.hf
+    hf(input_ids=ids[None], **{CACHE_ARGUMENT: cache, "use_cache": True})
+    layers: Any = cache.layers
+    return [[layer.keys[0], layer.values[0]] for layer in layers]
+
+
+def _in_two(model: RowMethods, ids: torch.Tensor) -> torch.Tensor:
+    """Return Transformers' own logits when it computes a prompt in two pieces."""
+    hf: Any = model.hf
+    given = {CACHE_ARGUMENT: DynamicCache(config=hf.config), "use_cache": True}
+    half = len(ids) // 2
+    hf(input_ids=ids[None, :half], **given)
+    logits: torch.Tensor = hf(input_ids=ids[None, half:], **given).logits[0, -1]
+    return logits
+
+
+def _computed(
+    model: RowMethods, ids: torch.Tensor, rows: torch.Tensor, fused: FusedKV
+) -> torch.Tensor:
+    """Return the last row's logits, after the rows were computed into a buffer."""
+    tables = model.tables(len(ids))
+    with working(), model.computing_rows():
+        hidden = model.embed(ids[rows], rows)
+        of = RowPass(rows, fused, tables)
+        for index in range(len(tables)):
+            model.forward_rows(index, hidden, of)
+        return model.logits(hidden[-1:])[0]
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of logits, in their spread."""
+    expected = expected.float()
+    return float((found.float() - expected).abs().max() / expected.std())
+
+
+def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of a difference over that of what is expected."""
+    expected = expected.float()
+    return float((found.float() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _path(key: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "proofs"
+    return folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+
+
+def _is_known(key: str) -> bool:
+    try:
+        return bool(json.loads(_path(key).read_text())["of"] == key)
+    except (OSError, ValueError, KeyError, TypeError, ParameterError):
+        return False
+
+
+def _remember(key: str, checks: list[Check]) -> None:
+    """Keep what passed for other processes; without a folder for it, nothing is kept."""
+    with suppress(OSError, ParameterError):
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"of": key, "checks": [asdict(one) for one in checks]}))
+        unfinished.replace(path)

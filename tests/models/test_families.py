@@ -1,0 +1,325 @@
+"""Families that are known by their structure equal plain Transformers, number by number."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from kvrag.errors import ModelLoadError, UnsupportedModelError
+from kvrag.fusion.decoding import make_decoder, step_all
+from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.kvcache import FusedKV
+from kvrag.models import proof
+from kvrag.models.families import SEES, TESTED
+from kvrag.models.headwise import attend_by_head, attend_by_rows
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending, RowPass
+from kvrag.native import Scores
+from kvrag_testing.bench_top import Bench, bench_of, relative_difference
+from tests.support.models import (
+    ENDS,
+    FAMILIES,
+    LEARNED_POSITIONS,
+    MORE_FAMILIES,
+    OTHER_POSITIONS,
+    SMALL,
+    make_model,
+    make_tokenizer,
+    spread,
+)
+
+_ALL = DeviationPolicy(ratio=1.0)
+_TOKENS = [7, 40, 99, 5]
+
+
+@functools.cache
+def bench_with(family: str) -> Bench:
+    return bench_of(KVModel(make_model(family), make_tokenizer()))
+
+
+@pytest.fixture(params=MORE_FAMILIES)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return bench_with(request.param)
+
+
+def off(bench: Bench, prompt: str, ratio: float) -> float:
+    fused = bench.fuse(prompt, TwoStagePolicy(ratio=ratio))
+    return relative_difference(fused.logits, bench.plain_logits(prompt))
+
+
+def test_ratio_one_is_full_prefill_and_less_is_not(bench: Bench) -> None:
+    prompt = bench.prompt(2, 0, 3, 1)
+    assert len(bench.lay_out(prompt).token_ids) > 24 + 1  # the windows
+    assert off(bench, prompt, 1.0) < 1e-4
+    assert off(bench, prompt, 0.5) > 1e-4
+
+
+@torch.no_grad()
+def test_keys_move_to_other_places(bench: Bench) -> None:
+    """The first layer's K/V depend on no other token, so a moved chunk's are full prefill's."""
+    model = bench.model
+    one, other = (bench.chunks[f"chunk-{number}"].token_ids for number in (0, 1))
+    parts = model.prefill(bench.prefix_ids, [one, other])
+    for order in (parts, parts[::-1]):
+        ids = [one, other] if order is parts else [other, one]
+        start = len(bench.prefix_ids)
+        joined = (*bench.prefix_ids, *ids[0], *ids[1])
+        cache, _ = model._capture((), [joined], None)
+        tables = model.tables(len(joined))
+        for part in order:
+            rows = slice(start, start := start + part.keys.shape[2])
+            placed = torch.empty_like(part.keys[0])
+            tables[0].place(part.keys[0], rows, placed)
+            found = cache.layers[0]
+            assert found.keys is not None
+            assert found.values is not None
+            torch.testing.assert_close(placed, found.keys[0][:, rows], rtol=0, atol=1e-4)
+            torch.testing.assert_close(part.values[0], found.values[0][:, rows])
+
+
+@torch.no_grad()
+def test_answers_that_are_written_together_go_on_as_transformers_does(bench: Bench) -> None:
+    prompts = [bench.prompt(2, 0), bench.prompt(1, 3, 0)]
+    decoders = [make_decoder(bench.model, bench.fuse(one, _ALL), None) for one in prompts]
+    for token in _TOKENS:
+        logits = step_all([(one, token) for one in decoders])
+    for prompt, found in zip(prompts, logits, strict=True):
+        assert isinstance(found, torch.Tensor)
+        ids = torch.tensor([[*bench.lay_out(prompt).token_ids, *_TOKENS]])
+        expected = bench.model.hf(ids).logits[0, -1]
+        assert relative_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["ministral3", "gpt-oss"])
+def test_gaps_in_positions(family: str) -> None:
+    """Rows behind a gap are at their positions, whatever a layer does with those."""
+    model, ids = KVModel(make_model(family), make_tokenizer()), torch.arange(10, 90)
+    positions = [*range(40), *range(100, 140)]
+    fused = FusedKV(model.spec, 80, 80, model.device)
+    tables, rows = model.tables(80, positions), torch.arange(80)
+    with model.computing_rows():
+        hidden = model.embed(ids, torch.tensor(positions))
+        windows = [None if window is None else 1 for window in model.windows]
+        visible = torch.ones(80, 80).tril().bool()
+        of = RowPass(rows, fused, tables)
+        for index in range(len(tables)):
+            attending = Attending(visible=visible if windows[index] is None else torch.eye(80) > 0)
+            model.forward_rows(index, hidden, of, attending=attending)
+        found = model.logits(hidden[-1:])[0]
+    model.hf.set_attn_implementation("eager")
+    additive = {
+        kind: torch.zeros(80, 80).masked_fill(~allowed, -1e30)[None, None]
+        for kind, allowed in (("full_attention", visible), ("sliding_attention", torch.eye(80) > 0))
+    }
+    mask: Any = additive if family == "gpt-oss" else additive["full_attention"]
+    with torch.no_grad():
+        given = {"attention_mask": mask, "position_ids": torch.tensor([positions])}
+        expected = model.hf(ids[None], **given).logits[0, -1]
+    assert relative_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["smollm3", "cohere2", "gpt-oss", "qwen3-moe"])
+def test_half_precision(family: str) -> None:
+    bench = Bench(KVModel(make_model(family, dtype=torch.bfloat16), make_tokenizer()))
+    prompt = bench.prompt(2, 0, 1)
+    fused = bench.fuse(prompt, _ALL)
+    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 0.3
+
+
+def test_what_is_listed_as_tested_is() -> None:
+    configs = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS, **MORE_FAMILIES}
+    assert {make().model_type for make in configs.values()} == set(TESTED)
+
+
+def test_longrope_ends_where_its_frequencies_change() -> None:
+    assert bench_with("phi3-longrope").model.max_positions == 512
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_sinks_take_their_share(by_rows: bool) -> None:
+    query, key, value = torch.randn(1, 4, 5, 8), *torch.randn(2, 1, 2, 5, 8)
+    sinks, allowed = torch.randn(4), torch.ones(5, 5).tril().bool()
+    seen: list[torch.Tensor] = []
+    given = query, key, value, allowed, Scores(8**-0.5)
+    if by_rows:
+        output, mass = attend_by_rows(*given, 0, sinks)
+    else:
+        output = attend_by_head(*given, sinks=sinks, observe=lambda _, w, __: seen.append(w))
+        mass = torch.stack(seen).sum((1, 2))
+    module: Any = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    mask = torch.zeros(5, 5).masked_fill(~allowed, float("-inf"))[None, None]
+    expected, weights = eager_attention_forward(module, query, key, value, mask, 8**-0.5)
+    torch.testing.assert_close(output, expected)
+    assert weights is not None
+    torch.testing.assert_close(mass, weights[0].unflatten(0, (2, 2)).sum((1, 2)))
+
+
+def test_a_way_of_turning_keys_that_nobody_knows_is_refused() -> None:
+    hf = make_model("seed-oss")
+
+    def wrong(module: torch.nn.Module, _: object, made: torch.Tensor) -> torch.Tensor:
+        return made * (1 + torch.arange(made.shape[1])[None, :, None])
+
+    hf.get_submodule("model.layers.2.self_attn.k_proj").register_forward_hook(wrong)
+    with pytest.raises(UnsupportedModelError, match=r"layer 2 of 'seed_oss'.*off by"):
+        KVModel(hf, make_tokenizer())
+
+
+# -- what a configuration alone tells -----------------------------------------------------------
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "falcon_h1"}, "'falcon_h1' is not supported.*state of a whole prompt"),
+        ({"model_type": "qwen3_5_text"}, "take a model whose layers all attend"),
+        ({"model_type": "lfm2"}, "state of a whole prompt"),
+        ({"model_type": "opt"}, "learned positions begin at 2; take a model with rotary"),
+        ({"model_type": "gemma3n_text"}, "share keys and values"),
+    ],
+)
+def test_a_model_is_refused_before_its_weights_are_looked_for(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        KVModel.load(folder_of(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, r"'awq'.*pip install gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4}, r"'gptq'.*pip install optimum"),
+        ({"quant_method": "compressed-tensors"}, r"pip install compressed-tensors"),
+        ({"quant_method": "torchao", "quant_type": "int8"}, r"pip install torchao"),
+    ],
+)
+def test_what_reads_quantised_weights_is_named(
+    tmp_path: Path, method: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        KVModel.load(folder_of(tmp_path, {"model_type": "llama", "quantization_config": method}))
+
+
+def test_eight_bit_floats_without_their_scales_are_refused(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"8-bit floats \(F8_E4M3\).*scales"):
+        KVModel.load(tmp_path)
+
+
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
+_SEES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3Config", {"head_dim": 16, "sliding_window": 24}, {"num_attention_heads": 2}),
+    "mistral3": ("Mistral3Config", {"model_type": "mistral"}, {"model_type": "pixtral"}),
+    "qwen2_vl": ("Qwen2VLConfig", _SECTIONS, {"depth": 1, "embed_dim": 32, "num_heads": 2}),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", _SECTIONS, {"depth": 1, "num_heads": 2}),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {"head_dim": 16, **_SECTIONS},
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": []},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEES)
+def test_of_a_model_that_sees_the_text_part_is_loaded(tmp_path: Path, kind: str) -> None:
+    name, text, vision = _SEES[kind]
+    given = {"num_attention_heads": 2, **_VISION, **vision}
+    config = getattr(transformers, name)(
+        text_config=dict(SMALL) | text, vision_config=given, **{k: SMALL[k] for k in ENDS}
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    whole.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model = KVModel.load(tmp_path)
+    assert not any("vis" in name for name, _ in model.hf.named_parameters())
+    ids = torch.arange(5, 60)[None]
+    with torch.no_grad():
+        found, expected = model.hf(ids).logits[0, -1], whole(ids).logits[0, -1]
+    assert relative_difference(found, expected) < 1e-4
+
+
+# -- types that no test knows -------------------------------------------------------------------
+
+
+@pytest.fixture
+def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvrag" / "proofs"
+
+
+def unknown(name: str, **more: Any) -> transformers.PreTrainedModel:
+    return spread(getattr(transformers, name)(**SMALL | more))
+
+
+def test_a_type_that_no_test_knows_proves_itself_once(
+    proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = unknown("ArceeConfig", sliding_window=24)
+    assert hf.config.model_type not in TESTED
+    bench = Bench(KVModel(hf, make_tokenizer()))
+    prompt = bench.prompt(1, 0)
+    assert relative_difference(bench.fuse(prompt, _ALL).logits, bench.plain_logits(prompt)) < 1e-4
+    (kept,) = proofs.iterdir()
+    checks = json.loads(kept.read_text())["checks"]
+    assert {one["model"] for one in checks} == {"small", "loaded"}
+    assert len(checks) == 10
+    monkeypatch.setattr(proof, "prove", None)
+    KVModel(hf, make_tokenizer())
+
+
+def test_one_that_fails_is_refused_with_figure_and_layer(
+    proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = unknown("ArceeConfig")
+
+    def forward(self: KVModel, layer_index: int, hidden: torch.Tensor, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
+        if layer_index == 1:
+            hidden += 0.5
+        return forward_rows(self, layer_index, hidden, *rest, **more)
+
+    forward_rows = KVModel.forward_rows
+    monkeypatch.setattr(KVModel, "forward_rows", forward)
+    with pytest.raises(UnsupportedModelError, match=r"'arcee'.*self-test failed.*small.*layer 1"):
+        KVModel(hf, make_tokenizer())
+    assert not proofs.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("JetMoeConfig", {"kv_channels": 16}, "other keys and values than it keeps"),
+        ("NanoChatConfig", {"head_dim": 16}, "turns keys in a way"),
+        ("BertConfig", {"is_decoder": True}, "not a stack of decoder layers"),
+    ],
+)
+def test_other_structures_are_refused(
+    proofs: Path, name: str, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        KVModel(unknown(name, **more), make_tokenizer())
