@@ -10,8 +10,8 @@ _MOST = 3
 
 
 def like(name: str, known: Iterable[str]) -> str:
-    """Return " (is it ...?)" with similar names, or "" if there are none."""
-    return suggestion(alike(name, known))
+    """Return " (is it ...?)" with the most similar names, or "" if none is similar."""
+    return suggestion(nearest(name, alike(name, known)))
 
 
 def alike(name: str, known: Iterable[str]) -> list[str]:

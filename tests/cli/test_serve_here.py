@@ -190,7 +190,7 @@ def test_the_environments_key(index_path: Path) -> None:
         (["--engine", "llama"], "expected 'transformers' or 'vllm'"),
         (["--show"], "--show is for --engine vllm"),
         (["--max-model-len", "10"], "options of 'vllm serve' are for --engine vllm"),
-        (["--prot", "80"], "no option --prot (is it '--port'"),
+        (["--prot", "80"], "no option --prot (is it '--port'?)"),
         (["--engine", "vllm", "--streams", "3"], "--streams is for --engine transformers"),
         (["--host", "999.1.1.1"], "without keys"),
         (["--host", "999.1.1.1", "--anyone"], "cannot listen at 999.1.1.1"),
