@@ -52,6 +52,46 @@ class OfProcess:
         )
 
 
+class TurnLock:
+    """A re-entrant lock whose holder can see that others wait, and let one of them go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0  # written by the holder
+        self._changed = threading.Condition()
+        self._num_waiting = self._num_taken = 0
+
+    def __enter__(self) -> None:
+        """Take the lock."""
+        if not self._lock.acquire(blocking=False):
+            with self._changed:
+                self._num_waiting += 1
+            try:
+                self._lock.acquire()
+            finally:
+                with self._changed:
+                    self._num_waiting -= 1
+                    self._num_taken += 1
+                    self._changed.notify_all()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Give the lock back."""
+        self._depth -= 1
+        self._lock.release()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others wait for what its holder would free at once."""
+        return self._num_waiting > 0 and self._depth == 1
+
+    def step_aside(self) -> None:
+        """Return when one of those who wait has taken the lock, or nobody waits. Do not hold it."""
+        with self._changed:
+            before = self._num_taken
+            self._changed.wait_for(lambda: self._num_taken != before or not self._num_waiting)
+
+
 _resting = threading.Condition()
 _depth = threading.local()
 _num_at_work = 0

@@ -186,7 +186,9 @@ def _what_is_wrong(grammar: str) -> str:
     key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
     found = _verdicts.get(key)
     if found is None:
-        found = str(_reader.ask(grammar)).strip()
+        found = str(_reader.ask(grammar)).strip().removesuffix("<non-verbose/>").strip()
+        if found == "NoExtensionBias":  # the library's word for it
+            found = "no text has this form"
         if len(_verdicts) >= _MAX_VERDICTS:
             _verdicts.clear()
         _verdicts[key] = found

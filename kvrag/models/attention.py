@@ -41,12 +41,12 @@ from kvrag.models.implementations import (
 )
 from kvrag.native import ATTENTION_TYPES, Mass, Scores, attend
 from kvrag.positions.rotary import RotaryTable
-from kvrag.process import after_fork
+from kvrag.process import TurnLock, after_fork
 
 _NAME = "kvrag_rows"
 _WHOLE_NAME = "kvrag_whole"
 
-_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[PreTrainedModel, TurnLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
 
 
@@ -477,10 +477,10 @@ register_attention(
 register_around(_WHOLE_NAME, _whole_attention)
 
 
-def lock_of(model: PreTrainedModel) -> threading.RLock:
+def lock_of(model: PreTrainedModel) -> TurnLock:
     """Return the lock of a loaded model; all `KVModel`s over it share this lock."""
     with _making_locks:
-        return _locks.setdefault(model, threading.RLock())
+        return _locks.setdefault(model, TurnLock())
 
 
 def _forget() -> None:

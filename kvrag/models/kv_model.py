@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -407,16 +407,14 @@ class KVModel(RowMethods):
         positions = None
         if starts is not None and self.is_position_bound:
             positions = shifted_positions(len(prefix_ids), lengths, starts, self.max_positions)
-        cache = CaptureCache(self.spec.num_layers, before, check)
+        held = ExitStack()
+        cache = CaptureCache(self.spec.num_layers, before, partial(self._between, held, check))
         rows = slice(begin, width)
         given: dict[str, Any] = {}
         if positions is not None:
             given["position_ids"] = positions[:, rows].to(self.device)
-        # Families that attend in their own code have no other implementation.
-        attending = nullcontext() if self.family.attends_itself else whole_attention(self.hf)
-        # In the weights' own type: what is stored must not depend on how this process answers.
-        own = fast_modules(self.hf, str(self.spec.dtype).removeprefix("torch."))
-        with working(), self.lock, without_adapters(self.hf), attending, own:
+        with working(), held:
+            self._hold(held)
             self._base(
                 input_ids=padded[:, rows].to(self.device),
                 **{CACHE_ARGUMENT: cache},
@@ -424,3 +422,22 @@ class KVModel(RowMethods):
                 **given,
             )
         return cache, len(prefix_ids)
+
+    def _hold(self, held: ExitStack) -> None:
+        """Hold the model for a pass over whole sequences, until the stack ends."""
+        held.enter_context(self.lock)
+        held.enter_context(without_adapters(self.hf))
+        # Families that attend in their own code have no other implementation.
+        if not self.family.attends_itself:
+            held.enter_context(whole_attention(self.hf))
+        # In the weights' own type: what is stored must not depend on how this process answers.
+        held.enter_context(fast_modules(self.hf, str(self.spec.dtype).removeprefix("torch.")))
+
+    def _between(self, held: ExitStack, check: Callable[[], None] | None) -> None:
+        """Let others who wait for the model compute, such as tokens of answers; in each layer."""
+        if check is not None:
+            check()
+        if self.lock.is_wanted:
+            held.close()
+            self.lock.step_aside()
+            self._hold(held)

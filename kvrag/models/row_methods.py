@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -27,6 +26,7 @@ from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
 from kvrag.models.rows import ALL_BEFORE, Attending, RowPass, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
 from kvrag.positions.rotary import RotaryTable
+from kvrag.process import TurnLock
 
 _LARGE_BYTES = 1 << 20
 
@@ -50,7 +50,7 @@ class RowMethods:
     _slots: Slots | None = None
     _graphs: RowGraphs | None = None
     compute: str
-    lock: threading.RLock
+    lock: TurnLock
 
     @property
     def windows(self) -> list[int | None]:

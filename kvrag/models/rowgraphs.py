@@ -8,7 +8,6 @@ out operation by operation.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,6 +30,7 @@ from kvrag.models.compiled import HIDDEN, Description, Linear
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowOperations, RowPlaces
 from kvrag.positions.rotary import RotaryTable
+from kvrag.process import TurnLock
 
 GROUP_LAYERS = 8
 """The most layers of a graph: as many as are read and placed at once."""
@@ -66,7 +66,7 @@ class RowGraphs:
     """
 
     def __init__(
-        self, description: Description, slots: Slots, device: torch.device, lock: threading.RLock
+        self, description: Description, slots: Slots, device: torch.device, lock: TurnLock
     ) -> None:
         self._description, self._slots, self._device, self._lock = description, slots, device, lock
         self._groups = {group.start: group for group in groups_of(len(description.layers))}

@@ -340,7 +340,9 @@ class Documents:
     def _target(self, name: str, tenant: str) -> Path:
         """Return where a file goes. Raises RequestError if its name is no good."""
         is_name = name == PurePath(name).name and name.isprintable() and not name.startswith(".")
-        if not is_name or "\\" in name or ":" in name or len(name.encode()) > _MAX_NAME:
+        # U+FFFD stands for bytes that were no UTF-8: different names would be one.
+        has_other = any(one in name for one in "\\:\ufffd")
+        if not is_name or has_other or len(name.encode()) > _MAX_NAME:
             raise RequestError(
                 400, f"{shown(name)} is no name of a file; rename the file, and try again"
             )

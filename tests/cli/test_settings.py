@@ -154,7 +154,7 @@ class TestNothingIsPassedOver:
             ('\npolicy = "none"', "kvrag.toml:2: 'policy' is no key for all commands"),
             ("index = 3", "kvrag.toml:1: index: expected text, found 3"),
             ('index = " "', "kvrag.toml:1: index: expected text, found ' '"),
-            ("# x\n[qury]\nk = 1", "kvrag.toml:2: there is no command 'kvrag qury' (is it 'query'?)"),
+            ("[qury]\nk = 1", "kvrag.toml:1: there is no command 'kvrag qury' (is it 'query'?)"),
             ("[pml.rn]\nk = 1", "kvrag.toml:1: there is no command 'kvrag pml rn' (is it 'run'?)"),
             (
                 "[pml]\nratio = 1",

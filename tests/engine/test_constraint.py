@@ -142,6 +142,7 @@ def _accepts(schema: dict[str, Any], text: str) -> bool:
         (lambda: Constraint.json_schema({"type": "objekt"}), "objekt"),
         (lambda: Constraint.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (lambda: Constraint.json_schema({"a": {1, 2}}), "expected JSON values"),  # type: ignore[dict-item]
+        (lambda: Constraint.json_schema({"$ref": "#"}), ": no text has this form$"),
         (lambda: Constraint.lark("start: missing"), "missing"),
         (lambda: Constraint("xml", "a"), "expected json_schema, regex or lark"),  # type: ignore[arg-type]
         (lambda: Constraint.of({"type": "json_schema"}), "response_format"),

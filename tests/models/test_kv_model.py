@@ -28,6 +28,7 @@ from kvrag.models.packed import ROWS_STEP
 from kvrag.positions.rotary import RotaryPositions
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,34 @@ def test_a_batch_of_chunks_is_each_chunk_alone() -> None:
         assert kv.keys.shape == (4, 2, len(chunk), 16)
         torch.testing.assert_close(kv.keys, alone.keys, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(kv.values, alone.values, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_others_compute_between_the_layers_of_a_chunk(family: str) -> None:
+    bench = Bench(KVModel(make_model(family), make_tokenizer()))
+    model, prompt = bench.model, bench.prompt(2, 0, 1)
+    chunk = list(range(3, 60))
+    (alone,) = model.prefill([0], [chunk])
+    expected = bench.fuse(prompt, DeviationPolicy()).logits
+    found: list[tuple[int, torch.Tensor]] = []
+    num_seen = 0
+
+    def other() -> None:
+        with model.lock:
+            found.append((num_seen, bench.fuse(prompt, DeviationPolicy()).logits))
+
+    def check() -> None:
+        nonlocal num_seen
+        num_seen += 1
+        threading.Thread(target=other).start()
+        wait_until(lambda: model.lock.is_wanted)
+
+    (kv,) = model.prefill([0], [chunk], check=check)
+    assert [number for number, _ in found] == list(range(1, model.spec.num_layers + 1))
+    assert all(torch.equal(logits, expected) for _, logits in found)
+    assert torch.equal(kv.keys, alone.keys)
+    assert torch.equal(kv.values, alone.values)
+    assert not model.lock.is_wanted
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])
