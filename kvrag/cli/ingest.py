@@ -31,7 +31,7 @@ _LIMITS = ParseLimits()
 _MADE_WITH = dict.fromkeys(
     (
         *("embedding", "chunk_tokens", "codec", "dtype"),
-        *("context", "compression", "control_tokens"),
+        *("context", "trust", "compression", "control_tokens"),
     )
 )
 _OF_INDEX = {one.name: one for one, _ in options_of(IndexSettings) if one.name in _MADE_WITH}

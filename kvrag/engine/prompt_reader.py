@@ -204,7 +204,7 @@ class PromptReader:
         try:
             matches = index.matcher.find(text, hints)
             wanted = [match.chunk_id for match in matches]
-            if index.config.chunk_context.is_of_document:
+            if index.config.chunk_context.tells_apart:
                 wanted += chain.from_iterable(match.other_ids for match in matches)
             else:  # Chunks with the same text are interchangeable.
                 matches = [replace(match, other_ids=(), has_more=False) for match in matches]

@@ -24,7 +24,6 @@ from kvrag.ingest.rows import (
     KeyOf,
     StoredChunk,
     VectorRows,
-    pack_json,
     unpack_json,
     vector_mark,
 )
@@ -109,10 +108,10 @@ class Catalog(CatalogFile):
     Attributes
     ----------
     encoding
-        How the index encodes its chunks; needed to remove single ones.
+        How the index encodes its chunks; needed to remove some, and to change them.
     """
 
-    encoding: Encoding
+    encoding: Encoding | None = None
 
     # -- documents and files -----------------------------------------------------------------
 
@@ -564,6 +563,14 @@ class Catalog(CatalogFile):
             found.setdefault(source, []).append(row)
         return found
 
+    def rows_alone(self) -> dict[Any, list[int]]:
+        """Return the numbers of the chunk rows without a context, by source."""
+        found: dict[Any, list[int]] = {}
+        for row, source, length in self._scan("row, source, length(contexts)"):
+            if length == 0:
+                found.setdefault(source, []).append(row)
+        return found
+
     def stored_chunks(self, rows: Sequence[int] | None = None) -> Iterator[StoredChunk]:
         """Yield what the readable chunk rows hold, all of them or some."""
         columns = _ALL_CHUNK_COLUMNS
@@ -626,17 +633,8 @@ class Catalog(CatalogFile):
             When a single chunk to remove differs from what was written.
         """
         with self._transaction() as state:
-            rows = RowWriter(self._connection, self._checksums, self.path, state)
-            num_removed = sum(rows.drop_chunk(one, self.encoding) for one in change.remove_chunks)
-            for path in change.forget_files:
-                rows.drop_file(path)
-            for source in change.remove:
-                rows.drop_document(source)
-            for source, file, digest, metadata, chunks in change.put:
-                rows.put_document(source, file, digest, pack_json(metadata), chunks)
-            for one in change.put_files:
-                rows.put_file(one)
-        return num_removed
+            rows = RowWriter(self._connection, self._checksums, self.path, state, self.encoding)
+            return rows.write(change)
 
     # -- reading rows ------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvrag.checksum import checksum
 from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
-from kvrag.ingest.contexts import DEFAULT_TOKENS, Context
+from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import read_regular
 from kvrag.store.files import store_error, sync_folder
@@ -37,13 +37,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The supported element types of KV, with their sizes in bytes."""
 
 # Values for fields that the first files of this version lack.
-_DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": ""}
+_DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": "", "trust": INDEX}
 # How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
 _HEXADECIMAL = {"profile": 40, "anchors": 40, "key_check": 32, "index_id": 32}
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
     "control_tokens": CONTROL_TOKENS,
     "dtype": DTYPE_BYTES,
+    "trust": TRUST,
 }
 
 
@@ -86,6 +87,8 @@ class IndexConfig:
     corpus_filler
         The text of context ``corpus``, chosen from the first documents; "" for other contexts,
         and before there are documents.
+    trust
+        Whose chunks context ``similar`` takes: those of the same folder, or of the index.
     key_check
         Hexadecimal check value that identifies the index's key; "" if nothing is encrypted.
     index_id
@@ -115,6 +118,7 @@ class IndexConfig:
     store: str = ""
     control_tokens: str = KEEP
     corpus_filler: str = ""
+    trust: str = INDEX
     key_check: str = ""
     index_id: str = ""
 

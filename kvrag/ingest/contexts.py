@@ -1,7 +1,8 @@
-"""What precedes a chunk during encoding: nothing, its document's text, or a fixed filler.
+"""What precedes a chunk during encoding: nothing, its document's text, a fixed filler, or others.
 
-A context is stored as token ids only, without its KV. Except for ``corpus`` it never comes from
-another document: otherwise the rest of an index would change a chunk's KV. The filler comes from no
+A context is stored as token ids only, without its KV. Except for ``corpus`` and ``similar``
+(`kvrag.ingest.companions`) it never comes from another document: otherwise the rest of an index
+would change a chunk's KV. The filler comes from no
 document and no user: it is a text file of this package, the same for every chunk of every tenant,
 so it carries nothing from one to another. The filler of ``corpus`` is passages of the index's own
 documents (`join_passages`), chosen once and then the same for all chunks.
@@ -37,7 +38,25 @@ chunk alone is optional (`Chunk.is_optional`).
 CORPUS = "corpus"
 """As `FILLER`, with passages of the index's own documents as the text."""
 
-DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512, CORPUS: 512}
+SIMILAR = "similar"
+"""Chunks are encoded after those that are nearest to them (`kvrag.ingest.companions`), which are
+known only once chunks are embedded. The record of the chunk alone is optional, as with `FILLER`.
+"""
+
+LEAST_TOKENS = 16
+"""With `SIMILAR`, tokens of the shortest chunk that precedes others, and of a part of one."""
+
+INDEX, FOLDER = TRUST = "index", "folder"
+"""Whose chunks precede a chunk with `SIMILAR`: those of the index, or of the same folder."""
+
+DEFAULT_TOKENS = {
+    NO_CONTEXT: 0,
+    DOCUMENT: 256,
+    NEIGHBOURS: 0,
+    FILLER: 512,
+    CORPUS: 512,
+    SIMILAR: 512,
+}
 """Each context's number of tokens if none is given; 0 if no number limits it."""
 
 SEPARATOR = "\n\n"
@@ -83,6 +102,16 @@ class Context:
         """Whether it is the same text for all chunks of an index."""
         return self.name in (FILLER, CORPUS)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether chunks share it, and have an optional record of the chunk alone beside it."""
+        return self.is_filler or self.name == SIMILAR
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether chunks of equal text may be encoded after different text."""
+        return self.is_of_document or self.name == SIMILAR
+
 
 ALONE = Context(NO_CONTEXT, 0)
 """Chunks are encoded after the shared prefix alone."""
@@ -94,7 +123,7 @@ harmed by one of this length (docs/contexts.md)."""
 
 def parse_context(text: str) -> Context:
     """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours``,
-    ``filler[:TOKENS]`` or ``corpus[:TOKENS]`` names.
+    ``filler[:TOKENS]``, ``corpus[:TOKENS]`` or ``similar[:TOKENS]`` names.
 
     Raises
     ------
@@ -107,6 +136,8 @@ def parse_context(text: str) -> Context:
     if default is not None and number is None:
         return Context(name, default)
     if default and number is not None:
+        if name == SIMILAR and int(number) < 2 * LEAST_TOKENS:
+            raise ParameterError(f"context {text}: give it at least {2 * LEAST_TOKENS} tokens")
         return Context(name, int(number))
     expected = (f"{one}[:TOKENS]" if most else one for one, most in DEFAULT_TOKENS.items())
     raise ParameterError(
@@ -142,7 +173,7 @@ def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int)
     Parameters
     ----------
     context
-        The context; only a filler is checked, since others are shortened to what fits.
+        The context; only a shared one is checked, since others are shortened to what fits.
     tokenizer
         The model's fast tokenizer.
     room
@@ -150,7 +181,7 @@ def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int)
     chunk_tokens
         The largest number of tokens in a chunk.
     """
-    if not context.is_filler:
+    if not context.is_shared:
         return
     left = room - chunk_tokens
     if context.num_tokens > left:
@@ -163,7 +194,7 @@ def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int)
                 else "shorter chunks"
             )
         )
-    if context.name == CORPUS:
+    if context.name != FILLER:
         return  # its text is as long as the documents allow
     num_written = len(filler_ids(tokenizer))
     if context.num_tokens > num_written:
@@ -222,7 +253,7 @@ def add_contexts(
     tokenizer
         The model's fast tokenizer.
     context
-        What precedes the chunks.
+        What precedes the chunks; ``similar`` is given to them once they are embedded.
     room
         The largest number of tokens in a context and its chunk together: the model's window
         after the shared prefix.
@@ -235,7 +266,7 @@ def add_contexts(
         The text of context ``corpus``.
     """
     limit = context.num_tokens
-    if context.name == NO_CONTEXT:
+    if context.name in (NO_CONTEXT, SIMILAR):
         return list(chunks)
     if context.is_filler:
         of_corpus = context.name == CORPUS

@@ -165,8 +165,8 @@ class Encoders:
         before = (*self._config.prefix_ids, *chunk.contexts[0])
         if self._compression is not None:
             return self._compressor.encode(before, chunk.token_ids)
-        is_same_for_all = self._config.chunk_context.is_filler
-        prefix = self._encode_prefix(before) if is_same_for_all and before else before
+        is_shared = self._config.chunk_context.is_shared
+        prefix = self._encode_prefix(before) if is_shared and before else before
         return self.model.prefill(prefix, [chunk.token_ids], check=check)[0]
 
     @cached_property

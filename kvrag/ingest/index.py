@@ -420,7 +420,7 @@ class Index(Search):
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, ordered by source."""
         # A filler's other records are those that prompts make.
-        with_others = not self.config.chunk_context.is_filler
+        with_others = not self.config.chunk_context.is_shared
         return self.catalog.documents(self.expected_bytes_per_token, with_others=with_others)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:

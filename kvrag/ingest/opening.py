@@ -20,7 +20,14 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.checks import check_device, check_embedding, check_limit, check_unencrypted
 from kvrag.ingest.config import KV_FOLDER, VIEW_OF_NAME, IndexConfig
-from kvrag.ingest.contexts import ALONE, check_filler, default_context, parse_context
+from kvrag.ingest.contexts import (
+    ALONE,
+    INDEX,
+    SIMILAR,
+    check_filler,
+    default_context,
+    parse_context,
+)
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import (
     key_check,
@@ -221,6 +228,11 @@ def _make_config(
         context = ALONE
     else:
         context = default_context(model.tokenizer, model.max_positions, room, chunk_tokens)
+    if settings.trust != INDEX and context.name != SIMILAR:
+        raise ParameterError(
+            f"trust {settings.trust}: only context {SIMILAR} puts other documents before a chunk, "
+            f"and this index has {context}; leave it out, or choose {SIMILAR}"
+        )
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
@@ -238,6 +250,7 @@ def _make_config(
         chunk_tokens=int(chunk_tokens),
         context=context.name,
         context_tokens=context.num_tokens,
+        trust=settings.trust,
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
         tenant_salt=settings.salt.hex(),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from kvrag.chunk import Chunk, ChunkKey
+from kvrag.ingest.contexts import LEAST_TOKENS, Context
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from kvrag.ingest.contexts import Context
 
 KeyOf = Callable[[Chunk], ChunkKey]
 """Returns the name that a chunk's KV must have, the first of several."""
@@ -174,6 +173,11 @@ class Change:
         Files whose state is removed, and files whose state is written.
     remove
         Sources of documents to remove with their chunks.
+    encode
+        Other contexts of chunks, by id; a chunk that is gone stays so.
+    after
+        With context ``similar``, the chunks that precede each chunk of `put` and `encode`. A
+        chunk gets no context if one of them is gone.
     put
         ``(source, file, digest, metadata, rows)`` for each document to write; it replaces the
         document with the same source.
@@ -186,6 +190,8 @@ class Change:
     )
     put_files: list[FileState] = field(default_factory=list)
     remove_chunks: list[str] = field(default_factory=list)
+    encode: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    after: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -207,6 +213,36 @@ def pack_contexts(contexts: Sequence[Sequence[int]]) -> bytes:
     if not any(contexts):
         return b""
     return b"".join(pack_ids((len(ids), *ids)) for ids in contexts)
+
+
+class Heads:
+    """Finds what was encoded after some texts.
+
+    Parameters
+    ----------
+    texts
+        Token ids of chunks, packed (`pack_ids`).
+    """
+
+    def __init__(self, texts: Iterable[bytes]) -> None:
+        size = 4 * LEAST_TOKENS
+        import numpy as np
+
+        found = (one[:size] for one in texts if isinstance(one, bytes))  # damaged rows have others
+        self._heads = {one for one in found if len(one) == size}
+        first = [int.from_bytes(one[:8], "little") for one in self._heads]
+        self._first = np.array(first, np.int64)
+
+    def are_in(self, contexts: object) -> bool:
+        """Return whether one of them, or the beginning of one, is in packed contexts."""
+        import numpy as np
+
+        if not self._heads or not isinstance(contexts, bytes):
+            return False
+        ids = np.frombuffer(contexts, "<i4", len(contexts) // 4).astype(np.int64)
+        pairs = ids[:-1] | ids[1:] << 32
+        starts = 4 * np.flatnonzero(np.isin(pairs, self._first))
+        return any(contexts[at : at + 4 * LEAST_TOKENS] in self._heads for at in starts.tolist())
 
 
 def pack_json(values: Mapping[str, Any]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kvrag.chunk import Chunk
-from kvrag.ingest.contexts import encoded_behind
-from kvrag.ingest.rows import ChunkRow, Encoding, FileState, KeyOf, pack_chunk
+from kvrag.ingest.contexts import SIMILAR, encoded_behind
+from kvrag.ingest.rows import Change, ChunkRow, Encoding, FileState, Heads, pack_chunk, pack_json
 from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     DOCUMENT_COLUMNS,
@@ -35,15 +36,46 @@ class RowWriter:
         The catalog's connection, what makes its checksums, and its file, which errors name.
     state
         The state before; it follows what is written.
+    encoding
+        How the index encodes its chunks; None writes what is sound already.
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, checksums: Checksums, path: Path, state: State
+        self,
+        connection: sqlite3.Connection,
+        checksums: Checksums,
+        path: Path,
+        state: State,
+        encoding: Encoding | None,
     ) -> None:
         self._connection = connection
         self._checksums = checksums
         self._path = path
         self.state = state
+        self._encoding = encoding
+        # With context ``similar``: packed token ids of chunks that went, and of those that came,
+        # and those of the latter whose contexts nothing vouches for.
+        self._gone: set[bytes] = set()
+        self._come: set[bytes] = set()
+        self._doubted: set[str] = set()
+
+    def write(self, change: Change) -> int:
+        """Write a change; return the single chunks removed."""
+        num_removed = sum(map(self.drop_chunk, change.remove_chunks))
+        for path in change.forget_files:
+            self.drop_file(path)
+        for source in change.remove:
+            self.drop_document(source)
+        for source, file, digest, metadata, chunks in change.put:
+            if self._is_similar:
+                self._doubt(chunks, change.after)
+            self.put_document(source, file, digest, pack_json(metadata), chunks)
+        for one in change.put_files:
+            self.put_file(one)
+        if self._is_similar:
+            self._give_all(change.encode)
+            self._forget(change)
+        return num_removed
 
     def put_file(self, file: FileState) -> None:
         self.drop_file(file.path)
@@ -83,6 +115,7 @@ class RowWriter:
             chunks.append((*values, checksum, keys[0], vector, vector_checksum))
             other_keys += [(number, place, key) for place, key in enumerate(keys[1:], 1)]
             parts.append(joined(checksum, vector_checksum, " ".join(keys)))
+            self._come.add(values[5])
         # Rows of these chunks that a damaged source has attached to another document.
         self._connection.executemany(
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
@@ -114,15 +147,16 @@ class RowWriter:
         """Remove a document and all chunks that name it, even those its row does not list."""
         self._forget_file_of(source)
         chunks = self._connection.execute(
-            "DELETE FROM chunks WHERE source = ? RETURNING seal", (source,)
+            "DELETE FROM chunks WHERE source = ? RETURNING seal, token_ids", (source,)
         ).fetchall()
+        self._gone.update(ids for _, ids in chunks)
         before = self.state.documents
         for (checksum,) in self._connection.execute(
             "DELETE FROM documents WHERE source = ? RETURNING seal", (source,)
         ).fetchall():
             self.state.count_document(checksum, -1)
         if self.state.documents == before:  # its row is lost, or damaged
-            for (checksum,) in chunks:
+            for checksum, _ in chunks:
                 self.state.tell_gone(checksum)
 
     def _forget_file_of(self, source: str) -> None:
@@ -142,7 +176,7 @@ class RowWriter:
         ).fetchall()
         return 1 + max((row for (row,) in numbers if isinstance(row, int)), default=0)
 
-    def drop_chunk(self, chunk_id: str, encoding: Encoding) -> int:
+    def drop_chunk(self, chunk_id: str) -> int:
         """Remove a chunk, and its document if it was the last one; return how many are gone.
 
         Chunks that were encoded after it lose their contexts: from then on they use the KV of the
@@ -161,9 +195,20 @@ class RowWriter:
         sound = [one for one in later if self._checksums.is_right("chunk", one)]
         gone = [(one[0],) for one in (rows[0], *later) if one not in sound]
         self._connection.executemany("DELETE FROM chunks WHERE row = ?", gone)
+        self._gone.update(one[5] for one in (rows[0], *later) if one not in sound)
         behind = (sound_chunk(one, self._checksums, self._path) for one in sound)
-        for chunk in list(encoded_behind(ordinal, behind, encoding.context)):
-            self._use_alone(replace(chunk, contexts=((),)), encoding.key_of)
+        assert self._encoding is not None
+        for chunk in list(encoded_behind(ordinal, behind, self._encoding.context)):
+            self._give(replace(chunk, contexts=((),)))
+        # It no longer matches its digest: adding it again restores it.
+        self._sum_up(source, rows[0][-1], is_whole=False)
+        return len(gone)
+
+    def _sum_up(self, source: str, checksum: bytes, *, is_whole: bool = True) -> None:
+        """Let a document's row say which chunks it has now; drop it if it has none.
+
+        The checksum is that of a chunk that has changed.
+        """
         parts = [
             joined(*part)
             for part in self._connection.execute(
@@ -173,32 +218,88 @@ class RowWriter:
         ]
         if not parts:
             self.drop_document(source)
-            return len(gone)
-        # It no longer matches its digest: adding it again restores it.
-        self._forget_file_of(source)
+            return
+        if not is_whole:
+            self._forget_file_of(source)
         whole = self._checksums.whole(parts)
         before = self.state.documents
         for row in self._connection.execute(
             f"SELECT {DOCUMENT_COLUMNS} FROM documents WHERE source = ?", (source,)
         ).fetchall():
             if self._checksums.is_right("document", row):
-                one = StoredDocument(*row[:-1])
-                self._write_document(one._replace(digest="", num_chunks=len(parts), chunks=whole))
+                one = StoredDocument(*row[:-1])._replace(num_chunks=len(parts), chunks=whole)
+                self._write_document(one if is_whole else one._replace(digest=""))
         if self.state.documents == before:  # its row is lost, or damaged
-            self.state.tell_gone(rows[0][-1])
-        return len(gone)
+            self.state.tell_gone(checksum)
 
-    def _use_alone(self, alone: Chunk, key_of: KeyOf) -> None:
-        """Record that a chunk has the KV of the chunk alone, and no other."""
+    def _give(self, chunk: Chunk) -> None:
+        """Record that a stored chunk has other contexts; `_sum_up` must follow."""
+        assert self._encoding is not None
         ((row,),) = self._connection.execute(
-            "SELECT row FROM chunks WHERE chunk_id = ?", (alone.chunk_id,)
+            "SELECT row FROM chunks WHERE chunk_id = ?", (chunk.chunk_id,)
         ).fetchall()
-        values = pack_chunk(row, alone)
+        values = pack_chunk(row, chunk)
+        first, *others = (self._encoding.key_of(one).digest for one in chunk.encodings())
         self._connection.execute(
             "UPDATE chunks SET contexts = ?, kv_key = ?, seal = ? WHERE row = ?",
-            (values[-1], key_of(alone).digest, self._checksums.of("chunk", values), row),
+            (values[-1], first, self._checksums.of("chunk", values), row),
         )
         self._connection.execute("DELETE FROM other_keys WHERE row = ?", (row,))
+        self._connection.executemany(
+            "INSERT INTO other_keys VALUES (?, ?, ?)",
+            [(row, place, key) for place, key in enumerate(others, 1)],
+        )
+
+    # -- what was encoded after text that is gone (context ``similar``) -----------------------
+
+    @property
+    def _is_similar(self) -> bool:
+        return self._encoding is not None and self._encoding.context.name == SIMILAR
+
+    def _doubt(self, rows: Sequence[ChunkRow], after: Mapping[str, tuple[str, ...]]) -> None:
+        """Note the chunks to write whose contexts were kept, and are those of no chunk any more."""
+        for row in rows:
+            if row.chunk.contexts[0] and row.chunk.chunk_id not in after:
+                select = "SELECT 1 FROM chunks WHERE kv_key = ?"
+                if not self._connection.execute(select, (row.keys[0].digest,)).fetchall():
+                    self._doubted.add(row.chunk.chunk_id)
+
+    def _forget(self, change: Change) -> None:
+        """Take their context from the chunks that were encoded after text that is gone."""
+        forgetful = self._doubted
+        standing = set(chain.from_iterable(change.after.values()))
+        missing = standing - self._present(standing)
+        forgetful |= {one for one, before in change.after.items() if missing.intersection(before)}
+        if gone := self._gone - self._come:
+            heads = Heads(gone)
+            forgetful |= {
+                chunk_id
+                for chunk_id, contexts in self._connection.execute(
+                    "SELECT chunk_id, contexts FROM chunks WHERE length(contexts) > 0"
+                )
+                if heads.are_in(contexts)
+            }
+        self._give_all(dict.fromkeys(sorted(forgetful), ((),)))
+
+    def _present(self, chunk_ids: Iterable[str]) -> set[str]:
+        """Return those of some chunks that are there."""
+        select = "SELECT chunk_id FROM chunks WHERE chunk_id = ?"
+        found = (self._connection.execute(select, (one,)).fetchone() for one in chunk_ids)
+        return {one for (one,) in filter(None, found)}
+
+    def _give_all(self, contexts: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:
+        """Give sound chunks other contexts, by id."""
+        changed: dict[str, bytes] = {}
+        for chunk_id, given in contexts.items():
+            for row in self._connection.execute(
+                f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
+            ).fetchall():
+                if self._checksums.is_right("chunk", row):
+                    chunk = sound_chunk(row, self._checksums, self._path)
+                    self._give(replace(chunk, contexts=given))
+                    changed[chunk.source] = row[-1]
+        for source, checksum in changed.items():
+            self._sum_up(source, checksum)
 
 
 def _marks(columns: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvrag.arguments import shown
 from kvrag.codec.names import parse_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.checks import check_device
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
-from kvrag.ingest.contexts import parse_context
+from kvrag.ingest.contexts import INDEX, TRUST, parse_context
 from kvrag.models.control import check_control_tokens
 from kvrag.optiontable import check_options, described, option
 
@@ -58,9 +59,15 @@ class IndexSettings:
         None,
         "Text that the model reads before each chunk it encodes: none, filler (the same "
         "unrelated text for all chunks, 512 tokens), corpus (the same, with passages of the first "
-        "documents as the text), document (earlier text of the same document, at most 256 tokens) "
-        "or neighbours (also stores a second record, encoded after the previous chunk). Default "
-        "for a new index: filler for models with a window of 4,096 tokens or more, otherwise none.",
+        "documents as the text), similar (the nearest chunks of other documents, 512 tokens), "
+        "document (earlier text of the same document, at most 256 tokens) or neighbours (also "
+        "stores a second record, encoded after the previous chunk). Default for a new index: "
+        "filler for models with a window of 4,096 tokens or more, otherwise none.",
+    )
+    trust: str = option(
+        INDEX,
+        "Whose chunks context similar takes: those of the whole index, or only those of documents "
+        "in the same folder. Default for a new index: index.",
     )
     compression: str = option(
         NO_COMPRESSION,
@@ -109,6 +116,8 @@ class IndexSettings:
         check_control_tokens(self.control_tokens)
         if self.context is not None:
             parse_context(self.context)
+        if self.trust not in TRUST:
+            raise ParameterError(f"trust {shown(self.trust)}: expected {' or '.join(TRUST)}")
         parse_compression(self.compression)
         check_device(self.device)
 

@@ -122,14 +122,16 @@ Runner = Callable[[Run], Plan]
 """Carries out an ingestion: returns what was planned, and in a dry run writes nothing."""
 
 
-def windows(documents: Iterable[PlannedDocument]) -> Iterator[list[PlannedDocument]]:
-    """Yield documents in groups of `COMMIT_TOKENS` or a little more, which are written together."""
+def windows(
+    documents: Iterable[PlannedDocument], least_tokens: int = COMMIT_TOKENS
+) -> Iterator[list[PlannedDocument]]:
+    """Yield documents in groups of `least_tokens` or a little more, which are written together."""
     window: list[PlannedDocument] = []
     num_tokens = 0
     for document in documents:
         window.append(document)
         num_tokens += document.num_tokens
-        if num_tokens >= COMMIT_TOKENS:
+        if num_tokens >= least_tokens:
             yield window
             window, num_tokens = [], 0
     if window:
@@ -225,17 +227,26 @@ def _vectors(embedding: Embedding, texts: list[str]) -> dict[str, NDArray[np.flo
 
 
 def lacking(
-    documents: Iterable[PlannedDocument], key_of: KeyOf, store: Store
+    documents: Iterable[PlannedDocument],
+    key_of: KeyOf,
+    store: Store,
+    *,
+    by_context: bool = False,
 ) -> list[tuple[ChunkKey, Chunk]]:
     """Return the KV that documents need and a store lacks.
 
-    It is in order of length, so that neighbouring passes reuse each other's buffers.
+    It is in order of length, so that neighbouring passes reuse each other's buffers. With
+    `by_context`, chunks with the same context follow each other, so that its KV is made once.
     """
     chunks = (chunk for one in documents if not one.reason for chunk in one.chunks)
     required = {key_of(one): one for chunk in chunks for one in chunk.required()}
     return sorted(
         ((key, chunk) for key, chunk in required.items() if not store.contains(key)),
-        key=lambda one: (len(one[1].contexts[0]) + len(one[1].token_ids), one[0]),
+        key=lambda one: (
+            one[1].contexts[0] if by_context else (),
+            len(one[1].contexts[0]) + len(one[1].token_ids),
+            one[0],
+        ),
     )
 
 
@@ -272,6 +283,7 @@ class RecordMaker:
         self._prefill = prefill
         self._outcome = outcome
         self._last_encoded: Chunk | None = None
+        self._last_context: tuple[int, ...] = ()
         self._is_doubted = False
 
     def make(
@@ -315,7 +327,9 @@ class RecordMaker:
         writer.submit(store)
         self._outcome.num_records += 1
         self._outcome.num_tokens_computed += len(chunk.token_ids)
-        self._outcome.num_context_tokens += len(chunk.contexts[0])
+        if chunk.contexts[0] != self._last_context:  # its KV is made once for several chunks
+            self._last_context = chunk.contexts[0]
+            self._outcome.num_context_tokens += len(self._last_context)
         return True
 
 
@@ -415,15 +429,21 @@ class BackgroundWriter:
         self._raise()
         self._tasks.put(task)
 
+    def wait(self) -> None:
+        """Wait for all tasks. Raises the error of an earlier task."""
+        self._tasks.join()
+        self._raise()
+
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            if self._error is not None or self._stopped:
-                continue
             try:
-                task()
+                if self._error is None and not self._stopped:
+                    task()
             except BaseException as error:  # raised again by the submitting thread
                 self._error = error
+            finally:
+                self._tasks.task_done()

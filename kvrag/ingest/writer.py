@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, Document
@@ -18,7 +18,7 @@ from kvrag.foreign import document_failures
 from kvrag.ingest import lock, stages
 from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, join_passages
+from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, SIMILAR, join_passages
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import read_file
 from kvrag.ingest.fitter import CodecFitter
@@ -31,10 +31,19 @@ from kvrag.ingest.healing import (
 )
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
-from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
+from kvrag.ingest.plan import (
+    MAX_KEPT_TOKENS,
+    Plan,
+    PlannedDocument,
+    Planner,
+    Sources,
+    find_gone,
+    gather,
+)
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.stages import (
+    COMMIT_TOKENS,
     BackgroundWriter,
     Committer,
     CutAgain,
@@ -45,6 +54,9 @@ from kvrag.ingest.stages import (
     windows,
 )
 from kvrag.ingest.storage import Storage
+
+if TYPE_CHECKING:
+    from kvrag.ingest.companions import Companions
 
 Progress = Callable[[IngestProgress], None]
 
@@ -364,6 +376,15 @@ class _Computing:
         self._maker = RecordMaker(run.storage.home, run.encoders.prefill, run.outcome)
         # The writer's thread uses it too.
         self._committer = Committer(run.storage, plan)
+        self._companions: Companions | None = None
+        # What is chosen among is written together: nothing precedes a chunk that is not there.
+        self._window_tokens = COMMIT_TOKENS
+        if run.config.context == SIMILAR:
+            from kvrag.ingest.companions import Companions
+
+            planned = {one.source for one in plan.documents}
+            self._companions = Companions(run.storage, run.encoders, planned)
+            self._window_tokens = MAX_KEPT_TOKENS
 
     def run(self) -> None:
         plan = self._plan
@@ -371,8 +392,11 @@ class _Computing:
         if first:
             self._run.storage.apply(first)
         with BackgroundWriter() as writer:
-            for window in windows(self._documents()):
+            for window in windows(self._documents(), self._window_tokens):
                 self._run_window(window, writer)
+            if self._companions is not None:
+                for window in windows(self._companions.without(), self._window_tokens):
+                    self._encode_again(window, writer)
         self._committer.list_failures()
         self._run.outcome.seconds = time.perf_counter() - self._started
         self._report()
@@ -386,24 +410,58 @@ class _Computing:
             yield document
 
     def _run_window(self, window: list[PlannedDocument], writer: BackgroundWriter) -> None:
-        run, maker, key_of = self._run, self._maker, self._run.storage.key_of
-        missing = stages.lacking(window, key_of, run.storage.home)
+        stages.embed(self._run.encoders.embedding, window, self._report)
+        bad, after = self._make(window, writer)
+
+        def commit() -> None:
+            stages.refuse(window, self._run.storage.key_of, bad)
+            self._committer.commit(window, Change(after=after))
+            for document in window:  # they are held only as long as needed
+                document.chunks, document.vectors = [], []
+            self._num_documents_done += len(window)
+
+        writer.submit(commit)
+        if self._companions is not None:
+            writer.wait()  # the next ones choose among what is written now
+            self._companions.planned.difference_update(one.source for one in window)
+
+    def _encode_again(self, window: list[PlannedDocument], writer: BackgroundWriter) -> None:
+        """Encode chunks of the index that have no context after their nearest."""
+        bad, after = self._make(window, writer)
+        key_of = self._run.storage.key_of
+
+        def commit() -> None:
+            encode = {
+                chunk.chunk_id: chunk.contexts
+                for document in window
+                for chunk in document.chunks
+                if chunk.contexts[0] and key_of(chunk) not in bad
+            }
+            if encode:
+                self._run.storage.apply(Change(encode=encode, after=after))
+
+        writer.submit(commit)
+
+    def _make(
+        self, window: list[PlannedDocument], writer: BackgroundWriter
+    ) -> tuple[dict[ChunkKey, str], dict[str, tuple[str, ...]]]:
+        """Queue the records that documents lack.
+
+        Returns the reasons for those that cannot be made, and the chunks before each chunk.
+        """
+        run, maker, companions = self._run, self._maker, self._companions
+        after = {} if companions is None else companions.choose(window)
+        by_context = companions is not None
+        missing = stages.lacking(
+            window, run.storage.key_of, run.storage.home, by_context=by_context
+        )
         if missing and maker.codec is None:
             maker.codec = run.codec_for([chunk for _, chunk in missing], self._report_profile)
         bad: dict[ChunkKey, str] = {}
         for key, chunk in missing:
             if maker.make(key, chunk, writer, bad):
                 self._report()
-        stages.embed(run.encoders.embedding, window, self._report)
-
-        def commit() -> None:
-            stages.refuse(window, key_of, bad)
-            self._committer.commit(window)
-            for document in window:  # they are held only as long as needed
-                document.chunks, document.vectors = [], []
-            self._num_documents_done += len(window)
-
-        writer.submit(commit)
+        return bad, after
 
     def _report_profile(self, doing: str) -> None:
         if self._run.on_progress is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.corpora import Case, asked_of, read_corpus, without_copies
 from kvrag_bench.judge.bank import ChunkBank
-from kvrag_bench.judge.contexts import parse_context
 from kvrag_bench.judge.judgements import Asked
 from kvrag_bench.judge.judging import Judge
-from kvrag_bench.quality import retrieved
+from kvrag_bench.quality import entrants, retrieved
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.retrieved import Found, retrieve
@@ -133,13 +133,18 @@ def test_earlier_chunks_are_given_where_a_context_holds_them(pages: Path, model:
 def test_texts_of_contexts_are_of_the_corpus(pages: Path, model: KVModel) -> None:
     nothing = found(pages, model)
     assert (nothing.corpus_filler, nothing.similar) == ("", {})
+    # The others are copies of each other, but for a name.
+    other = "Flour, water and salt are all that a baker of bread needs besides an oven and a night."
+    (pages / "east.html").write_text(f"<h2>1. Of bread</h2><p>{other}</p>", "utf-8")
     texts = found(pages, model, contexts=("corpus:32", "similar:40"), chunk_tokens=256)
-    assert texts.corpus_filler.startswith("# ")
+    assert texts.corpus_filler.startswith("## ")
     assert set(texts.similar) == {text for one in texts.questions for text in one.texts}
-    for chunk, before in texts.similar.items():
+    for chunk, ids in texts.similar.items():
+        before = model.tokenizer.decode(ids)
+        assert len(ids) <= 40
+        assert before
         assert chunk not in before
-        # There are two documents, and it is the other one.
-        assert ("north" in chunk) != ("north" in before)
+        assert ("bread" in chunk) != ("bread" in before)
 
 
 def test_an_index_is_kept_for_the_next_run(
@@ -157,16 +162,11 @@ def test_an_index_is_kept_for_the_next_run(
 
 
 def test_chunks_are_encoded_after_their_own_text(model: KVModel) -> None:
-    similar = {"one of them": "what is near", "another": "what else is near, and longer"}
-    bank = ChunkBank(model, list(similar), [get_codec("raw")], context="similar:4", similar=similar)
-    (first, second) = bank._chunks.values()
-    for chunk in (first, second):
-        # Alone where it stands first in a prompt, as after a filler.
-        before, alone = chunk.contexts
-        assert alone == ()
-        written = model.tokenizer(similar[chunk.text] + "\n\n", add_special_tokens=False)
-        assert list(before) == written["input_ids"][-4:]
-    assert first.contexts != second.contexts
+    similar = {"one of them": (5, 6, 7), "another": (8, 9), "none": ()}
+    bank = ChunkBank(model, [*similar], [get_codec("raw")], context="similar", similar=similar)
+    # Alone where it stands first in a prompt, as after a filler.
+    found = [chunk.contexts for chunk in bank._chunks.values()]
+    assert found == [((5, 6, 7), ()), ((8, 9), ()), ((),)]
 
 
 def test_rows_of_the_suite(
@@ -186,7 +186,7 @@ def test_rows_of_the_suite(
         suite=("retrieved",),
         policies=("none", "two_stage"),
         ratios=(0.3,),
-        contexts=("none", "corpus:16", "similar:16"),
+        contexts=("none", "corpus:16", "similar:40"),
         num_questions=2,
         max_tokens=4,
         tops=(2, 3),
@@ -201,7 +201,7 @@ def test_rows_of_the_suite(
     plain = by_name["none", "none"]
     assert plain.num_questions == 4
     assert by_name["boundary", "none"].kl < 1e-6 < plain.kl
-    assert len({by_name["none", one].kl for one in ("none", "corpus:16", "similar:16")}) == 3
+    assert len({by_name["none", one].kl for one in ("none", "corpus:16", "similar:40")}) == 3
     assert len((tmp_path / "judged.jsonl").read_bytes().splitlines()) == 4 * 7 + 2
     # What one question's prompts need is encoded, and its judgements written, before the next.
     assert encoded == [
@@ -209,13 +209,19 @@ def test_rows_of_the_suite(
     ]
     # Where other passages are chosen, what was judged after them is judged again.
     retrieve.cache_clear()
-    monkeypatch.setattr(retrieved, "_similar_to", lambda *_: "something else is nearest")
+    chosen = retrieved.retrieve
+
+    def other(*given: Any, **named: Any) -> Found:
+        found = chosen(*given, **named)
+        return replace(found, similar=dict.fromkeys(found.similar, (5, 6, 7)))
+
+    monkeypatch.setattr(entrants, "retrieve", other)
     again = run_quality_bench(options)
     assert len((tmp_path / "judged.jsonl").read_bytes().splitlines()) == 4 * 9 + 2
     kl = {(one.policy, one.context): one.kl for one in again if one.question_type == "overall"}
     assert {key for key in kl if kl[key] != by_name[key].kl} == {
-        ("none", "similar:16"),
-        ("two_stage", "similar:16"),
+        ("none", "similar:40"),
+        ("two_stage", "similar:40"),
     }
 
 
@@ -228,7 +234,7 @@ def test_rows_of_the_suite(
         ({"num_questions": 0}, "0 questions"),
         ({"data": "nowhere"}, "no data set at 'nowhere'"),
         ({"suite": ("bridge",), "contexts": ("similar",)}, "only the suite 'retrieved'"),
-        ({"contexts": ("similar:x",)}, "context 'filler:x'"),
+        ({"contexts": ("similar:x",)}, "context 'similar:x'"),
     ],
 )
 def test_what_cannot_be_asked(model: KVModel, changed: dict[str, Any], message: str) -> None:
@@ -250,9 +256,3 @@ def test_the_command(run: Run, pages: Path) -> None:
     done = run("bench", "quality", "--data", pages, *options.split())
     assert done.code == 0, done.err
     assert {row["question_type"] for row in json.loads(done.out)} == {"overall", "top 2"}
-
-
-def test_names_of_contexts() -> None:
-    assert str(parse_context("similar")) == "similar:512"
-    assert str(parse_context("similar:9")) == "similar:9"
-    assert parse_context("none").name == "none"

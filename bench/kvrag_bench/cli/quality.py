@@ -52,8 +52,8 @@ def bench_quality(
         typer.Option(
             help="Contexts to encode chunks with, with commas: none, filler[:TOKENS], "
             "corpus[:TOKENS] (passages of questions that are not asked), document[:TOKENS], "
-            "neighbours (see 'kvrag ingest'), and with 'retrieved' similar[:TOKENS] (the nearest "
-            "chunks of other documents). With document or neighbours, carried-over questions "
+            "neighbours (see 'kvrag ingest'), and with 'retrieved' similar[:TOKENS]. "
+            "With document or neighbours, carried-over questions "
             "are also asked without their predecessor."
         ),
     ] = "none",

@@ -16,12 +16,11 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, Context, add_contexts
+from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, add_contexts, parse_context
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
-from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.questions import Passage, RenderedPrompt
 
 # Tokens in one prefill, padding included: enough for full speed, and small next to the weights.
@@ -60,7 +59,7 @@ class ChunkBank:
     corpus_filler
         The text of context ``corpus``.
     similar
-        For each chunk's text, its text of context ``similar``.
+        For each chunk's text, the tokens before it with context ``similar``.
 
     Raises
     ------
@@ -78,7 +77,7 @@ class ChunkBank:
         compression: str = NO_COMPRESSION,
         beside: ChunkBank | None = None,
         corpus_filler: str = "",
-        similar: Mapping[str, str] | None = None,
+        similar: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
@@ -181,10 +180,8 @@ class ChunkBank:
     ) -> Iterable[ChunkKV]:
         if self._compressor is not None:
             return [self._compressor.encode(before, token_ids) for token_ids in chunks]
-        is_same_for_all = self._context.is_filler
-        return self.model.prefill(
-            self._encode_prefix(before) if is_same_for_all else before, chunks
-        )
+        is_shared = self._context.is_shared
+        return self.model.prefill(self._encode_prefix(before) if is_shared else before, chunks)
 
     def _id(self, passage: Passage) -> str:
         before = passage.before if self._context.is_of_document else ()
@@ -195,18 +192,18 @@ class ChunkBank:
         earlier = passage.before if self._context.is_of_document else ()
         document = [_tokenised(tokenizer, text) for text in (*earlier, passage.text)]
         room = self.model.max_positions - len(self.prefix_ids)
-        context, filler = self._context, self._corpus_filler
-        if context.name == SIMILAR:
-            # A filler of the documents, but of each chunk's own choice.
-            context, filler = Context(CORPUS, context.num_tokens), self._similar[passage.text]
+        is_compressed = self._compressor is not None
         *_, last = add_contexts(
             document,
             tokenizer,
-            context,
+            self._context,
             room,
-            is_compressed=self._compressor is not None,
-            corpus_filler=filler,
+            is_compressed=is_compressed,
+            corpus_filler=self._corpus_filler,
         )
+        before = self._similar[passage.text] if self._context.name == SIMILAR else ()
+        if before:
+            last = replace(last, contexts=(before,) if is_compressed else (before, ()))
         # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
 

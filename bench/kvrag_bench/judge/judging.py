@@ -174,7 +174,7 @@ class Judge:
         is_generated: Callable[[JudgedQuestion, str], bool] = lambda *_: True,
         say: Callable[[str], None] = lambda _: None,
         corpus_filler: str = "",
-        similar: Mapping[str, str] | None = None,
+        similar: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._model = model
         self._corpus_filler = corpus_filler

@@ -25,11 +25,10 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
-from kvrag.ingest.contexts import CORPUS
+from kvrag.ingest.contexts import CORPUS, SIMILAR, parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
-from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.effort import Effort
 from kvrag_bench.judge.judgements import Asked, Contestant, Judgement
 from kvrag_bench.judge.judging import Judge, prompts_that_fit
@@ -222,7 +221,7 @@ class _Run:
         """Return what `Results` wants: the text of a context that is chosen from a corpus."""
         name = parse_context(contestant.context).name
         if name == SIMILAR:
-            return "\0".join(self._similar[text] for text in question.texts)
+            return repr([self._similar[text] for text in question.texts])
         return self._corpus_filler if name == CORPUS else ""
 
     def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:

@@ -16,9 +16,8 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, join_passages
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SIMILAR, join_passages, parse_context
 from kvrag.models.kv_model import KVModel
-from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.judging import check_policies
 from kvrag_bench.judge.questions import JudgedQuestion
@@ -244,8 +243,8 @@ def _retrieved(options: QualityOptions) -> Found:
     )
 
 
-def similar_passages(options: QualityOptions) -> dict[str, str]:
-    """Return the text of context ``similar`` for each chunk of the suite ``retrieved``."""
+def similar_passages(options: QualityOptions) -> dict[str, tuple[int, ...]]:
+    """Return the tokens of context ``similar`` for each chunk of the suite ``retrieved``."""
     return _retrieved(options).similar if RETRIEVED in options.suite else {}
 
 

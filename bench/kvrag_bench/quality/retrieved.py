@@ -15,18 +15,14 @@ from typing import Any
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.engine.asking import reading_order
 from kvrag.errors import ParameterError
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SEPARATOR
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SIMILAR, parse_context
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag_bench.corpora import one_layer, read_corpus, read_handbook, without_copies
-from kvrag_bench.judge.contexts import SIMILAR, parse_context
 from kvrag_bench.judge.questions import JudgedQuestion
 
 RETRIEVED = "retrieved"
-
-# Nearest chunks that are looked at for one that has enough: short ones are passed over too.
-_MOST_SIMILAR = 64
 
 
 @dataclass(frozen=True)
@@ -40,12 +36,13 @@ class Found:
     corpus_filler
         The text of context ``corpus``, as ingestion chooses it; empty if nobody asked for it.
     similar
-        For each chunk's text its text of context ``similar``; empty if nobody asked for it.
+        For each chunk's text the tokens before it with context ``similar``, as ingestion chooses
+        them; empty if nobody asked for it.
     """
 
     questions: tuple[JudgedQuestion, ...]
     corpus_filler: str = ""
-    similar: dict[str, str] = field(default_factory=dict)
+    similar: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +71,7 @@ def retrieve(
     chunk_tokens
         Largest number of tokens in a chunk.
     contexts
-        What chunks will be encoded after (`kvrag_bench.judge.contexts.parse_context`).
+        What chunks will be encoded after (`kvrag.ingest.contexts.parse_context`).
     seed, num_questions
         Which questions are drawn, and how many; more questions begin with the same ones.
     beside
@@ -100,7 +97,14 @@ def retrieve(
         "chunk_tokens": chunk_tokens,
         "context": f"{CORPUS}:{of_corpus}" if of_corpus else NO_CONTEXT,
     }
-    with _indexed(documents, one_layer(tokenizer), settings, beside) as index:
+    with ExitStack() as stack:
+        index = stack.enter_context(_indexed(documents, one_layer(tokenizer), settings, beside))
+        others = index
+        if num_similar:
+            settings["context"] = f"{SIMILAR}:{num_similar}"
+            others = stack.enter_context(
+                _indexed(documents, one_layer(tokenizer), settings, beside)
+            )
 
         @cache
         def chunks_of(source: str) -> list[Chunk]:
@@ -113,7 +117,7 @@ def retrieve(
 
         name = "the handbook" if data is None else Path(data).name
         questions = []
-        similar: dict[str, str] = {}
+        similar: dict[str, tuple[int, ...]] = {}
         for number, case in enumerate(drawn):
             hits = [hit.chunk for hit in index.search(case.question, max(tops))]
             for top in dict.fromkeys(tops):
@@ -128,9 +132,9 @@ def retrieve(
                         before=tuple(map(before, chunks)),
                     )
                 )
-            for chunk in hits if num_similar else ():
-                if chunk.text not in similar:
-                    similar[chunk.text] = _similar_to(chunk, index, num_similar)
+            if num_similar:
+                for chunk in others.get_chunks([one.chunk_id for one in hits]):
+                    similar[chunk.text] = chunk.contexts[0]
         return Found(tuple(questions), index.config.corpus_filler, similar)
 
 
@@ -155,17 +159,3 @@ def _indexed(
             for failed in index.add(documents).failed:
                 raise ParameterError(f"{failed.source} cannot be indexed: {failed.reason}")
         yield index
-
-
-def _similar_to(chunk: Chunk, index: Index, num_tokens: int) -> str:
-    """Return the chunks of other documents that are nearest to one, the nearest last."""
-    texts: dict[str, None] = {}
-    num_found = 0
-    others = {"source": {"$ne": chunk.source}}
-    for hit in index.search_dense(chunk.text, _MOST_SIMILAR, filter=others):
-        if num_found >= num_tokens:
-            break
-        if hit.chunk.text != chunk.text and hit.chunk.text not in texts:
-            texts[hit.chunk.text] = None
-            num_found += len(hit.chunk.token_ids)
-    return SEPARATOR.join(reversed(texts))

@@ -21,7 +21,7 @@ from kvrag.arguments import shown
 from kvrag.errors import ClusterError, ParameterError
 from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
-from kvrag.ingest.contexts import CORPUS
+from kvrag.ingest.contexts import CORPUS, SIMILAR
 from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
@@ -150,6 +150,11 @@ class RayRunner:
         """Raise ParameterError if other machines cannot fill the index."""
         storage, config = run.storage, run.config
         check_lasting(storage.store)
+        if config.context == SIMILAR:
+            raise ParameterError(
+                "context similar chooses among all chunks of an ingestion, and a worker of Ray "
+                "knows only those that it is given: ingest without --ray, or choose another one"
+            )
         options = self._options
         cpus = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
         cpus += 0.0 if self._dataset is None else _READ_CPUS

@@ -167,6 +167,8 @@ def pack(change: Change) -> bytes:
                 for source, file, digest, metadata, rows in change.put
             ],
             "put_files": [asdict(one) for one in change.put_files],
+            "encode": change.encode,
+            "after": change.after,
         }
     text = zlib.compress(json.dumps(said, allow_nan=False).encode(), 1)
     return bytes(
@@ -199,6 +201,8 @@ def unpack(content: bytes, where: str) -> Change:
                 for source, file, digest, metadata, rows in said["put"]
             ],
             put_files=[FileState(**one) for one in said["put_files"]],
+            encode={one: _contexts(ids) for one, ids in said.get("encode", {}).items()},
+            after={one: tuple(ids) for one, ids in said.get("after", {}).items()},
         )
     except (SafetensorError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise IndexFormatError(
@@ -237,6 +241,10 @@ def _said(row: ChunkRow) -> list[Any]:
     ]
 
 
+def _contexts(values: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, values))
+
+
 def _row(source: str, values: list[Any], vectors: _Vectors) -> ChunkRow:
     chunk_id, text, ids, starts, ordinal, metadata, contexts, keys, count = values
     chunk = Chunk(
@@ -247,7 +255,7 @@ def _row(source: str, values: list[Any], vectors: _Vectors) -> ChunkRow:
         source,
         ordinal,
         metadata,
-        tuple(map(tuple, contexts)),
+        _contexts(contexts),
     )
     return ChunkRow(chunk, [ChunkKey(one) for one in keys], vectors.take(count))
 

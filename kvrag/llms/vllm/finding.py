@@ -66,10 +66,10 @@ class TokenFinder:
         layout = Layout(ids, (), *shared_beginning(ids, self._index.prefix_ids))
         found = self._search(ids, layout.prefix_length if layout.has_prefix else 0)
         spans = [span for span, _ in found]
-        of_document = self._index.config.chunk_context.is_of_document
+        tells_apart = self._index.config.chunk_context.tells_apart
         chosen = choose_records(
             # Otherwise chunks with the same text are interchangeable, however many there are.
-            [replace(text, has_more=text.has_more and of_document) for _, text in found],
+            [replace(text, has_more=text.has_more and tells_apart) for _, text in found],
             lambda number, context: layout.is_exact(replace(spans[number], context_ids=context)),
         )
         standing = []

@@ -1,0 +1,401 @@
+"""Context ``similar``: chunks are encoded after those that are nearest to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvrag.chunk import Chunk, Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.companions import Passage, choose
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.contexts import LEAST_TOKENS
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.index import Index
+from kvrag.ingest.ray import driver
+from kvrag.ingest.rows import Heads, pack_ids
+from kvrag.models.kv_model import EncodedPrefix, KVModel
+from tests.ingest.conftest import Machine, MakeIndex, stored_bytes
+from tests.support.models import HEAD
+
+NUM_TOKENS = 48
+SIMILAR = f"similar:{NUM_TOKENS}"
+WORDS = {
+    "mill": "grain stone wheel brook miller flour sack weir sluice rye oats barley",
+    "clock": "hour bell spring dial tower hand pendulum minute gear weight chime noon",
+    "ferry": "river rope landing oar passenger flood pier crossing barge tide shore fare",
+}
+
+
+def page(subject: str, number: int, more: str = "", folder: str = "") -> Document:
+    """Return a page whose words are those of its subject, in an order of its own."""
+    words = random.Random(f"{subject} {number}").choices(WORDS[subject].split(), k=12)
+    source = f"{folder or subject}/{subject} {number}.txt"
+    return Document(source, f"{subject} {' '.join(words)}{more}")
+
+
+PAGES = [page(subject, number) for number in range(1, 5) for subject in WORDS]
+
+
+@pytest.fixture
+def index(make_index: MakeIndex) -> Index:
+    return filled(make_index)
+
+
+def filled(make_index: MakeIndex, name: str = "index", **changed: object) -> Index:
+    index = make_index(name, **{"context": SIMILAR, "embedding": "hashing", **changed})
+    index.add(PAGES)
+    return index
+
+
+def chunks_of(index: Index) -> list[Chunk]:
+    ids = [one for row in index.documents() for one in index.catalog.chunk_ids_of(row.source)]
+    return index.catalog.chunks(ids)
+
+
+def standing(index: Index, chunk: Chunk, of: Sequence[Document] = PAGES) -> set[str]:
+    """Return the sources of the texts that a chunk was encoded after."""
+    before = pack_ids(chunk.contexts[0])
+    return {one.source for one in of if Heads([pack_ids(ids_of(index, one))]).are_in(before)}
+
+
+def ids_of(index: Index, document: Document) -> list[int]:
+    ids: list[int] = index.tokenizer.encode(document.text, add_special_tokens=False)
+    return ids
+
+
+def is_after(index: Index, document: Document) -> list[Chunk]:
+    return [one for one in chunks_of(index) if document.source in standing(index, one)]
+
+
+def test_chunks_are_encoded_after_their_nearest(index: Index, model: KVModel) -> None:
+    for chunk in chunks_of(index):
+        context, alone = chunk.contexts
+        assert alone == ()
+        assert LEAST_TOKENS <= len(context) <= NUM_TOKENS
+        before = standing(index, chunk)
+        assert before
+        assert chunk.source not in before
+        assert {Path(one).parent for one in before} == {Path(chunk.source).parent}
+        (_, expected), *_ = chunk_and_keys(index, chunk)
+        assert expected == [index.key_of(one).digest for one in chunk.encodings()]
+    assert index.upkeep.verify().ok
+    assert index.stats().num_records == len(PAGES)
+
+
+def chunk_and_keys(index: Index, chunk: Chunk) -> list[tuple[Chunk, list[str]]]:
+    found = index.catalog.chunk_and_keys(chunk.chunk_id)
+    assert found is not None
+    return [found]
+
+
+def test_what_stands_before_several_is_computed_once(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[tuple[int, ...]] = []
+    encode_prefix = KVModel.encode_prefix
+
+    def noting(self: KVModel, ids: tuple[int, ...]) -> EncodedPrefix:
+        encoded.append(ids)
+        return encode_prefix(self, ids)
+
+    monkeypatch.setattr(KVModel, "encode_prefix", noting)
+    subjects = [page(subject, number) for subject in WORDS for number in range(40)]
+    index = make_index(context="similar:128")
+    report = index.add(subjects)
+    assert len(encoded) == len(set(encoded)) < len(subjects)
+    num_before = sum(map(len, encoded)) - len(encoded) * len(index.prefix_ids)
+    assert report.num_context_tokens == num_before <= 1.1 * report.num_tokens
+
+
+def random_passages(count: int, num_tokens: int, dim: int = 8) -> list[Passage]:
+    drawn = np.random.default_rng(5)
+    vectors = drawn.normal(size=(count, dim)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return [
+        Passage(f"c{n}", f"s{n}", drawn.integers(0, 9999, num_tokens).astype(np.int32), one)
+        for n, one in enumerate(vectors)
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [20, 60, 256, 700])
+def test_it_costs_about_one_more_prefill(num_tokens: int) -> None:
+    passages = random_passages(300, num_tokens)
+    found = choose(passages, [], 512, (7,))
+    assert all(0 < len(ids) <= 512 for ids, _ in found)
+    assert sum(map(len, {ids for ids, _ in found})) < 1.1 * 300 * num_tokens
+    vectors = np.stack([one.vector for one in passages])
+    similar = vectors @ vectors.T
+    numbers = {one.chunk_id: number for number, one in enumerate(passages)}
+    suits = []
+    for number, (ids, standing_ids) in enumerate(found):
+        assert passages[number].chunk_id not in standing_ids
+        assert ids[-1] == 7
+        suits.append(similar[number, [numbers[one] for one in standing_ids]].mean())
+    assert np.mean(suits) > 0.2
+
+
+def test_own_documents_come_last_and_copies_never() -> None:
+    one, other, third, fourth = random_passages(4, 64)
+    near = replace(other, vector=one.vector, source=one.source)
+    copy = replace(third, vector=one.vector, token_ids=one.token_ids)
+    (before, _), *_ = choose([one], [near, copy, fourth], 64)
+    assert before == tuple(fourth.token_ids.tolist())
+    # Without others, its own; a copy of a part is one too.
+    part = replace(copy, token_ids=np.concatenate([one.token_ids[20:], third.token_ids[:20]]))
+    assert choose([one], [near, part], 64)[0][1] == (near.chunk_id,)
+    short = replace(fourth, token_ids=fourth.token_ids[: LEAST_TOKENS - 1])
+    assert choose([one], [copy, short], 64) == [((), ())]
+    elsewhere = replace(fourth, folder="elsewhere")
+    assert choose([one], [elsewhere], 64) == [((), ())]
+
+
+def test_new_documents_choose_among_what_is_there(index: Index) -> None:
+    before = {chunk.chunk_id: chunk.contexts for chunk in chunks_of(index)}
+    new = page("mill", 9)
+    report = index.add(new)
+    assert report.num_records == 1
+    chunks = {chunk.source: chunk for chunk in chunks_of(index)}
+    assert standing(index, chunks[new.source])
+    assert all("mill" in one for one in standing(index, chunks[new.source]))
+    assert all(before.get(one.chunk_id, one.contexts) == one.contexts for one in chunks.values())
+    assert not index.add(new).num_records
+
+
+def test_a_first_document_gets_its_context_with_the_next(make_index: MakeIndex) -> None:
+    index = make_index(context=SIMILAR)
+    index.add(PAGES[0])
+    assert [chunk.contexts for chunk in chunks_of(index)] == [((),)]
+    index.add(PAGES[3])
+    found = {chunk.source: standing(index, chunk) for chunk in chunks_of(index)}
+    assert found == {PAGES[0].source: {PAGES[3].source}, PAGES[3].source: {PAGES[0].source}}
+    assert index.upkeep.verify().ok
+
+
+@pytest.mark.parametrize("by_chunk", [False, True])
+def test_nothing_that_saw_a_deleted_text_remains(index: Index, by_chunk: bool) -> None:
+    gone = next(one for one in PAGES if is_after(index, one))
+    seen = {chunk.chunk_id: index.key_of(chunk) for chunk in is_after(index, gone)}
+    ids = index.catalog.chunk_ids_of(gone.source)
+    assert index.delete(**({"chunk_ids": ids} if by_chunk else {"sources": [gone.source]})) == 1
+    assert not is_after(index, gone)
+    assert all(chunk.contexts == ((),) for chunk in index.get_chunks([*seen]))
+    assert not index.catalog.damage()
+    assert index.catalog.has_sound_tables()
+    index.upkeep.gc()
+    assert not any(map(index.store.contains, seen.values()))
+    # Until the next ingestion, prompts compute them.
+    report = index.add([])
+    assert report.num_records == len(seen)
+    assert all(standing(index, chunk) for chunk in index.get_chunks([*seen]))
+    assert not is_after(index, gone)
+    assert index.upkeep.verify().ok
+    assert not index.add([]).num_records
+
+
+def test_a_file_that_goes_takes_its_text_along(make_index: MakeIndex, tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    for one in PAGES:
+        path = folder / one.source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(one.text)
+    index = make_index(context=SIMILAR)
+    index.add(folder)
+    gone = next(one for one in PAGES if is_after(index, one))
+    (folder / gone.source).unlink()
+    report = index.add(folder)
+    assert len(report.removed) == 1
+    assert not is_after(index, gone)
+    assert report.num_records
+    assert all(chunk.contexts[0] for chunk in chunks_of(index))
+    assert index.upkeep.verify().ok
+    # Files stay known: nothing is read or encoded again.
+    assert len(index.add(folder).unchanged) == len(PAGES) - 1
+
+
+def test_an_update_keeps_what_it_can(make_index: MakeIndex) -> None:
+    index = make_index(context=SIMILAR)
+    old, new = (page("mill", 8, f". {more}", "long") for more in ("At first.", "Then another."))
+    beside = " ".join(page("mill", 5 + number).text for number in range(3))
+    index.add([replace(one, text=f"{beside} {one.text}") for one in (old,)] + PAGES)
+    before = {chunk.token_ids: chunk.contexts for chunk in chunks_of(index)}
+    report = index.add(replace(new, text=f"{beside} {new.text}"))
+    assert report.changed == (new.source,)
+    after = {chunk.token_ids: chunk.contexts for chunk in chunks_of(index)}
+    gone, come = before.keys() - after.keys(), after.keys() - before.keys()
+    assert gone
+    assert come
+    heads = Heads(map(pack_ids, gone))
+    changed = {ids for ids in before.keys() & after.keys() if before[ids] != after[ids]}
+    assert all(heads.are_in(pack_ids(before[ids][0])) for ids in changed)
+    assert not any(heads.are_in(pack_ids(one[0])) for one in after.values())
+    assert report.num_records == len(come) + len(changed)
+    assert all(one[0] for one in after.values())
+    assert index.upkeep.verify().ok
+
+
+def test_a_damaged_record_is_made_again_byte_by_byte(index: Index) -> None:
+    before = stored_bytes(index)
+    for number, key in enumerate(sorted(index.store.keys())):
+        index.store.replace(key, before[key.digest][:-9] if number % 2 else b"no record")
+    assert not index.upkeep.verify().ok
+    assert index.upkeep.verify(repair=True).num_repaired == len(before)
+    assert stored_bytes(index) == before
+
+
+def test_a_damaged_catalog_is_mended(make_index: MakeIndex, tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    for one in PAGES:
+        (folder / Path(one.source).name).write_text(one.text)
+    index = make_index(context=SIMILAR)
+    index.add(folder)
+    before = stored_bytes(index)
+    index.catalog._connection.execute(
+        "UPDATE chunks SET contexts = x'00000000' WHERE row IN (2, 5, 7)"
+    )
+    index.catalog._connection.execute("COMMIT") if index.catalog._connection.in_transaction else 0
+    assert not index.upkeep.verify().ok
+    index.upkeep.verify(repair=True)
+    assert index.upkeep.verify().ok
+    assert all(chunk.contexts[0] for chunk in chunks_of(index))
+    assert len(chunks_of(index)) == len(PAGES)
+    assert before.keys() & stored_bytes(index).keys()
+
+
+def test_a_document_that_fails_stands_before_nothing(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = PAGES[0]
+    prefill = Encoders.prefill
+
+    def failing(self: Encoders, chunk: Chunk, *more: Callable[[], None]) -> object:
+        if chunk.source == bad.source:
+            raise DocumentError("it cannot be computed")
+        return prefill(self, chunk, *more)
+
+    monkeypatch.setattr(Encoders, "prefill", failing)
+    index = make_index(context=SIMILAR)
+    report = index.add(PAGES)
+    assert [one.source for one in report.failed] == [bad.source]
+    assert not is_after(index, bad)
+    assert len(chunks_of(index)) == len(PAGES) - 1
+    assert all(chunk.contexts[0] for chunk in chunks_of(index))
+    assert index.upkeep.verify().ok
+
+
+def test_trust_ends_at_a_folder(make_index: MakeIndex) -> None:
+    mine = [page("mill", number, folder="mine") for number in range(1, 4)]
+    others = [page("mill", number, folder="theirs") for number in range(4, 7)]
+    equal = replace(mine[0], source="theirs/equal.txt")
+    index = make_index(context=SIMILAR, trust="folder")
+    index.add([*mine, *others[:2], equal])
+    index.add(others[2:])
+    for chunk in chunks_of(index):
+        before = standing(index, chunk, [*mine, *others])
+        assert before or chunk.source == equal.source
+        assert {Path(one).parent for one in before - {mine[0].source}} <= {
+            Path(chunk.source).parent
+        }
+    assert IndexConfig.load(index.path).trust == "folder"
+    assert filled(make_index, "all").config.trust == "index"
+    with pytest.raises(ParameterError, match="index or folder"):
+        make_index("wrong", context=SIMILAR, trust="nobody")
+    with pytest.raises(ParameterError, match="only context similar"):
+        make_index("none", context="filler:40", trust="folder")
+
+
+def test_prompts_find_the_records(index: Index, model: KVModel) -> None:
+    texts = [one.text for one in PAGES[:4]]
+    prompt = HEAD + "\n\n".join([*texts, "Question: who keeps the ledger?\nAnswer:"])
+    KVEngine(index).fuse(prompt)
+    index.on_demand.flush()
+    fused = KVEngine(index, policy="none").fuse(prompt)
+    first, *others = fused.layout.spans
+    assert first.context_ids == ()
+    assert all(one.context_ids for one in others)
+    assert (fused.report.num_exact, fused.report.misses) == (first.length, {})
+    whole = KVEngine(index, policy="deviation", ratio=1.0).fuse(prompt)
+    plain = model.hf(torch.tensor([whole.layout.token_ids])).logits[0, -1]
+    torch.testing.assert_close(whole.logits, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_an_encrypted_index_shows_nothing_of_it(make_index: MakeIndex, tmp_path: Path) -> None:
+    pytest.importorskip("sqlcipher3")
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    index = filled(make_index, store=f"file:{tmp_path / 'kv'}?key_file={key}")
+    assert all(standing(index, chunk) for chunk in chunks_of(index))
+    held = [pack_ids(chunk.contexts[0][:LEAST_TOKENS]) for chunk in chunks_of(index)]
+    for path in (one for one in tmp_path.rglob("*") if one.is_file()):
+        content = path.read_bytes()
+        assert not any(one in content for one in held)
+    assert index.upkeep.verify().ok
+
+
+def test_machines_agree_on_what_a_deletion_takes_along(machine: Machine, folder_url: str) -> None:
+    one = machine("one", folder_url, context=SIMILAR)
+    one.add(PAGES)
+    other = machine("other", folder_url)
+    gone = next(page for page in PAGES if is_after(one, page))
+    other.delete(sources=[gone.source])
+    one.refresh()
+    assert not is_after(one, gone)
+    assert chunks_of(one) == chunks_of(other)
+    one.add([])
+    other.refresh()
+    assert all(chunk.contexts[0] for chunk in chunks_of(other))
+    assert chunks_of(one) == chunks_of(other)
+    assert one.upkeep.verify().ok
+    assert other.upkeep.verify().ok
+
+
+def test_a_deletion_elsewhere_during_an_ingestion_counts(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine("one", folder_url, context=SIMILAR)
+    one.add(PAGES)
+    other = machine("other", folder_url)
+    new, gone = page("mill", 9), [one for one in PAGES if "mill" in one.source]
+    commit = type(one._storage.log).commit
+
+    def late(self: object, change: object) -> int:
+        monkeypatch.undo()
+        other.delete(sources=[page.source for page in gone])
+        return int(commit(self, change))
+
+    monkeypatch.setattr(type(one._storage.log), "commit", late)
+    one.add(new)
+    for index in (one, other):
+        index.refresh()
+        assert not any(is_after(index, page) for page in gone)
+        assert new.source in {chunk.source for chunk in chunks_of(index)}
+
+
+def test_it_must_fit(make_index: MakeIndex) -> None:
+    with pytest.raises(ParameterError, match="at most similar:"):
+        make_index(context="similar:2040")
+    with pytest.raises(ParameterError, match="at least 32 tokens"):
+        make_index(context="similar:31")
+
+
+def test_workers_of_ray_cannot_choose(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def connected(_: object) -> Iterator[object]:
+        yield SimpleNamespace(cluster_resources=dict)
+
+    monkeypatch.setattr(driver, "connected", connected)
+    with pytest.raises(ParameterError, match=r"similar chooses among all .* without --ray"):
+        make_index(context=SIMILAR).add(PAGES, runner=driver.RayRunner())
