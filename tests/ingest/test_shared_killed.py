@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,79 +14,30 @@ from kvrag.ingest.shared.manifest import Log
 from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from tests.ingest.test_kill import tiny_model
+from tests.support.killing import Forking
 from tests.support.properties import trials
 
-# Everything is imported once; each writer is a child, forked before any thread exists.
 WRITE = """
-import os, sys, torch
 from kvrag.chunk import Document
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log
 from tests.ingest.test_kill import tiny_model
-torch.set_num_threads(1)
 log.MOST_DELTAS = 5
 model = tiny_model()
-print("ready", flush=True)
-for line in iter(sys.stdin.readline, ""):
-    if line == "reap\\n":
-        os.wait()
-        print("reaped", flush=True)
-        continue
-    url, views, name, journal = line.split()
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-        continue
+
+def work(url, views, name, journal):
     os.environ["KVRAG_VIEWS"] = views
     index = Index.open(url, model=model)
     with open(journal, "a") as said:
         said.write("open\\n")
         said.flush()
         for number in range(1000):
-            source = f"{name}.{number}"
-            index.add([Document(source, f"Page {source}. The keeper of the light wrote it. " * 3)])
+            source = name + "." + str(number)
+            text = "Page " + source + ". The keeper of the light wrote it. "
+            index.add([Document(source, text * 3)])
             said.write(source + "\\n")
             said.flush()
-    os._exit(1)
 """
-
-
-class Writers:
-    """A process whose children write to an index until they are killed."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", WRITE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self._told("ready")
-
-    def _told(self, expected: str = "") -> str:
-        assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()
-        assert not expected or said == expected
-        return said
-
-    def _ask(self, what: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{what}\n")
-        self._process.stdin.flush()
-        return self._told()
-
-    def start(self, url: str, views: Path, name: str, journal: Path) -> int:
-        return int(self._ask(f"{url} {views} {name} {journal}"))
-
-    def kill(self, writer: int) -> None:
-        os.kill(writer, signal.SIGKILL)  # not reaped yet, so the number is still its own
-        assert self._ask("reap") == "reaped"
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 def text_of(journal: Path) -> str:
@@ -106,9 +53,8 @@ def test_killed_writers(tmp_path: Path, model: KVModel, monkeypatch: pytest.Monk
     tiny = tiny_model()
     Index.create(url, model=tiny, embedding="hashing", chunk_tokens=64, context="none").close()
     chance = random.Random(num_kills)
-    writers = Writers()
     journals: list[Path] = []
-    try:
+    with Forking(WRITE) as writers:
         running: list[int] = []
         for kill in range(num_kills):
             # Two machines write at once; each is killed in turn, and its view is opened again.
@@ -125,8 +71,6 @@ def test_killed_writers(tmp_path: Path, model: KVModel, monkeypatch: pytest.Monk
             writers.kill(running.pop(0))
         for writer in running:
             writers.kill(writer)
-    finally:
-        writers.close()
     said = {
         line for journal in journals for line in text_of(journal).split("\n")[:-1] if line != "open"
     }

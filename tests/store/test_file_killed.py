@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ import pytest
 from kvrag.store.file import FileStore
 from kvrag_testing.records import key_number, record_of, stored
 from tests.support.folders import files_under
+from tests.support.killing import ROOT, lines_until_killed
 
-ROOT = Path(__file__).parents[2]
 RECORD_BYTES = 400_000
 
 # Puts records one after another, and tells of each when its put has returned.
@@ -127,18 +126,8 @@ while True:
 def test_killed_while_records_come_and_go(tmp_path: Path) -> None:
     chance = random.Random(5)
     for number in range(6):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHURN, str(tmp_path), str(number)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        with child.stdout:
-            assert child.stdout.readline() == "ready\n"
-            time.sleep(chance.uniform(0, 0.15))
-            child.kill()
-            child.wait()
+        seconds = chance.uniform(0, 0.15)
+        assert lines_until_killed(CHURN, tmp_path, number, seconds=seconds) == ["ready"]
         check(tmp_path)
     store = FileStore(tmp_path)
     store.collect_garbage(0.0)
@@ -153,20 +142,10 @@ def test_killed_at_random(tmp_path: Path) -> None:
     chance = random.Random(7)
     number = 0
     for _ in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", PUT_FOREVER, str(tmp_path), str(number)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        with child.stdout:
-            assert child.stdout.readline() == f"{number}\n"
-            time.sleep(chance.uniform(0, 0.1))
-            child.kill()
-            child.wait()
-            told = [int(line) for line in child.stdout.read().splitlines()]
-        number = told[-1] if told else number
+        seconds = chance.uniform(0, 0.1)
+        told = lines_until_killed(PUT_FOREVER, tmp_path, number, seconds=seconds)
+        assert told[0] == str(number)
+        number = int(told[-1])
         # All that was told of is there; at most the one put after it is there as well.
         assert check(tmp_path) - (number + 1) in (0, 1)
         number += 1

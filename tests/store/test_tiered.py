@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +20,10 @@ from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from tests.support.killing import lines_until_killed
 from tests.support.waiting import wait_until
 
 KEY = key_number(0)
-ROOT = Path(__file__).parents[2]
 
 
 def check(key: ChunkKey, record: bytes) -> None:
@@ -402,19 +399,9 @@ while True:
 def test_what_was_put_before_a_kill_is_uploaded_after_it(tmp_path: Path) -> None:
     told: list[int] = []
     for round_number in range(5):
-        child = subprocess.Popen(
-            [sys.executable, "-c", WRITE_AND_DIE, str(tmp_path), str(1000 * round_number)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        with child.stdout:
-            told.append(int(child.stdout.readline()))
-            time.sleep(0.03 * round_number)
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            told += [int(line) for line in child.stdout.read().splitlines()]
+        seconds = 0.03 * round_number
+        lines = lines_until_killed(WRITE_AND_DIE, tmp_path, 1000 * round_number, seconds=seconds)
+        told += map(int, lines)
     home = FileStore(tmp_path / "remote")
     disk = FileStore(tmp_path / "disk")
     store = TieredStore([disk, home], outbox_folder=tmp_path / "disk", check=anything)
