@@ -86,7 +86,7 @@ def measured(shape: tuple[Any, ...]) -> dict[str, Any]:
         last = int(rows[-1])
 
         def run(rows: Any = rows, hidden: Any = hidden, last: int = last) -> None:
-            compiled.run_rows(0, hidden, rows, fused, tables[0], last)
+            compiled.run_rows(0, hidden, compiled.prepare(rows, fused, tables[0], last, None))
 
         run()
         found[f"layer_ms_{num_rows}"] = milliseconds(run)

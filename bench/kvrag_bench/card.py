@@ -210,6 +210,7 @@ class CardTensor(torch.Tensor):
 
     held: torch.Tensor
     counts: Counts
+    address: int
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, counts: Counts) -> CardTensor:
@@ -222,7 +223,7 @@ class CardTensor(torch.Tensor):
             dtype=held.dtype,
             device=CARD,
         )
-        made.held, made.counts = held, counts
+        made.held, made.counts, made.address = held, counts, held.data_ptr()
         return made
 
     def __init__(self, *_: object) -> None: ...
@@ -232,7 +233,7 @@ class CardTensor(torch.Tensor):
         return self.held.tolist()
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.address
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

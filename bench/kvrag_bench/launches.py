@@ -183,9 +183,8 @@ class _HostTime:
 
     def note(self, phase: str) -> None:
         """Say which phase the time since the last call belongs to."""
-        now = self._now()
-        self.seconds[phase] += now - self._last
-        self._last = now
+        self.seconds[phase] += self._now() - self._last
+        self._last = self._now()  # what noting takes is nobody's
 
     def _now(self) -> float:
         counts = self._counts
@@ -200,9 +199,9 @@ def _by_stage(counts: Counts) -> Iterator[_HostTime]:
 
     def noting(clock: Clock, stage: str) -> None:
         host.note(stage)
+        lap(clock, stage)
         with counts.computing():
             counts.settle(stage)
-        lap(clock, stage)
 
     def beginning(clock: Clock) -> None:
         host.note("layout")

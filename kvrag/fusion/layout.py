@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -307,7 +308,7 @@ class _PromptTokens:
 
     def __init__(self, token_ids: tuple[int, ...], offsets: Sequence[tuple[int, int]]) -> None:
         self._ids = np.array(token_ids, np.int64)
-        self._starts = np.fromiter((start for start, _ in offsets), np.int64, len(offsets))
+        self._starts = np.fromiter(map(itemgetter(0), offsets), np.int64, len(offsets))
         # A special token has the offsets (0, 0) even at the end, but bisection needs order.
         self._ascending_starts = np.maximum.accumulate(self._starts)
 

@@ -97,15 +97,20 @@ def _mark_edges(
 ) -> None:
     """Mark the tokens beside a span that begin, or end, with the chunk's own text."""
     ids, own = layout.token_ids, chunk.token_ids
-    behind = decode(list(own[span.chunk_end : span.chunk_end + _EDGE])).strip()
-    before = decode(list(own[max(0, span.chunk_start - _EDGE) : span.chunk_start])).strip()
+
+    def text(some: Sequence[int]) -> str:
+        # Nearly always there is none, and tokenizers take their time for nothing as well.
+        return decode(list(some)).strip() if some else ""
+
+    behind = text(own[span.chunk_end : span.chunk_end + _EDGE])
+    before = text(own[max(0, span.chunk_start - _EDGE) : span.chunk_start])
     for place in range(span.prompt_end, min(span.prompt_end + _EDGE, len(ids))):
-        here = decode([ids[place]]).strip()
-        if not here or not behind or not (here.startswith(behind) or behind.startswith(here)):
+        here = text(ids[place : place + 1]) if behind else ""
+        if not here or not (here.startswith(behind) or behind.startswith(here)):
             break
         why[place], behind = BORDER, behind[len(here) :].strip()
     for place in range(span.prompt_start - 1, max(-1, span.prompt_start - 1 - _EDGE), -1):
-        here = decode([ids[place]]).strip()
-        if not here or not before or not (here.endswith(before) or before.endswith(here)):
+        here = text(ids[place : place + 1]) if before else ""
+        if not here or not (here.endswith(before) or before.endswith(here)):
             break
         why[place], before = BORDER, before[: -len(here)].strip()

@@ -124,17 +124,25 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
     """
     modules: list[nn.Module] = [model]
     state: list[object] = []
+    codes: dict[type, int] = {}
+    # Of thousands of modules, before each prompt: so nothing is looked up twice.
     for module in modules:  # also those that are added here
         own: dict[str, Any] = vars(module)
-        modules += filter(None, own["_modules"].values())
-        # An adapter's flags are PEFT's.
-        adapter = str(own.get("_active_adapter")), own.get("_disable_adapters")
-        hooked = bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
-        code = type(module).forward, own.get("forward")
-        state += (id(module), own["training"], *map(id, code), *adapter, hooked)
-        for part in (*own["_parameters"].values(), *own["_buffers"].values()):
-            if part is not None:
-                state.append(part.data_ptr())
+        if own["_modules"]:
+            modules += filter(None, own["_modules"].values())
+        kind = type(module)
+        if (code := codes.get(kind)) is None:
+            code = codes[kind] = id(kind.forward)
+        state += (id(module), own["training"], code)
+        if "forward" in own:
+            state += ("forward", id(own["forward"]))
+        if "_active_adapter" in own or "_disable_adapters" in own:  # flags of PEFT's
+            state += (str(own.get("_active_adapter")), own.get("_disable_adapters"))
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            state.append("hooked")
+        for parts in (own["_parameters"], own["_buffers"]):
+            if parts:
+                state += (part.data_ptr() for part in parts.values() if part is not None)
     return tuple(state)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import kvrag
 from kvrag.chunk import Document
 from kvrag.cli.main import app
 from kvrag.engine import prompt_reader
@@ -22,9 +24,10 @@ from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
+from kvrag_bench import shapes
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
-from kvrag_bench.launches import count_launches
-from kvrag_bench.setting import MEMORIES
+from kvrag_bench.launches import count_launches, narrow_model
+from kvrag_bench.setting import MEMORIES, temporary_index
 from kvrag_testing.bench_top import TEXTS
 from tests.models.test_compiled import model_of
 
@@ -191,6 +194,47 @@ def test_a_prompt_takes_few_launches_a_layer(
     row = count_launches("llama-3.1-8b", policy, num_chunks=3, chunk_tokens=60, repeats=repeats)
     assert row.launches_per_layer <= most
     assert row.num_waits <= 3
+
+
+def test_what_the_host_does_grows_with_neither_tokens_nor_much_with_layers() -> None:
+    """Counted as calls of kvrag's own functions: no time is needed for that."""
+    few, long, deep = (
+        _own_calls(shape, num_tokens)
+        for shape, num_tokens in (("test", 40), ("test", 400), ("100m", 40))
+    )
+    assert abs(long - few) <= 20
+    assert few < 2000
+    layers = shapes.SHAPES["100m"]["num_hidden_layers"] - shapes.SHAPES["test"]["num_hidden_layers"]
+    assert deep - few <= 60 * layers
+
+
+def _own_calls(shape: str, num_tokens: int) -> int:
+    """Return how often a prompt's thread calls functions of kvrag, once graphs are captured."""
+    model = narrow_model(shape)
+    texts = [shapes.random_text(model, num_tokens, seed=seed) for seed in range(3)]
+    prompt = "\n\n".join([*texts, shapes.random_text(model, 30, seed=3)])
+    own = str(Path(kvrag.__file__).parent)
+    num_calls = 0
+
+    with temporary_index(model, texts, num_tokens, codec="raw") as index:
+        KVEngine(index, session_bytes=0).fuse(prompt, policy="none")  # makes the first place
+        with pretended_card() as counts:
+
+            def note(frame: Any, event: str, _: object) -> None:
+                nonlocal num_calls
+                is_own = event == "call" and frame.f_code.co_filename.startswith(own)
+                num_calls += is_own and not counts._is_computing
+
+            to_card(model.hf, counts)
+            engine = KVEngine(index, session_bytes=0)
+            for _ in range(3):
+                engine.fuse(prompt, policy="none")
+            sys.setprofile(note)
+            try:
+                engine.fuse(prompt, policy="none")
+            finally:
+                sys.setprofile(None)
+    return num_calls
 
 
 @pytest.mark.parametrize("kernels", ["on", "off"])
