@@ -11,9 +11,8 @@ import numpy as np
 
 from kvrag.errors import ParameterError
 from kvrag.ingest.config import write_atomically
-from kvrag.ingest.graph import Flat, Graph
 from kvrag.ingest.vectorheader import GRAPH_FROM
-from kvrag.ingest.vectors import Rows, VectorIndex, Vectors
+from kvrag.ingest.vectors import Flat, Graph, Rows, VectorIndex, Vectors
 
 _BATCH = 20_000
 _GENERATED = 50_000

@@ -25,7 +25,7 @@ from kvrag.fusion.streamed import Target, stream_records
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
-from kvrag.loading.stream_report import StreamReport
+from kvrag.loading.stream_plan import StreamReport
 from kvrag.models.ranks import ALONE, Ranks
 from kvrag.positions.rotary import RotaryTable
 

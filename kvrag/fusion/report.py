@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrag.eviction.report import EvictionReport
 from kvrag.loading.cost import ChunkDecision
-from kvrag.loading.stream_report import StreamReport
+from kvrag.loading.stream_plan import StreamReport
 from kvrag.models.precision import INT8
 
 

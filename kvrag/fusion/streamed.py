@@ -13,7 +13,7 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.loss import DAMAGE, reason_of
 from kvrag.fusion.made import MadeChunk
-from kvrag.loading.stream_report import StreamReport
+from kvrag.loading.stream_plan import StreamReport
 from kvrag.loading.streaming import ChunkStream, Streaming, StreamItem
 
 PlannedRows = Callable[[Sequence[ReusedSpan]], int]

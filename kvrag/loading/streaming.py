@@ -26,9 +26,10 @@ from kvrag.loading.stream_plan import (
     ComputeSeconds,
     LinkState,
     Step,
+    StreamedChunk,
     StreamPlan,
+    StreamReport,
 )
-from kvrag.loading.stream_report import StreamedChunk, StreamReport
 
 # What requests know about the link that they share: its speed, and the other requests on it.
 

@@ -1,6 +1,6 @@
 """Parses a prompt of a schema: its imports, arguments and own text.
 
-Source: Prompt Cache §3.2.2. Text may appear anywhere between imports; `kvrag.pml.placing` decides
+Source: Prompt Cache §3.2.2. Text may appear anywhere between imports; `kvrag.pml.engine` decides
 where it goes.
 """
 

@@ -11,13 +11,12 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
-from kvrag.store.breaker import GuardedStore, unreachable
 from kvrag.store.capabilities import InFolder, capability, is_in_memory, wrong_capability
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
-from kvrag.store.remote import Options, RemoteStore, file_path
+from kvrag.store.remote import GuardedStore, Options, RemoteStore, file_path, unreachable
 from kvrag.store.tiered import TieredStore
 
 REMOTE: Table[type[RemoteStore]] = Table(

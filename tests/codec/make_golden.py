@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import Codec
-from kvrag.codec.config import PipelineConfig, Rans
+from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerToken, Uniform

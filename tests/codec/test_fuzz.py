@@ -10,9 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import Codec
-from kvrag.codec.config import PipelineConfig, Rans
+from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.header import header_size
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec

@@ -6,9 +6,8 @@ import functools
 import pytest
 import torch
 
-from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import Codec, Destination
-from kvrag.codec.config import PipelineConfig
+from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from kvrag.codec.allocation import LayerGroups, RateDistortion
-from kvrag.codec.config import PipelineConfig, Rans, choose_codec
+from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion, choose_codec
 from kvrag.codec.entropy.tables import TOTAL, fit_digit_frequencies, fit_frequencies
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag import process
-from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import EncodedChunk
-from kvrag.codec.config import PipelineConfig
+from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform

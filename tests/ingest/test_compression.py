@@ -12,7 +12,7 @@ import torch
 from kvrag.chunk import Chunk, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.fusion.compression.dropping import encode_informed
+from kvrag.fusion.compression.encoding import encode_informed
 from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index

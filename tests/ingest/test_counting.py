@@ -14,7 +14,7 @@ from kvrag.fusion.report import FusionReport
 from kvrag.ingest import counting
 from kvrag.ingest.counting import FILE_NAME, IndexCounters, read_kept
 from kvrag.loading.cost import ChunkDecision
-from kvrag.loading.stream_report import StreamedChunk, StreamReport
+from kvrag.loading.stream_plan import StreamedChunk, StreamReport
 from kvrag.store.memory import MemoryStore
 from kvrag_testing.records import key_number, record_of, stored
 

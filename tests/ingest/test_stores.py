@@ -337,7 +337,7 @@ def test_another_distributions_store_that_raises_errors_of_the_system(
         raise ConnectionError("the lake has dried up")
 
     monkeypatch.setattr(REMOTE, "_registered", {})
-    monkeypatch.setattr("kvrag.store.breaker.FIRST_PAUSE_SECONDS", 1e-6)
+    monkeypatch.setattr("kvrag.store.remote.FIRST_PAUSE_SECONDS", 1e-6)
     with installed(tmp_path, "lake_kv", LAKE, {"kvrag.stores: lake": "lake_kv:LakeStore"}):
         index = filled("lake://north")
         expected = answers(index)

@@ -13,10 +13,9 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.ingest import vectorheader, vectors
-from kvrag.ingest.graph import Flat, Graph
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import Change
-from kvrag.ingest.vectors import CurrentVectors, VectorIndex
+from kvrag.ingest.vectors import CurrentVectors, Flat, Graph, VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 

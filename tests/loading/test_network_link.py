@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrag.loading.pace import Pace
-from kvrag.loading.stream_report import StreamedChunk, StreamReport
+from kvrag.loading.stream_plan import StreamedChunk, StreamReport
 from kvrag.loading.streaming import NetworkLink
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvrag.models.control import ControlTokens
+from kvrag.pml.engine import place_prompt
 from kvrag.pml.layout import lay_out_schema
 from kvrag.pml.parser import parse_schema
-from kvrag.pml.placing import place_prompt
 from kvrag.pml.prompt import parse_prompt
 from kvrag_train.tokenizer import build_tokenizer
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvrag.errors import PMLError
 from kvrag.ingest.passages import Passage
+from kvrag.pml.engine import as_layout, place_prompt
 from kvrag.pml.layout import SchemaLayout, lay_out_schema, placeholder_id
 from kvrag.pml.parser import parse_schema
-from kvrag.pml.placing import as_layout, place_prompt
 from kvrag.pml.prompt import Import, parse_prompt
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union, flat
 from tests.pml.schemas import schemas

@@ -15,12 +15,11 @@ from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.plugins import Table
 from kvrag.store import capabilities
 from kvrag.store.base import Store
-from kvrag.store.breaker import GuardedStore
 from kvrag.store.capabilities import Limits, capability, tiers_of
 from kvrag.store.limited import LimitedStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import REMOTE, open_store
-from kvrag.store.remote import RemoteStore
+from kvrag.store.remote import GuardedStore, RemoteStore
 from kvrag_testing.store_contract import key_number, stored
 from tests.support.distributions import installed
 

@@ -12,13 +12,13 @@ import pytest
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store, StoreWrapper
-from kvrag.store.breaker import Breaker
 from kvrag.store.encrypted import FRAME_BYTES, EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreMetrics
 from kvrag.store.registry import open_store
+from kvrag.store.remote import Breaker
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 

@@ -32,7 +32,6 @@ from kvrag.llms.vllm import adapter_settings, versions
 from kvrag.llms.vllm.artefacts import ArtefactName, ArtefactStore
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
-from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.langchain import KVRagVLLM
 from kvrag.llms.vllm.options import (
     check_engine,
@@ -43,7 +42,7 @@ from kvrag.llms.vllm.options import (
 )
 from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
-from kvrag.llms.vllm.transports import EngineRequest, Piece
+from kvrag.llms.vllm.transports import EngineRequest, HTTPServer, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
 from kvrag_testing.records import stored

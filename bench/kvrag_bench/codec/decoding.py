@@ -14,9 +14,8 @@ from statistics import median
 
 import torch
 
-from kvrag.codec.allocation import RateDistortion
 from kvrag.codec.base import Codec, Destination
-from kvrag.codec.config import choose_codec
+from kvrag.codec.config import RateDistortion, choose_codec
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvrag.codec.allocation import LayerGroups
-from kvrag.codec.config import PipelineConfig
+from kvrag.codec.config import LayerGroups, PipelineConfig
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Uniform

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvrag.codec.allocation import RateDistortion
 from kvrag.codec.base import Codec
-from kvrag.codec.config import CodecChoice, PipelineConfig, choose_codec
+from kvrag.codec.config import CodecChoice, PipelineConfig, RateDistortion, choose_codec
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.registry import get_codec

@@ -15,11 +15,9 @@ from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
 from kvrag.llms.settings import OF_ENGINES, EngineSettings
 from kvrag.llms.vllm.engine import VLLMEngine
-from kvrag.llms.vllm.http import HTTPServer
-from kvrag.llms.vllm.in_process import InProcess
 from kvrag.llms.vllm.options import engine_options
 from kvrag.llms.vllm.settings import ConnectorSettings
-from kvrag.llms.vllm.transports import Transport
+from kvrag.llms.vllm.transports import HTTPServer, InProcess, Transport
 from kvrag.llms.vllm.versions import require_tested
 
 _REFUSED = ("schemas", "device", *OF_ENGINES)
