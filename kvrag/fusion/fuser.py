@@ -179,7 +179,7 @@ def fuse_in_slices(
     plan = plan_fusion(model, layout, choice, loading)
     clock.lap("select")
     linked = LinkedRows(model, plan.layout, links)
-    loader = _loader_of(model, plan, open_kv, linked, loading)
+    loader = _loader_of(model, plan, open_kv, loading)
 
     def attempt(plan: FusePlan) -> Slices[tuple[FusedPrompt, FusePlan]]:
         return (yield from execute(model, plan, loader, linked, fused, clock)), plan
@@ -216,9 +216,7 @@ def computing_seconds(seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(stage, 0.0) for stage in ("ask", "select", "compute"))
 
 
-def _loader_of(
-    model: KVModel, plan: FusePlan, open_kv: OpenKV, linked: LinkedRows, loading: Loading
-) -> SpanLoader:
+def _loader_of(model: KVModel, plan: FusePlan, open_kv: OpenKV, loading: Loading) -> SpanLoader:
     if model.ranks.size > 1 and (loading.streaming is not None or plan.layout.links):
         raise ParameterError(
             f"{model.ranks.size} processes compute the model together: a target for the first "
@@ -227,9 +225,7 @@ def _loader_of(
     target = None
     if loading.streaming is not None:
         target = Target(loading.streaming, plan.num_planned_rows)
-    return SpanLoader(
-        open_kv, linked.write_kv, loading.num_threads, model.ranks, target, loading.hot
-    )
+    return SpanLoader(open_kv, loading.num_threads, model.ranks, target, loading.hot)
 
 
 def _with_outcomes(
@@ -264,7 +260,7 @@ def execute(
     """
     layout, repair = plan.layout, plan.repair
     tables = model.tables(len(layout.token_ids), layout.positions)
-    fresh = rows_on(model.device, linked.without_stored(plan.fresh))
+    fresh = rows_on(model.device, plan.fresh)
     try:
         # Loading starts before the model is free: another prompt may be using it.
         num_layers = max(model.layer_stop, plan.question_layers.stop)

@@ -1,4 +1,4 @@
-"""The rows of link tokens in a prompt: their places in the layout, their inputs and stored KV."""
+"""The rows of link tokens in a prompt: their places in the layout, and their inputs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import torch
 
 from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
 from kvrag.fusion.links import LinksHeader, LinkTokens
-from kvrag.kvcache import FusedKV
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.kv_model import KVModel
-from kvrag.positions.rotary import RotaryTable
 
 
 def insert_links(layout: Layout, header: LinksHeader) -> Layout:
@@ -91,22 +89,15 @@ class LinkedRows:
             if layout.positions is None
             else torch.tensor(layout.positions, device=device)
         )
-        self._on_host, table_rows = (
-            torch.tensor([getattr(link, name) for link in layout.links], dtype=torch.long)
+        self._positions, self._table_rows = (
+            torch.tensor([getattr(link, name) for link in layout.links], device=device).long()
             for name in ("position", "row")
         )
-        self._positions, self._table_rows = self._on_host.to(device), table_rows.to(device)
 
     @property
     def adapter(self) -> RowAdapter | None:
         """The adapter that acts on this prompt's fresh rows, or None."""
         return None if self.links is None else self.links.adapter
-
-    def without_stored(self, fresh: torch.Tensor) -> torch.Tensor:
-        """Return the positions of `fresh`, on the host, without links that have stored KV."""
-        if self.links is None or self.links.is_computed:
-            return fresh
-        return fresh[~torch.isin(fresh, self._on_host)]
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the first layer's inputs ``[n, hidden]`` for rows ``[n]``."""
@@ -119,15 +110,3 @@ class LinkedRows:
             place = torch.searchsorted(self._positions, rows[which])
             hidden[which] = self.links.embeddings[self._table_rows[place]]
         return hidden
-
-    def write_kv(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Write the links' stored keys and values of one layer, if they have any."""
-        if self.links is None or self.links.keys is None:
-            return
-        assert self.links.values is not None
-        keys = self.links.keys[layer_index, self._table_rows].transpose(0, 1)
-        values = self.links.values[layer_index, self._table_rows].transpose(0, 1)
-        placed = torch.empty_like(keys, memory_format=torch.contiguous_format)
-        table.place(keys, self._positions, placed)
-        fused.keys[layer_index][0].index_copy_(1, self._positions, placed)
-        fused.values[layer_index][0].index_copy_(1, self._positions, values.contiguous())

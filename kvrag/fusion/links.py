@@ -40,7 +40,7 @@ MAX_DOCUMENTS = 40
 """Maximum number of a prompt's chunks that have links (KVLink §3.3); further ones have none."""
 
 MODES = ("tuned", "frozen")
-WAYS = ("embeddings", "kv", "adapter")
+WAYS = ("embeddings", "adapter")
 FORMAT_VERSION = 1
 
 _METADATA = "kvrag-links"
@@ -60,8 +60,8 @@ class LinksHeader:
         ``"tuned"``: the whole model was trained with the links. ``"frozen"``: the model is
         unchanged.
     way
-        The form of the links: ``"embeddings"``, ``"kv"`` (each layer's keys and values) or
-        ``"adapter"`` (embeddings, and an adapter for link, question and answer rows).
+        The form of the links: ``"embeddings"``, or ``"adapter"`` (embeddings, and an adapter for
+        link, question and answer rows).
     num_links
         K, the number of links after each chunk.
     max_documents
@@ -107,30 +107,19 @@ class LinkTokens:
     header
         The header of their file.
     embeddings
-        ``[rows, hidden]``: inputs of the first layer; None in way ``kv``.
-    keys, values
-        ``[L, rows, H, D]`` in way ``kv``, with position-free keys; otherwise None.
+        ``[rows, hidden]``: inputs of the first layer; None without links.
     adapter
         The adapter in way ``adapter``; otherwise None.
     """
 
     header: LinksHeader
     embeddings: torch.Tensor | None = None
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
     adapter: RowAdapter | None = None
 
-    @property
-    def is_computed(self) -> bool:
-        """Whether link rows are computed in every layer, as fresh rows are."""
-        return self.embeddings is not None
-
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {
-            name: tensor.detach().cpu().contiguous()
-            for name in ("embeddings", "keys", "values")
-            if (tensor := getattr(self, name)) is not None
-        }
+        tensors = {}
+        if self.embeddings is not None:
+            tensors["embeddings"] = self.embeddings.detach().cpu().contiguous()
         if self.adapter is not None:
             for prefix, weights in ((_DOWN, self.adapter.down), (_UP, self.adapter.up)):
                 for name, tensor in weights.items():
@@ -182,7 +171,7 @@ class LinkTokens:
 
     def check(self, model: KVModel) -> None:
         """Raise LinksError unless these links belong to `model`."""
-        header, spec = self.header, model.spec
+        header, embeddings = self.header, self.embeddings
         if header.model_fingerprint != model.fingerprint:
             raise LinksError(
                 f"links of another model: expected links of {model.name} (fingerprint "
@@ -190,18 +179,12 @@ class LinkTokens:
                 "with 'kvrag train links' (the element type counts: the same weights in another "
                 "type are another model), or pass links='off'"
             )
-        wanted: dict[str, tuple[int, ...]] = {
-            "embeddings": (header.num_rows, model.hf.config.hidden_size),
-            "keys": (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim),
-        }
-        wanted["values"] = wanted["keys"]
-        for name, shape in wanted.items():
-            tensor = getattr(self, name)
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise LinksError(
-                    f"links: {name} of shape {tuple(tensor.shape)}, expected {shape} for "
-                    f"{model.name}; train them again"
-                )
+        shape = (header.num_rows, model.hf.config.hidden_size)
+        if embeddings is not None and tuple(embeddings.shape) != shape:
+            raise LinksError(
+                f"links: embeddings of shape {tuple(embeddings.shape)}, expected {shape} for "
+                f"{model.name}; train them again"
+            )
         if self.adapter is not None:
             layers = linear_layers(model.hf)
             for name, down in self.adapter.down.items():
@@ -222,20 +205,16 @@ class LinkTokens:
         Raises LinksError as `check` does.
         """
         self.check(model)
-        place = {"device": model.device, "dtype": model.spec.dtype}
-        moved = {
-            name: tensor.to(**place)
-            for name in ("embeddings", "keys", "values")
-            if (tensor := getattr(self, name)) is not None
-        }
-        adapter = self.adapter
+        embeddings, adapter = self.embeddings, self.adapter
+        if embeddings is not None:
+            embeddings = embeddings.to(model.device, model.spec.dtype)
         if adapter is not None:
             adapter = replace(
                 adapter,
                 down={name: tensor.to(model.device) for name, tensor in adapter.down.items()},
                 up={name: tensor.to(model.device) for name, tensor in adapter.up.items()},
             )
-        return LinkTokens(self.header, **moved, adapter=adapter)
+        return LinkTokens(self.header, embeddings, adapter)
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
@@ -269,6 +248,11 @@ def _checked_header(text: str | None, place: Path) -> LinksHeader:
                 "that wrote them, or train them again"
             )
         header = LinksHeader(**fields)
+        if header.way == "kv":
+            raise LinksError(
+                f"{place}: links of way 'kv', which kvrag 0.2 had, are gone: others keep more of "
+                "full prefill's answers. Train them again with --way adapter"
+            )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LinksError(f"{place}: damaged header of links: {error}") from error
     for name, holds, expected in (
@@ -303,15 +287,12 @@ def _checked_tensors(
     header: LinksHeader, tensors: Mapping[str, torch.Tensor], place: Path
 ) -> dict[str, Any]:
     """Return the fields of `LinkTokens` that a file's tensors hold."""
-    wanted = {"kv": {"keys", "values"}}.get(header.way, {"embeddings"})
     down = {name.removeprefix(_DOWN): t for name, t in tensors.items() if name.startswith(_DOWN)}
     up = {name.removeprefix(_UP): t for name, t in tensors.items() if name.startswith(_UP)}
     found = {name for name in tensors if not name.startswith((_DOWN, _UP))}
-    if found != wanted:
+    if found != {"embeddings"}:
         raise LinksError(
-            f"{place}: links of way {arguments.shown(header.way)}: expected the tensors "
-            f"{sorted(wanted)}, found "
-            f"{sorted(found)}"
+            f"{place}: expected the tensor 'embeddings' besides an adapter's, found {sorted(found)}"
         )
     if bool(down) != (header.way == "adapter") or down.keys() != up.keys():
         raise LinksError(
@@ -324,7 +305,7 @@ def _checked_tensors(
         shapes = down[name].shape, up[name].shape
         if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
             raise LinksError(f"{place}: adapter of {name!r} has shapes {shapes} that do not fit")
-    fields: dict[str, Any] = {name: tensors[name] for name in wanted}
+    fields: dict[str, Any] = {"embeddings": tensors["embeddings"]}
     if down:
         fields["adapter"] = RowAdapter(down, up, header.scale)
     return fields

@@ -37,7 +37,6 @@ has none. Raises NotMadeError if it is right that there is none.
 Bring = Callable[[RecordId, int], None]
 """Reads a layer of a record, decodes it, and places it in the prompt's rows."""
 
-WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 """Writes rows of one layer, by its index and rotary table, into a buffer."""
 
 
@@ -83,8 +82,6 @@ class SpanLoader:
     ----------
     open_kv
         Opens a record of a chunk; several threads call it.
-    write_more
-        Writes other stored KV of a layer besides the spans'; None if there is none.
     num_threads
         Number of records read at the same time while the caller computes; 0 reads each layer on
         request, in the caller's thread.
@@ -111,14 +108,12 @@ class SpanLoader:
     def __init__(
         self,
         open_kv: OpenKV,
-        write_more: WriteKV | None = None,
         num_threads: int = 0,
         ranks: Ranks = ALONE,
         target: Target | None = None,
         hot: HotRecords | None = None,
     ) -> None:
         self._open_kv = open_kv
-        self._write_more = write_more
         self._num_threads = num_threads
         self._ranks = ranks
         self._target = target
@@ -302,9 +297,6 @@ class SpanLoader:
             failures = {} if self._reading is None else self._reading.load_layer(layer_index)
             if failures:
                 self._lose(failures)
-        if self._write_more is not None:
-            fused, tables = self._into
-            self._write_more(layer_index, fused, tables[layer_index])
 
     def is_sound(self) -> bool:
         """Return whether `check` would return at once, after all layers are loaded."""

@@ -23,7 +23,7 @@ from tests.support.models import make_model, make_tokenizer
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 
 
-@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+@pytest.mark.parametrize("way", ["embeddings", "adapter"])
 def test_answers_go_on_behind_the_linked_prompt(index: Index, tmp_path: Path, way: str) -> None:
     links = make_links(index.model, way)
     links.save(tmp_path / FILE_NAME)
@@ -149,19 +149,19 @@ def test_links_take_no_room_from_the_answer(
 
 def test_links_have_a_digest(index: Index, tmp_path: Path) -> None:
     digests = set()
-    for way in ("embeddings", "kv", "adapter"):
+    for way in ("embeddings", "adapter"):
         links = make_links(index.model, way)
         links.save(tmp_path / FILE_NAME)
         assert KVEngine(index, links=tmp_path / FILE_NAME).links_digest == links.digest
         digests.add(links.digest)
-    other = make_links(index.model, "kv")
-    other.values[0, 0, 0, 0] += 1
+    other = make_links(index.model)
+    other.embeddings[0, 0] += 1
     digests |= {
         other.digest,
         KVEngine(index).links_digest,
         KVEngine(index, links="off").links_digest,
     }
-    assert len(digests) == 5
+    assert len(digests) == 4
     assert "" in digests
 
 
@@ -178,7 +178,7 @@ def test_an_adapter_around_it_changes_nothing_that_kvrag_computes(index: Index) 
         adapted = model.hf(feed).logits
         (inside,) = model.prefill((0,), token_ids)
         found = [(one.fuse(PROMPT).logits, one.generate(PROMPT).text) for one in engines]
-        with make_links(model, "kv").answering(model):
+        with make_links(model).answering(model):
             bare = model.hf(feed).logits
         # What was around it acts again behind it.
         torch.testing.assert_close(model.hf(feed).logits, adapted, rtol=0, atol=0)

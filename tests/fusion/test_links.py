@@ -39,10 +39,6 @@ def make_links(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random)
 
-    spec = model.spec
-    if way == "kv":
-        shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
-        return LinkTokens(header, keys=normal(*shape), values=normal(*shape))
     embeddings = 0.3 * normal(header.num_rows, model.hf.config.hidden_size)
     if way == "embeddings":
         return LinkTokens(header, embeddings)
@@ -160,7 +156,7 @@ def test_ratio_one_equals_the_full_prefill_of_the_linked_sequence(family: str) -
 
 
 @pytest.mark.parametrize("policy", ["none", "boundary", "deviation", "gradual", "query", "seam"])
-@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+@pytest.mark.parametrize("way", ["embeddings", "adapter"])
 def test_links_combine_with_every_policy(bench: Bench, policy: str, way: str) -> None:
     links = make_links(bench.model, way)
     prompt = bench.prompt(*ORDER)
@@ -201,13 +197,6 @@ def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
     assert torch.equal(
         bench.fuse(prompt, NonePolicy()).logits, bench.fuse(prompt, NonePolicy()).logits
     )
-
-
-def test_kv_links_are_not_computed(bench: Bench) -> None:
-    links = make_links(bench.model, "kv")
-    report = fuse_linked(bench, bench.prompt(*ORDER), NonePolicy(), links).report
-    assert report.num_links == 14
-    assert set(report.rows_by_layer) == {report.num_fresh}
 
 
 def test_a_lost_chunk_keeps_its_links(bench: Bench) -> None:
@@ -279,7 +268,7 @@ def test_no_links_or_no_chunks_change_nothing() -> None:
 # -- files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+@pytest.mark.parametrize("way", ["embeddings", "adapter"])
 def test_what_is_written_is_read(bench: Bench, tmp_path: Path, way: str) -> None:
     links = make_links(bench.model, way)
     links.save(tmp_path / FILE_NAME)
@@ -324,14 +313,14 @@ def damaged(path: Path, **changed: Any) -> None:
             ({"fields": {"scale": scale}}, "scale .* expected a number")
             for scale in (float("nan"), float("inf"), -1e300, True, "1")
         ),
-        ({"fields": {"way": "kv"}}, "expected the tensors"),
+        ({"fields": {"way": "kv"}}, "of way 'kv', which kvrag 0.2 had, are gone: .* --way adapter"),
         ({"fields": {"way": "adapter"}}, "adapter's tensors"),
         ({"fields": {}, "embeddings": torch.full((17, 64), float("nan"))}, "finite"),
         (
             {"fields": {}, "embeddings": torch.full((17, 64), float("nan")).to(torch.float8_e5m2)},
             "finite",
         ),
-        ({"fields": {}, "surplus": torch.zeros(1)}, "expected the tensors"),
+        ({"fields": {}, "surplus": torch.zeros(1)}, "expected the tensor"),
     ],
 )
 def test_damaged_files_are_named(

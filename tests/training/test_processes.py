@@ -36,8 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "anchors": {"num_links": 0, "anchor_rates": (0.5, 0.75), "frees_layers": False},
     "distilled": {"loss": "distill", "teacher_answers": True, "answer_tokens": 5},
     "adapter": {"mode": "frozen", "way": "adapter", "loss": "distill"},
-    "kv": {"mode": "frozen", "way": "kv", "gradient_checkpointing": True},
-    "embeddings": {"mode": "frozen", "way": "embeddings"},
+    "embeddings": {"mode": "frozen", "way": "embeddings", "gradient_checkpointing": True},
 }
 WAYS = ("whole", "sharded")
 STOPPED = 1

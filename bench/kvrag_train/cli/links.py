@@ -29,9 +29,8 @@ def train_links(
     way: Annotated[
         str | None,
         typer.Option(
-            help="What is trained over a frozen model: embeddings, kv (each layer's keys and "
-            "values) or adapter (low-rank additions to link, question and answer rows). "
-            "Default: adapter.",
+            help="What is trained over a frozen model: embeddings or adapter (low-rank additions "
+            "to link, question and answer rows). Default: adapter.",
             show_default=False,
         ),
     ] = None,

@@ -14,7 +14,7 @@ from kvrag_train.links.processes import Processes
 from kvrag_train.links.sharding import whole
 
 # Parameters that are looked up by rows, and learn at a higher rate.
-_TABLES = frozenset({"links/embeddings", "links/keys", "links/values", "links/anchors"})
+_TABLES = frozenset({"links/embeddings", "links/anchors"})
 
 
 def new_optimizer(

@@ -43,7 +43,7 @@ class LinkTrainingOptions:
     mode
         ``"tuned"``: the whole model learns. ``"frozen"``: it stays as it is.
     way
-        Trained by ``frozen``: ``"embeddings"``, ``"kv"`` or ``"adapter"`` (see `LinksHeader`).
+        Trained by ``frozen``: ``"embeddings"`` or ``"adapter"`` (see `LinksHeader`).
     loss
         ``"labels"``: cross-entropy of the answers. ``"distill"``: KL to the untouched model's full
         prefill of the same prompt without links, along the answers.

@@ -49,16 +49,8 @@ class LinkParameters(nn.Module):
             is_learned = header.mode == "tuned"
             self.anchors = nn.Parameter(anchors.embeddings.clone().float(), is_learned)
         self.embeddings: nn.Parameter | None = None
-        self.keys: nn.Parameter | None = None
-        self.values: nn.Parameter | None = None
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         random = torch.Generator().manual_seed(seed)
-        spec = model.spec
-        if header.way == "kv":
-            shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
-            self.keys = nn.Parameter(0.1 * torch.randn(shape, generator=random))
-            self.values = nn.Parameter(0.1 * torch.randn(shape, generator=random))
-            return
         if not header.num_links:
             return
         embedding: Any = model.hf.get_input_embeddings()
@@ -90,10 +82,6 @@ class LinkParameters(nn.Module):
 
     def links(self, header: LinksHeader) -> LinkTokens:
         """Return a copy to be saved, under a header that may name another model."""
-
-        def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.detach().clone()
-
         adapter = self.adapter()
         if adapter is not None:
             adapter = RowAdapter(
@@ -101,9 +89,8 @@ class LinkParameters(nn.Module):
                 {name: weight.detach().clone() for name, weight in adapter.up.items()},
                 adapter.scale,
             )
-        return LinkTokens(
-            header, copied(self.embeddings), copied(self.keys), copied(self.values), adapter
-        )
+        embeddings = None if self.embeddings is None else self.embeddings.detach().clone()
+        return LinkTokens(header, embeddings, adapter)
 
 
 def _key(name: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvrag.models.families import project_logits
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
 from kvrag_train.batches import IGNORED
-from kvrag_train.links.batch import NOBODY, LinkBatch
+from kvrag_train.links.batch import LinkBatch
 from kvrag_train.links.memory import checkpointed_layers
 from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.sharding import Running
@@ -77,8 +76,6 @@ class Student:
         if is_linked:
             with nullcontext() if self._trains_model else torch.no_grad():
                 stored = self._encoded(batch)
-            if self._parameters.keys is not None:
-                batch, stored = self._with_link_kv(batch, stored)
         embeds = self._base.get_input_embeddings()(batch.input_ids)
         table = self._parameters.embeddings
         if is_linked and table is not None:
@@ -176,37 +173,6 @@ class Student:
             use_cache=True,
         )
         return cache
-
-    def _with_link_kv(
-        self, batch: LinkBatch, stored: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[LinkBatch, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Move link rows from those computed to those that have K/V, their own."""
-        keys, values = self._parameters.keys, self._parameters.values
-        assert keys is not None
-        assert values is not None
-        is_link = batch.link_rows >= 0
-        count = int(is_link.sum(dim=1).max())
-        order = torch.argsort((~is_link).to(torch.int8), dim=1, stable=True)[:, :count]
-        rows = batch.link_rows.gather(1, order)
-        positions = batch.positions.gather(1, order)
-        tables = self._model.tables(int(positions.max()) + 1)
-        joined = []
-        for layer_index, (stored_keys, stored_values) in enumerate(stored):
-            key = keys[layer_index][rows.clamp(min=0)].transpose(1, 2).to(stored_keys.dtype)
-            value = values[layer_index][rows.clamp(min=0)].transpose(1, 2).to(stored_keys.dtype)
-            placed = _placed(key, tables[layer_index], positions)
-            joined.append(
-                (torch.cat([stored_keys, placed], 2), torch.cat([stored_values, value], 2))
-            )
-        link_segments = torch.where(rows >= 0, 0, NOBODY)
-        batch = replace(
-            batch,
-            stored_positions=torch.cat([batch.stored_positions, positions], 1),
-            stored_segments=torch.cat([batch.stored_segments, link_segments], 1),
-            # The rows stay where they are, seen by nobody and without a target.
-            segments=torch.where(is_link, torch.full_like(batch.segments, -1), batch.segments),
-        )
-        return batch, joined
 
     def _masks(self, batch: LinkBatch) -> Any:
         """Return what the model takes as its mask: one for all layers, or one a type of layer."""
