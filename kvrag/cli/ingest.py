@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,6 @@ from kvrag.ingest.settings import IndexSettings
 from kvrag.optiontable import options_of, text_of
 
 if TYPE_CHECKING:
-    from kvrag.ingest.ray.options import Estimate
     from kvrag.ingest.report import IngestReport
 
 DryRunOption = Annotated[
@@ -169,7 +168,7 @@ def ingest(
     suffixes = sorted({*sought_suffixes(), *loaders})
     runner = None if asked.ray is None else asked.runner(for_ray, suffixes, target.store)
 
-    def estimated(report: IngestReport) -> dict[str, Estimate]:
+    def estimated(report: IngestReport) -> dict[str, dict[str, Any]]:
         if runner is None or not dry_run:
             return {}
         return {"estimate": asked.estimate(runner, report)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ from kvrag.store.extras import require
 
 if TYPE_CHECKING:
     from kvrag.ingest.ray import RayOptions, RayRunner
-    from kvrag.ingest.ray.options import Estimate
     from kvrag.ingest.report import IngestReport
 
 _OPTIONS = {
@@ -58,22 +57,6 @@ class Asked:
         str | None,
         o.setting(
             metavar="BYTES", help="Most bytes that wait between the stages, in Ray's object store."
-        ),
-    ] = None
-    ray_rate: Annotated[
-        float | None,
-        o.setting(
-            parser=o.above_zero,
-            metavar="TOKENS",
-            help="Tokens that each computes in a second: --dry-run then says the hours.",
-        ),
-    ] = None
-    ray_price: Annotated[
-        float | None,
-        o.setting(
-            parser=o.above_zero,
-            metavar="PRICE",
-            help="What each costs in an hour: --dry-run then says the price.",
         ),
     ] = None
 
@@ -132,37 +115,23 @@ class Asked:
         require("pyarrow", "ray")
         return RayRunner(options, listed=list_places(places, suffixes) if places else None)
 
-    def estimate(self, runner: RayRunner, report: IngestReport) -> Estimate:
-        """Return what the ingestion of a dry run will take."""
-        from kvrag.ingest.ray.options import estimate
+    def estimate(self, runner: RayRunner, report: IngestReport) -> dict[str, Any]:
+        """Return what the ingestion of a dry run will take, as plain values."""
+        from kvrag.ingest.ray.options import size_by_codec
 
         assert runner.config is not None
-        return estimate(
-            report.num_tokens_computed,
-            report.num_context_tokens,
-            runner.config,
-            num_actors=self._actors()[0],
-            rate=self.ray_rate,
-            price_per_hour=self.ray_price,
-        )
+        return {
+            "num_tokens": report.num_tokens_computed + report.num_context_tokens,
+            "size_bytes": size_by_codec(report.num_tokens_computed, runner.config),
+        }
 
-    def print_estimate(self, found: Estimate) -> None:
+    def print_estimate(self, found: dict[str, Any]) -> None:
         """Print what the ingestion of a dry run will take."""
-        num_actors = self._actors()[0]
         sizes = ", ".join(
-            f"{name} {console.format_bytes(size)}" for name, size in found.size_bytes.items()
+            f"{name} {console.format_bytes(size)}" for name, size in found["size_bytes"].items()
         )
-        console.write(f"KV by codec, at most: {sizes}\n")
-        if found.hours is None:
-            console.note("--ray-rate TOKENS (a second and worker) gives the hours")
-            return
-        said = (
-            f"{console.count(found.num_tokens, 'token')} take {found.hours:,.2f} hours on "
-            f"{console.count(num_actors, 'worker')}"
-        )
-        if found.price is not None:
-            said += f", which cost {found.price:,.2f}"
-        console.write(f"{said}\n")
+        tokens = console.count(found["num_tokens"], "token")
+        console.write(f"{tokens} to compute; KV by codec, at most: {sizes}\n")
 
     def _options(self, store: str | None) -> RayOptions:
         from kvrag.ingest.ray import RayOptions

@@ -46,6 +46,10 @@ GONE = {
     ("calibrate", name): "is gone: 'kvrag calibrate' asks about the index itself, and 'kvrag bench "
     "quality' compares contexts, and policies with questions from a file"
     for name in ("data", "contexts")
+} | {
+    ("ingest", name): "is gone: with --ray, --dry-run says the tokens; divide them by what your "
+    "machines compute in a second"
+    for name in ("ray-rate", "ray-price")
 }
 """What replaces each command's option of an earlier version."""
 

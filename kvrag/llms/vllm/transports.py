@@ -1,4 +1,4 @@
-"""The interface for sending prompts to vLLM and receiving answers piece by piece."""
+"""How prompts reach vLLM and answers come back piece by piece: over HTTP, or in this process."""
 
 from __future__ import annotations
 

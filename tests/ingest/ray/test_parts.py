@@ -25,7 +25,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner, ingest
 from kvrag.ingest.ray.driver import _default_address, connected, reason_of, settings
-from kvrag.ingest.ray.options import estimate
+from kvrag.ingest.ray.options import size_by_codec
 from kvrag.ingest.ray.packets import Collector, Packet, assemble, pack, split, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
@@ -331,17 +331,12 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
     assert not (tmp_path / "worker").exists()
 
 
-def test_an_estimate_counts_contexts_in_time_and_not_in_bytes(tmp_path: Path) -> None:
+def test_sizes_by_codec(tmp_path: Path) -> None:
     with tiny_index(tmp_path) as index:
         config = index.config
-    found = estimate(9000, 3000, config, num_actors=2, rate=10.0, price_per_hour=3.0)
-    assert found.num_tokens == 12_000
-    assert found.hours == pytest.approx(12_000 / 10 / 2 / 3600)
-    assert found.price == pytest.approx(found.hours * 2 * 3)
-    assert found.size_bytes["raw"] == 9000 * config.bytes_per_token
-    assert found.size_bytes["cachegen:4"] < found.size_bytes["cachegen:1"]
-    nothing = estimate(1, 0, config, num_actors=1, rate=None, price_per_hour=3.0)
-    assert (nothing.hours, nothing.price) == (None, None)
+    found = size_by_codec(9000, config)
+    assert found["raw"] == 9000 * config.bytes_per_token
+    assert found["cachegen:4"] < found["cachegen:1"]
 
 
 @pytest.mark.parametrize(
