@@ -26,6 +26,9 @@ from kvrag.ingest.rows import Heads, pack_ids
 from kvrag.ingest.storage import Storage
 from kvrag.models.tokens import encode
 
+COMPARED_TOKENS = 1 << 20
+"""Tokens of the chunks that are encoded at once, each after any other of them."""
+
 _NEAREST = 48  # looked at for one chunk, or for a few
 _JOINING = 32  # chunks that may share a given one's context
 _ROWS = 256  # compared with all at once

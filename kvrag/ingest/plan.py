@@ -37,7 +37,7 @@ STAYS = "; the version indexed before stays"
 """The end of a failure's reason when the old version stays in the index."""
 
 # Chunks kept from planning for computing; others are read and split once more.
-MAX_KEPT_TOKENS = 1 << 20
+_MAX_KEPT_TOKENS = 1 << 20
 _MAX_LIST_DEPTH = 100
 _TICK_NS = 50_000_000
 _MAX_INTEGER = (1 << 63) - 1  # of SQLite
@@ -398,7 +398,7 @@ class Planner:
             num_chunks=len(chunks),
             num_tokens=num_tokens,
             num_control_strings=self._cutter.num_control_strings(chunks),
-            chunks=chunks if self._num_kept_tokens <= MAX_KEPT_TOKENS else [],
+            chunks=chunks if self._num_kept_tokens <= _MAX_KEPT_TOKENS else [],
         )
         return planned, missing
 

@@ -123,9 +123,10 @@ Runner = Callable[[Run], Plan]
 
 
 def windows(
-    documents: Iterable[PlannedDocument], least_tokens: int = COMMIT_TOKENS
+    documents: Iterable[PlannedDocument], least_tokens: int | None = None
 ) -> Iterator[list[PlannedDocument]]:
-    """Yield documents in groups of `least_tokens` or a little more, which are written together."""
+    """Yield documents in groups of `COMMIT_TOKENS` or a little more, which are written together."""
+    least_tokens = COMMIT_TOKENS if least_tokens is None else least_tokens
     window: list[PlannedDocument] = []
     num_tokens = 0
     for document in documents:

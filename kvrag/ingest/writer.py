@@ -31,19 +31,10 @@ from kvrag.ingest.healing import (
 )
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
-from kvrag.ingest.plan import (
-    MAX_KEPT_TOKENS,
-    Plan,
-    PlannedDocument,
-    Planner,
-    Sources,
-    find_gone,
-    gather,
-)
+from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.ingest.rows import Change
 from kvrag.ingest.stages import (
-    COMMIT_TOKENS,
     BackgroundWriter,
     Committer,
     CutAgain,
@@ -378,13 +369,13 @@ class _Computing:
         self._committer = Committer(run.storage, plan)
         self._companions: Companions | None = None
         # What is chosen among is written together: nothing precedes a chunk that is not there.
-        self._window_tokens = COMMIT_TOKENS
+        self._window_tokens: int | None = None
         if run.config.context == SIMILAR:
-            from kvrag.ingest.companions import Companions
+            from kvrag.ingest.companions import COMPARED_TOKENS, Companions
 
             planned = {one.source for one in plan.documents}
             self._companions = Companions(run.storage, run.encoders, planned)
-            self._window_tokens = MAX_KEPT_TOKENS
+            self._window_tokens = COMPARED_TOKENS
 
     def run(self) -> None:
         plan = self._plan
