@@ -11,6 +11,7 @@ with the size of the record, with a limit, or with what the caller expects, befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
@@ -18,13 +19,80 @@ import xxhash
 
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
-from kvrag.codec.header import Block, RecordHeader, header_size, padded_size
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
+from kvrag.recordformat import BLOCK, CHECKSUM, FIXED, FORMAT_VERSION, MAGIC, MAX_HEADER_BYTES
 from kvrag.recordformat import BLOCK as _BLOCK
 from kvrag.recordformat import CHECKSUM as _CHECKSUM
 from kvrag.recordformat import FIXED as _FIXED
-from kvrag.recordformat import FORMAT_VERSION, MAGIC, MAX_HEADER_BYTES
+
+# The contents of a stored record's header, and its size.
+
+
+ALIGNMENT_BYTES = 64
+
+
+def padded_size(size_bytes: int) -> int:
+    """Return `size_bytes` rounded up to a multiple of `ALIGNMENT_BYTES`."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def header_size(num_blocks: int) -> int:
+    """Return the size of the header in bytes, checksum and padding included."""
+    return padded_size(FIXED.size + num_blocks * BLOCK.size + CHECKSUM.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where the bytes of one block are.
+
+    Attributes
+    ----------
+    offset
+        First byte, counted from the start of the record; a multiple of `ALIGNMENT_BYTES`.
+    size_bytes
+        Bytes of the payload, without padding.
+    checksum
+        xxh3_64 of payload and padding.
+    """
+
+    offset: int
+    size_bytes: int
+    checksum: int
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of payload and padding, which are read and checksummed together."""
+        return padded_size(self.size_bytes)
+
+
+@dataclass(frozen=True)
+class RecordHeader:
+    """The contents of a header, checked.
+
+    Attributes
+    ----------
+    codec
+        Name of the codec that wrote the blocks.
+    spec
+        L, H, D and dtype of the KV.
+    num_tokens
+        T.
+    blocks
+        The blocks, in order.
+    level
+        The profile's level, counted from 0; 0 for codecs without levels.
+    profile
+        Hash of the profile that the blocks were coded with, 40 hexadecimal digits, or "".
+    """
+
+    codec: str
+    spec: KVSpec
+    num_tokens: int
+    blocks: tuple[Block, ...]
+    level: int
+    profile: str
+
 
 MAX_TOKENS = 1 << 20
 MAX_BLOCK_BYTES = 1 << 32

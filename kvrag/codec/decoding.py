@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.base import Destination, check_layer_index
+from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
 from kvrag.codec.block import COUNT, MATRIX, BlockReader, place_channels
 from kvrag.codec.container import RecordReader
 from kvrag.codec.level import CodedBlock, LevelCoder
-from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.planes import NUM_CONTEXTS
 from kvrag.codec.transform.base import KINDS
 from kvrag.codec.transform.pca import Components

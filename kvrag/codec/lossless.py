@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import check_kv, check_layer_index
+from kvrag.codec.base import OpenedRecord, check_kv, check_layer_index
 from kvrag.codec.block import MATRIX, BlockReader, pack_streams
 from kvrag.codec.container import ByteSource, RecordReader, write_record
 from kvrag.codec.exponents import greatest_exponent, join, rest_bits, split
 from kvrag.codec.level import LevelCoder
-from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import to_symbols
 from kvrag.errors import ParameterError

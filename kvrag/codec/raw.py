@@ -12,10 +12,8 @@ import threading
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import check_kv, check_layer_index
-from kvrag.codec.container import ByteSource, RecordReader, write_record
-from kvrag.codec.header import padded_size
-from kvrag.codec.opened import OpenedRecord
+from kvrag.codec.base import OpenedRecord, check_kv, check_layer_index
+from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 

@@ -11,11 +11,16 @@ import sys
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Destination, EncodedChunk, check_kv, check_layer_index, place_whole
-from kvrag.codec.container import ByteSource, RecordReader, write_record
-from kvrag.codec.header import padded_size
+from kvrag.codec.base import (
+    Destination,
+    EncodedChunk,
+    OpenedRecord,
+    check_kv,
+    check_layer_index,
+    place_whole,
+)
+from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
 from kvrag.codec.names import RAW_HEADS
-from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.raw import bytes_of
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec

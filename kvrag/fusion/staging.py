@@ -13,7 +13,7 @@ import torch
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.card import can_decode
-from kvrag.codec.header import padded_size
+from kvrag.codec.container import padded_size
 from kvrag.codec.level import LevelCoder
 from kvrag.fusion.layout import RecordId
 from kvrag.fusion.loss import DAMAGE

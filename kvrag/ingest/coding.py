@@ -11,8 +11,7 @@ import torch
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.config import choose_codec
-from kvrag.codec.container import RecordReader
-from kvrag.codec.header import RecordHeader
+from kvrag.codec.container import RecordHeader, RecordReader
 from kvrag.codec.lossless import NAME as LOSSLESS
 from kvrag.codec.names import RAW, RAW_HEADS
 from kvrag.codec.profile import Profile

@@ -7,8 +7,7 @@ import torch
 
 from kvrag.codec import container
 from kvrag.codec.block import BlockReader
-from kvrag.codec.container import RecordReader, write_record
-from kvrag.codec.header import header_size, padded_size
+from kvrag.codec.container import RecordReader, header_size, padded_size, write_record
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec

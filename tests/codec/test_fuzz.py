@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
-from kvrag.codec.header import header_size
+from kvrag.codec.container import header_size
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kvrag.chunk import Chunk
-from kvrag.engine.asking import Asking, reading_order
+from kvrag.engine.asking import Asking, few_shot_prompt, plain_prompt, reading_order
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
-from kvrag.models.plain import few_shot_prompt, plain_prompt
 from kvrag_bench.judge.questions import render
 from tests.support.rag import PASSAGES, Rag, rag
 

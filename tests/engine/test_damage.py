@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import ChunkKey, Document
-from kvrag.codec.header import header_size
+from kvrag.codec.container import header_size
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import MISS_CATALOG
 from kvrag.errors import IndexFormatError

@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from kvrag.chunk import Chunk, Document
+from kvrag.engine.base import ROUTE_HEADER, route_key
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.routing import ROUTE_HEADER, route_key
 from kvrag.ingest.index import Index
 from tests.support.api_server import Served, serving
 from tests.support.models import make_model, make_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from kvrag.models.plain import few_shot_prompt, plain_prompt
+from kvrag.engine.asking import few_shot_prompt, plain_prompt
 from kvrag.models.templates import render as render_template
 
 

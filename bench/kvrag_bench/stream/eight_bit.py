@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Destination
+from kvrag.codec.base import Destination, OpenedRecord
 from kvrag.codec.container import RecordReader, write_record
-from kvrag.codec.opened import OpenedRecord
 from kvrag.kvcache import ChunkKV, KVSpec
 
 _NAME = "bench-8-bit"

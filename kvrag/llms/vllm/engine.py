@@ -12,9 +12,9 @@ from typing import Any, Literal, overload
 
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
+from kvrag.engine.base import route_key
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Request, checked_batch
-from kvrag.engine.routing import route_key
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.report import FusionReport

@@ -16,8 +16,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from kvrag.arguments import shown
+from kvrag.engine.base import ROUTE_HEADER
 from kvrag.engine.options import Sampling
-from kvrag.engine.routing import ROUTE_HEADER
 from kvrag.errors import EngineError, ParameterError
 from kvrag.llms.vllm.settings import PARAMS
 
@@ -37,7 +37,7 @@ class EngineRequest:
     ignore_end
         Whether the answer continues after an end-of-text token.
     route
-        The prompt's key for a proxy before several servers (`kvrag.engine.routing`).
+        The prompt's key for a proxy before several servers (`kvrag.engine.base`).
     is_streamed
         Whether to send pieces as they are generated; a server sends kvrag's report only with a
         whole answer.
