@@ -46,8 +46,8 @@ class OfProcess:
     def __reduce_ex__(self, _: Any) -> NoReturn:
         """Refuse to be pickled and copied: both call this."""
         raise ProcessError(
-            f"a {type(self).__name__} cannot be copied or pickled: it has open files, threads and "
-            "a model. Threads may share it; pass other processes the index's path, and call "
+            f"this {type(self).__name__} cannot be copied or pickled: it has open files, threads "
+            "and a model. Threads may share it; pass other processes the index's path, and call "
             "Index.open there"
         )
 
