@@ -34,7 +34,7 @@ from kvrag.store.files import (
     sync_folder,
 )
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
-from kvrag.store.segments import unpack
+from kvrag.store.segments import remove_unnamed, unpack
 
 logger = logging.getLogger("kvrag")
 
@@ -238,7 +238,7 @@ class FileStore(CountedStore):
                     yield ChunkKey(match[1]), entry.stat(follow_symlinks=False).st_size
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove leftovers of killed processes.
+        """Remove leftovers of killed processes, and segments of 0.2 whose list was damaged.
 
         Parameters
         ----------
@@ -267,6 +267,7 @@ class FileStore(CountedStore):
                 continue
             except OSError as error:
                 raise store_error("remove", Path(entry.path), error) from error
+        remove_unnamed(self.path)
         return num_removed
 
     def close(self) -> None:

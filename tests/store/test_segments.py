@@ -6,17 +6,22 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import threading
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
+from kvrag.sqlitefile import connect
 from kvrag.store.file import FileStore
 from kvrag_testing.store_contract import key_number, record_of, stored
 from tests.support import folders
 from tests.support.folders import files_under, pack, segment_path
+from tests.support.waiting import wait_until
 
 KEYS = [key_number(number) for number in range(10)]
 RECORDS = {key: record_of(key) for key in KEYS}
@@ -127,11 +132,56 @@ def test_a_process_killed_while_it_unpacks_loses_nothing(
         num_killed += 1
         shutil.copytree(folder, copy)
         assert num_found(copy) == 10
+        with closing(FileStore(copy)) as store:
+            store.collect_garbage(0.0)
+        assert len(files_under(copy)) == 10
     assert num_killed > 5
-    with closing(FileStore(folder)) as store:
-        store.collect_garbage(0.0)
+
+
+def test_bytes_that_no_row_names_are_removed(folder: Path) -> None:
+    (folder / "segments" / "00000003.seg").write_bytes(b"of a writer that was killed")
+    (folder / "segments" / "mine.seg").write_bytes(b"of a user")
     assert num_found(folder) == 10
-    assert len(files_under(folder)) == 10
+    assert files_under(folder / "segments") == ["mine.seg"]
+
+
+def test_processes_that_open_the_folder_wait_for_the_one_that_unpacks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They go on when it has finished, and do not take its last step for damage."""
+    write = FileStore._write
+    others = [threading.Thread(target=FileStore, args=[folder]) for _ in range(3)]
+
+    def start_others(self: FileStore, key: ChunkKey, record: bytes) -> None:
+        if len(caplog.messages) == 1:
+            for other in others:
+                other.start()
+            wait_until(lambda: len(caplog.messages) == 4)  # they have found segments, too
+            monkeypatch.setattr("kvrag.store.segments.connect", pytest.fail)
+        write(self, key, record)
+
+    monkeypatch.setattr(FileStore, "_write", start_others)
+    FileStore(folder)
+    for other in others:
+        other.join(30)
+    assert num_found(folder) == 10
+    assert not [one for one in caplog.messages if "get a file each, once" not in one]
+
+
+def test_a_writer_of_0_2_that_does_not_end_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def connect_briefly(*arguments: Any) -> Any:
+        connection, stamp = connect(*arguments)
+        connection.execute("PRAGMA busy_timeout = 10")
+        return connection, stamp
+
+    monkeypatch.setattr("kvrag.store.segments.connect", connect_briefly)
+    with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        FileStore(folder)
+    assert "another process has been writing for 30 seconds; try again" in caplog.text
+    assert num_found(folder) == 10
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -162,7 +212,9 @@ def test_damage_is_a_miss_and_never_another_record(
     with closing(FileStore(folder)) as store:
         for key in KEYS:
             store.replace(key, record_of(key))
+        store.collect_garbage()
     assert num_found(folder) == 10
+    assert not list(folder.glob("segments/*.seg")) or damage == "segment is a pipe"
     assert not (folder / "records.sqlite").exists()
     if damage == "garbage":
         assert (folder / "records.sqlite.damaged").exists()
