@@ -126,6 +126,24 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
+def is_storable(source: str) -> bool:
+    """Return whether the catalog can hold a source: SQLite stores text as UTF-8."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_source(source: str) -> None:
+    """Raise DocumentError if a file's name or an id is not valid Unicode."""
+    if not is_storable(source):
+        raise DocumentError(
+            f"{printable(source)}: the name is not valid UTF-8; rename it, for example with "
+            "'convmv -f latin1 -t utf8'"
+        )
+
+
 def _is_file(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_file()

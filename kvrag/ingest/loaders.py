@@ -17,7 +17,7 @@ from kvrag.chunk import PAGE_BREAK, Document, Mark, content_hash, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.code import CODE_SUFFIXES, is_installed, outline
 from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text
-from kvrag.ingest.files import printable, read_page, read_text
+from kvrag.ingest.files import check_source, printable, read_page, read_text
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.html import epub_to_text, html_to_text
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
@@ -308,24 +308,6 @@ def to_document(value: Any) -> Document:
     if not text.strip():
         raise NoTextError(f"{source}: holds no text")
     return Document(source, text, metadata, is_whole, marks)
-
-
-def is_storable(source: str) -> bool:
-    """Return whether the catalog can hold a source: SQLite stores text as UTF-8."""
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def check_source(source: str) -> None:
-    """Raise DocumentError if a file's name or an id is not valid Unicode."""
-    if not is_storable(source):
-        raise DocumentError(
-            f"{printable(source)}: the name is not valid UTF-8; rename it, for example with "
-            "'convmv -f latin1 -t utf8'"
-        )
 
 
 def _content_id(text: str, metadata: Mapping[str, Any]) -> str:

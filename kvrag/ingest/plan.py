@@ -22,9 +22,16 @@ from kvrag.errors import DocumentError, ParameterError
 from kvrag.foreign import document_failures
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import Cutter
-from kvrag.ingest.files import check_regular, find_files, printable, read_file, resolve_path
+from kvrag.ingest.files import (
+    check_regular,
+    check_source,
+    find_files,
+    printable,
+    read_file,
+    resolve_path,
+)
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
-from kvrag.ingest.loaders import AsCut, NoTextError, check_source, to_document
+from kvrag.ingest.loaders import AsCut, NoTextError, to_document
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState

@@ -23,10 +23,10 @@ from kvrag.child import limit_memory
 from kvrag.chunk import Document, Mark
 from kvrag.errors import DocumentError
 from kvrag.foreign import told
-from kvrag.ingest.files import printable
+from kvrag.ingest.files import is_storable, printable
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS, MAX_METADATA_CHARACTERS
-from kvrag.ingest.loaders import Loader, NoTextError, is_storable, load_bytes
+from kvrag.ingest.loaders import Loader, NoTextError, load_bytes
 from kvrag.ingest.metadata import plain_metadata
 
 _MAX_FILE_BYTES = 1 << 62

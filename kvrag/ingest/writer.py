@@ -20,7 +20,7 @@ from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, SIMILAR, join_passages
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.files import read_file
+from kvrag.ingest.files import is_storable, read_file
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
     Held,
@@ -29,7 +29,6 @@ from kvrag.ingest.healing import (
     lost_since,
     mend_catalog,
 )
-from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
 from kvrag.ingest.report import IngestProgress, IngestReport

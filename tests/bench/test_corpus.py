@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from kvrag_bench.judge.exact_match import exact_match
 from kvrag_corpus import (
     SPLITS,
     TYPE_SHARES,
@@ -117,6 +118,47 @@ def test_a_carried_over_answer_stands_apart_from_its_subject(corpus: Corpus) -> 
             orphans += 1
             assert not any(name in text for text in texts)
     assert orphans >= 10
+
+
+def test_two_hops_may_say_the_person_in_between(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        if question.type is not QuestionType.TWO_HOP:
+            assert len(question.answers) == 1
+            continue
+        bare, full = question.answers
+        between, answer = full.split(": ")
+        assert answer == bare
+        # Its own document names it as its subject, and the other one as a value.
+        first, second = sorted(
+            (question.chunks[index].text for index in question.supporting),
+            key=lambda text: f", {between} the " in text,
+        )
+        assert f" {between}." in first
+        assert f", {between} the " in second
+        assert f" {answer}." in second
+        assert exact_match(full, question.answers) == 1
+        assert exact_match(bare, question.answers) == 1
+        assert exact_match(f"{answer}: {answer}", question.answers) == 0
+
+
+def test_other_chunks_stand_between_and_share_trades(corpus: Corpus) -> None:
+    carried = [q for q in corpus.questions if q.type is QuestionType.CARRIED_OVER]
+    apart = sum(q.supporting[1] - q.supporting[0] > 1 for q in carried)
+    shared = sum(
+        sum(f" the {q.chunks[q.supporting[1]].text.split()[1]} " in c.text for c in q.chunks) > 1
+        for q in carried
+    )
+    assert apart / len(carried) > 0.2
+    assert shared / len(carried) > 0.5
+
+
+def test_superseded_values_are_corrected_later(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        if question.type is QuestionType.SUPERSEDED:
+            old, new = question.supporting
+            assert old < new
+            assert " now " in question.chunks[new].text
+            assert question.answers[0] not in question.chunks[old].text
 
 
 def test_files_read_back_as_written(corpus: Corpus, tmp_path) -> None:

@@ -92,6 +92,56 @@ def test_no_fact_comes_twice_in_a_prompt(name: str) -> None:
         assert sum(said.values()) >= 30
 
 
+@pytest.mark.parametrize("name", WITH_CHOICES)
+def test_right_choices_stand_anywhere(name: str) -> None:
+    places = {asked.choices.index(asked.answers[0]) for asked in generate(name, 7, 25)}
+    assert places == set(range(NUM_CHOICES))
+
+
+def test_only_the_first_chunk_of_a_document_names_its_subject() -> None:
+    for asked in generate("carried", 9, 15):
+        subject = _subject(asked)
+        first, second = asked.supporting
+        assert [times(subject, chunk) for chunk in asked.chunks] == [
+            int(place == first) for place in range(len(asked.chunks))
+        ]
+        assert asked.before[second] == (asked.chunks[first],)
+        assert asked.before[first] == ()
+
+
+def _subject(asked: Asked) -> str:
+    """Return the name that stands in the question and in the first supporting chunk."""
+    first = asked.chunks[asked.supporting[0]]
+    named = re.match(r"This document is about (?:the firm )?([^.]+)\.", first)
+    assert named is not None
+    assert named[1] in asked.question
+    return named[1]
+
+
+def test_two_chunks_of_a_bridge_meet_in_one_name() -> None:
+    for asked in generate("bridge", 10, 15):
+        chunks = [asked.chunks[place] for place in asked.supporting]
+        firm = next(firm for firm in every_word.FIRMS if firm in asked.question)
+        (director,) = [
+            named[1]
+            for chunk in chunks
+            if (named := re.match(rf"The director of {firm} is ([^.]+)\.", chunk))
+        ]
+        assert all(director in chunk for chunk in chunks)
+        assert sum(director in chunk for chunk in asked.chunks) == 2
+        assert director not in asked.question
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("2k", 1200, 1400), ("8k", 5000, 5600)])
+def test_needles_are_hidden_in_prose_of_the_length_asked_for(
+    name: str, least: int, most: int
+) -> None:
+    for asked in generate(f"needle:{name}", 13, 5):
+        assert least <= sum(len(chunk.split()) for chunk in asked.chunks) <= most + 20
+        hidden = [chunk for chunk in asked.chunks if chunk not in PROSE]
+        assert hidden == [asked.chunks[asked.supporting[0]]]
+
+
 def test_code_returns_what_is_asked_for() -> None:
     for asked in generate("code", 11, 15):
         imports = re.compile(r"^from .*$", re.MULTILINE)
