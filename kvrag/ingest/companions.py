@@ -10,7 +10,7 @@ says itself which texts are in it (`Heads`), and none outlives its text (`RowWri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -95,6 +95,8 @@ def choose(
     separator
         Tokens after each passage that precedes it.
     """
+    if not wanted:
+        return []
     choice = _Choice(wanted, others, num_tokens, len(separator))
     found: list[Before] = [((), ())] * len(wanted)
     groups = choice.groups()
@@ -253,13 +255,22 @@ class Companions:
                     others.append(passage)
                 else:
                     wanted.setdefault(self._place(chunk), passage)
-        if not wanted:
-            return self._give(documents, kept, {})
         ours = {one.chunk_id for one in (*wanted.values(), *others)}
-        others += [one for one in self._near(wanted.values()) if one.chunk_id not in ours]
+        near = self._near(wanted.values()) if wanted else ()
+        others += [one for one in near if one.chunk_id not in ours]
         most = self._storage.config.context_tokens
-        found = choose([*wanted.values()], others, most, self._separator)
-        return self._give(documents, kept, dict(zip(wanted, found, strict=True)))
+        chosen = choose([*wanted.values()], others, most, self._separator)
+        found = dict(zip(wanted, chosen, strict=True))
+        after: dict[str, tuple[str, ...]] = {}
+        for document in documents:
+            for number, chunk in enumerate(document.chunks):
+                contexts = kept.get((document.source, chunk.token_ids))
+                if contexts is None:
+                    ids, after[chunk.chunk_id] = found[self._place(chunk)]
+                    is_alone = not ids or self._encoders.is_compressed
+                    contexts = (ids,) if is_alone else (ids, ())
+                document.chunks[number] = replace(chunk, contexts=contexts)
+        return after
 
     def without(self) -> Iterator[PlannedDocument]:
         """Yield the documents of the index that have chunks without a context, with these only."""
@@ -275,7 +286,7 @@ class Companions:
 
     def _kept(
         self, documents: Iterable[PlannedDocument]
-    ) -> Mapping[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+    ) -> dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
         """Return the contexts that remain, by source and token ids."""
         catalog = self._storage.catalog
         before: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], ...]] = {}
@@ -291,24 +302,6 @@ class Companions:
             for place, contexts in before.items()
             if contexts[0] and not gone.are_in(pack_ids(contexts[0]))
         }
-
-    def _give(
-        self,
-        documents: Iterable[PlannedDocument],
-        kept: Mapping[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], ...]],
-        found: Mapping[tuple[str, bytes], Before],
-    ) -> dict[str, tuple[str, ...]]:
-        after: dict[str, tuple[str, ...]] = {}
-        for document in documents:
-            for number, chunk in enumerate(document.chunks):
-                contexts = kept.get((document.source, chunk.token_ids))
-                if contexts is None:
-                    ids, standing = found[self._place(chunk)]
-                    is_alone = not ids or self._encoders.is_compressed
-                    contexts = (ids,) if is_alone else (ids, ())
-                    after[chunk.chunk_id] = standing
-                document.chunks[number] = replace(chunk, contexts=contexts)
-        return after
 
     def _near(self, wanted: Iterable[Passage]) -> Iterator[Passage]:
         """Yield chunks of the index that are near some passages, of other documents if it can."""

@@ -115,7 +115,8 @@ class RowWriter:
             chunks.append((*values, checksum, keys[0], vector, vector_checksum))
             other_keys += [(number, place, key) for place, key in enumerate(keys[1:], 1)]
             parts.append(joined(checksum, vector_checksum, " ".join(keys)))
-            self._come.add(values[5])
+            if self._is_similar:
+                self._come.add(values[5])
         # Rows of these chunks that a damaged source has attached to another document.
         self._connection.executemany(
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
@@ -149,7 +150,8 @@ class RowWriter:
         chunks = self._connection.execute(
             "DELETE FROM chunks WHERE source = ? RETURNING seal, token_ids", (source,)
         ).fetchall()
-        self._gone.update(ids for _, ids in chunks)
+        if self._is_similar:
+            self._gone.update(ids for _, ids in chunks)
         before = self.state.documents
         for (checksum,) in self._connection.execute(
             "DELETE FROM documents WHERE source = ? RETURNING seal", (source,)
