@@ -22,6 +22,7 @@ from kvrag.fusion.loader import OpenKV, SpanLoader
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.slices import Slices, in_one_slice, whole
 from kvrag.kvcache import FusedKV
+from kvrag.models.families import inside
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
 
@@ -87,7 +88,7 @@ class SharedPrompts:
     ) -> None:
         started = time.perf_counter()
         self._model = model
-        self._windows = sorted({window or 0 for window in model.windows})
+        self._windows = set(model.windows)
         misses: Counter[str] = Counter()
         loader = SpanLoader(open_kv)
 
@@ -137,7 +138,7 @@ class SharedPrompts:
             of = RowPass(fresh, fused, self._tables)
             for layer_index in range(model.spec.num_layers):
                 loader.load_layer(layer_index)
-                attending = Attending(visible=visible[model.windows[layer_index] or 0])
+                attending = Attending(visible=visible[model.windows[layer_index]])
                 model.forward_rows(layer_index, hidden, of, attending=attending)
             last = [rows.fresh.index(row) for row in rows.last_rows]
             self.logits = model.logits(hidden[last])
@@ -145,17 +146,15 @@ class SharedPrompts:
 
     def _visible(
         self, rows: _Rows, owners: Sequence[int], queries: torch.Tensor, num_keys: int
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int | None, torch.Tensor]:
         """Return for each window which rows `queries` see: their prompt's, at or before them."""
         positions = self._positions
         mine = torch.stack([rows.mask_of(owner, len(positions)) for owner in owners])
         mine = mine[:, :num_keys].to(positions.device)
         keys, asking = positions[:num_keys], positions[queries][:, None]
         allowed = mine & (keys <= asking)
-        return {
-            window: allowed & (keys > asking - window) if window else allowed
-            for window in self._windows
-        }
+        near = {window: inside(keys, asking, window) for window in self._windows}
+        return {window: allowed if one is None else allowed & one for window, one in near.items()}
 
     def step(self, token_ids: dict[int, int]) -> dict[int, torch.Tensor]:
         """Write one more token for some prompts; return the logits of the token after each.
@@ -174,7 +173,7 @@ class SharedPrompts:
             hidden = model.embed(ids, self._positions[new])
             of = RowPass(new, self._fused, self._tables)
             for layer_index in range(model.spec.num_layers):
-                attending = Attending(visible=visible[model.windows[layer_index] or 0])
+                attending = Attending(visible=visible[model.windows[layer_index]])
                 model.forward_rows(layer_index, hidden, of, attending=attending)
             logits = model.logits(hidden)
         return dict(zip(owners, logits, strict=True))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvrag.models.families import find_family
+from kvrag.models.families import base_of, find_family
 
 Gate = Callable[[], torch.Tensor | None]
 """Returns which of the current rows the adapter acts on, bool ``[n]``; None: on all."""
@@ -121,7 +121,7 @@ def _acts(hf: PreTrainedModel, name: object) -> bool:
 
 def linear_layers(hf: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers inside the decoder layers, by their names in `hf`."""
-    layers: Any = getattr(hf.base_model, find_family(hf).layers)
+    layers: Any = getattr(base_of(hf), find_family(hf).layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
     return {
         name: module

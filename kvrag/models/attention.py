@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvrag.models.families import Chunked, inside
 from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.implementations import (
     AttentionCall,
@@ -283,10 +284,8 @@ class RowMask:
     def _dense(self, num_keys: int) -> torch.Tensor:
         keys = torch.arange(self.first_key, self.first_key + num_keys, device=self.positions.device)
         queries = self.positions[:, None]
-        mask = keys <= queries
-        if self.window is not None:
-            mask &= keys > queries - self.window
-        return mask
+        mask, near = keys <= queries, inside(keys, queries, self.window)
+        return mask if near is None else mask & near
 
     def as_encoded(
         self, key: torch.Tensor, value: torch.Tensor
@@ -316,6 +315,7 @@ def _attend_in_kernel(
         query.device.type == "cpu"
         and query.dtype in ATTENTION_TYPES
         and mask.visible is None
+        and not isinstance(mask.window, Chunked)
         and (observer is None or isinstance(observer, MassObserver))
         # The kernel has no gradients, and reads channels one after the other.
         and all(part.stride(-1) == 1 and not part.requires_grad for part in (query, key, value))

@@ -18,6 +18,7 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import RowMask
 from kvrag.models.caches import write_rows
+from kvrag.models.families import Chunked
 from kvrag.models.implementations import AttentionFunction, OwnMask
 from kvrag.native import ATTENTION_TYPES, Buffers, Scores, attend_each
 
@@ -132,7 +133,7 @@ class BatchRows(OwnMask):
                 f"{type(module).__name__} attends to other keys and values than it keeps in the "
                 "cache, so rows of several prompts cannot be computed together"
             )
-        if in_kernel and self.in_kernel:
+        if in_kernel and self.in_kernel and not isinstance(self._windows[layer_index], Chunked):
             scaling = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             scores = Scores(scale, kwargs.get("softcap") or 0.0, self._windows[layer_index])

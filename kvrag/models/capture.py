@@ -11,7 +11,7 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import ChunkKV
 from kvrag.models.adapter import without_adapters
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
-from kvrag.models.families import sliding_windows
+from kvrag.models.families import Chunked, base_of, sliding_windows
 from kvrag.models.kv_model import KVModel
 
 # A boolean mask in the shape that a model takes.
@@ -86,12 +86,12 @@ def capture_rows(
     UnsupportedModelError
         When the model's layers attend in their own code.
     """
-    if model.family.attends_itself:
+    if model.family.attends_itself or any(isinstance(one, Chunked) for one in model.windows):
         raise UnsupportedModelError(
             f"{model.name} takes neither positions nor masks of ours in a whole forward: store its "
             "chunks uncompressed"
         )
-    base: Any = model.hf.base_model
+    base: Any = base_of(model.hf)
     spec = model.chunk_spec
     cache = CaptureCache(spec.num_layers)
     mask = None
@@ -119,5 +119,5 @@ def capture_rows(
 def embed_tokens(model: KVModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the first layer's inputs ``[..., hidden]``, as the model's own forward makes them."""
     # Through the module: some families scale what they look up.
-    embeds: torch.Tensor = model.hf.base_model.get_input_embeddings()(token_ids)  # type: ignore[operator]
+    embeds: torch.Tensor = base_of(model.hf).get_input_embeddings()(token_ids)  # type: ignore[operator]
     return embeds

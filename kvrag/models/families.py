@@ -65,7 +65,7 @@ TESTED = (
     *CORE,
     *("qwen3_moe", "mixtral", "gpt_oss", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
     *("gemma", "cohere2", "glm4", "exaone4", "seed_oss", "starcoder2", "stablelm", "phi"),
-    "nemotron",
+    *("nemotron", "llama4_text"),
 )
 """Types of models that a test compares with plain Transformers, number by number."""
 
@@ -76,8 +76,10 @@ _ATTEND_THEMSELVES = ("bloom", "mpt", "falcon")
 # The names that Transformers' base models have for the same things.
 _LAYERS = ("layers", "h", "blocks")
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+_WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _CACHES = (CACHE_ARGUMENT, "past_key_values", "layer_past")
 
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATES = (
     "layers of it keep the state of a whole prompt (state space, convolution or linear attention), "
     "which cannot be put together from chunks; take a model whose layers all attend"
@@ -101,11 +103,34 @@ WHY_NOT = {
 """Types that are refused by name, and what to do."""
 
 
+class Chunked(int):
+    """A window that begins anew every so many positions: rows see what is in their chunk.
+
+    As a number it is how far back a row sees at most.
+    """
+
+
+def inside(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """Return whether keys are in the window of queries, by their positions; None: all are."""
+    if window is None:
+        return None
+    if isinstance(window, Chunked):
+        return keys // int(window) == queries // int(window)
+    return keys > queries - window
+
+
+def base_of(model: PreTrainedModel) -> Any:
+    """Return a model without its head."""
+    base = model.base_model
+    # Llama-4's text model has it under another name than it says.
+    return getattr(model, "model", base) if base is model else base
+
+
 def find_family(model: PreTrainedModel) -> Family:
     """Return a model's family. Raises UnsupportedModelError that names what is missing."""
     model_type = model.config.model_type
     refuse_config(model.config)
-    base = model.base_model
+    base = base_of(model)
     home: Any = sys.modules[type(base).__module__]
     found = [_first(base, names) for names in (_LAYERS, _FINAL_NORMS)]
     if None in found or not isinstance(getattr(base, str(found[0])), nn.ModuleList):
@@ -136,7 +161,7 @@ def find_family(model: PreTrainedModel) -> Family:
             rotary is not None
             and "layer_type" in inspect.signature(type(rotary).forward).parameters
         ),
-        windowed=hasattr(home, "create_sliding_window_causal_mask"),
+        windowed=any(hasattr(home, name) for name in _WINDOW_MASKS),
         layers=layers,
         embedding_norm=_first(base, ("word_embeddings_layernorm",)),
         position_embedding=learned,
@@ -152,9 +177,11 @@ INSTEAD = (
 def refuse_config(config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError for a model whose configuration alone says that it cannot be."""
     model_type = config.model_type
-    if model_type in WHY_NOT:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
+    if model_type in WHY_NOT or kinds:
         raise UnsupportedModelError(
-            f"model type {shown(model_type)} is not supported: {WHY_NOT[model_type]}"
+            f"model type {shown(model_type)} is not supported: "
+            + WHY_NOT.get(model_type, f"{_STATES} ({', '.join(map(shown, sorted(kinds)))})")
         )
     if model_type == "mpt" and not config.attn_config.alibi:
         raise UnsupportedModelError("an MPT model without ALiBi has no positions to serve")
@@ -195,7 +222,11 @@ def context_window(config: PreTrainedConfig) -> int:
         return int(config.max_seq_len)
     if config.model_type == "bloom":
         return int(getattr(config, "seq_length", _BLOOM_WINDOW))
-    return _short_length(config) or int(config.max_position_embeddings)
+    length = _short_length(config) or int(config.max_position_embeddings)
+    if getattr(config, "attn_temperature_tuning", False):
+        # Later rows are weighed by where they are in what a layer is given, not by their positions.
+        length = min(length, int(config.floor_scale) - 1)
+    return length
 
 
 def _short_length(config: PreTrainedConfig) -> int | None:
@@ -225,7 +256,9 @@ def sliding_windows(model: PreTrainedModel) -> list[int | None]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in layer_types]
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds = {"sliding_attention": window, "chunked_attention": chunk and Chunked(chunk)}
+    return [kinds.get(kind) for kind in layer_types]
 
 
 def project_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,8 @@ from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
     TESTED,
+    Chunked,
+    base_of,
     context_window,
     find_family,
     num_kv_heads,
@@ -163,7 +165,7 @@ class KVModel(RowMethods):
         self.lock = lock_of(hf)
         self.ranks: Ranks = ALONE
         self.layer_stop = self.spec.num_layers
-        self._base: Any = hf.base_model
+        self._base: Any = base_of(hf)
         self._windows = sliding_windows(hf)
         self.compute = resolved_compute(hf, compute)
         self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
@@ -427,8 +429,10 @@ class KVModel(RowMethods):
         """Hold the model for a pass over whole sequences, until the stack ends."""
         held.enter_context(self.lock)
         held.enter_context(without_adapters(self.hf))
-        # Families that attend in their own code have no other implementation.
-        if not self.family.attends_itself:
+        # Families that attend in their own code have no other implementation, and the kernel has
+        # no windows that begin again.
+        in_chunks = any(isinstance(one, Chunked) for one in self._windows)
+        if not (self.family.attends_itself or in_chunks):
             held.enter_context(whole_attention(self.hf))
         # In the weights' own type: what is stored must not depend on how this process answers.
         held.enter_context(fast_modules(self.hf, str(self.spec.dtype).removeprefix("torch.")))

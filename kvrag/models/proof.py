@@ -168,7 +168,7 @@ def _smaller(fields: dict[str, Any]) -> dict[str, Any]:
             changed[name] = min(value, 4)
         elif name == "num_experts_per_tok":
             changed[name] = min(value, 2)
-        elif name == "sliding_window":
+        elif name in ("sliding_window", "attention_chunk_size"):
             changed[name] = min(value, _WINDOW)
         elif name.endswith("_token_id"):
             changed[name] = 0

@@ -36,7 +36,7 @@ from kvrag.models.caches import (
 )
 from kvrag.models.cardlayers import CardLayers, RowsAsked
 from kvrag.models.compiled import CompiledLayers
-from kvrag.models.families import Family
+from kvrag.models.families import Family, base_of
 from kvrag.models.fast_modules import fast_modules
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.positions.rotary import RotaryTable
@@ -161,7 +161,7 @@ class RowRunner:
         self._spec = spec
         self._windows = windows
         self._compute = compute
-        self._layers: Any = getattr(hf.base_model, family.layers)
+        self._layers: Any = getattr(base_of(hf), family.layers)
         self._lock = lock_of(hf)
         # The rows that adapters act on, in the middle of a layer; written under the lock.
         self._at_hand = torch.empty(0, dtype=torch.long)

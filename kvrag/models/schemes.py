@@ -16,7 +16,7 @@ from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import KVSpec
 from kvrag.models.caches import ProjectionDone, ProjectionProbe
-from kvrag.models.families import Family, has_alibi
+from kvrag.models.families import INSTEAD, Family, base_of, has_alibi
 from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable
 from kvrag.positions.unrotated import UnrotatedPositions
 
@@ -40,7 +40,7 @@ def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positio
         return UnrotatedPositions(spec.num_layers, spec.head_dim, _alibi(hf))
     if family.position_embedding is not None:
         return UnrotatedPositions(spec.num_layers, spec.head_dim)
-    base: Any = hf.base_model
+    base: Any = base_of(hf)
     layer_types: Sequence[str | None] = [None] * spec.num_layers
     if family.rotary_per_layer_type:
         layer_types = hf.config.layer_types
@@ -79,6 +79,11 @@ def _layout_of(
         )
     except ProjectionDone as done:
         keys = done.keys[0].float()
+    except Exception as error:  # whatever the layer does with what it was not given
+        raise UnsupportedModelError(
+            f"{shown(hf.config.model_type)} is not supported: layer {index} takes more than rows "
+            f"and their positions ({type(error).__name__}: {str(error)[:200]}). {INSTEAD}"
+        ) from error
     else:
         raise UnsupportedModelError(
             f"layer {index} of {shown(hf.config.model_type)} keeps no keys and values in the "

@@ -235,6 +235,11 @@ MORE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=24),
     "stablelm": lambda: transformers.StableLmConfig(**SMALL),
     "phi": lambda: transformers.PhiConfig(**SMALL),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SMALL | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2},
+        attention_chunk_size=24,
+        interleave_moe_layer_step=2,
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL),
 }
 """Families that no other test needs: `tests/models/test_families.py` takes them."""
