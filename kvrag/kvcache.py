@@ -16,12 +16,71 @@ position) in `FusedKV`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from kvrag.errors import UnsupportedModelError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The element types that KV may have, by their names in options and index files."""
+
+
+class Latent(NamedTuple):
+    """What layers of multi-head latent attention keep of a token, as a key and a value.
+
+    It gives its cache a latent, from which each head's keys and values are made, and one part of
+    the key that is rotated. Both are kept as one key and one value of half as many numbers each:
+    the rotated part first.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.
+
+    Attributes
+    ----------
+    size, num_rotated
+        Numbers of the latent, and of the rotated part.
+    """
+
+    size: int
+    num_rotated: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of the key, and of the value."""
+        return max(self.num_rotated, (self.size + self.num_rotated + 1) // 2)
+
+    def pack(
+        self, latents: torch.Tensor, rotated: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a key and a value ``[B, 1, n, D]`` of what a layer gives its cache."""
+        if (latents.shape[-1], rotated.shape[-1]) != self:
+            raise UnsupportedModelError(
+                f"a layer keeps {latents.shape[-1]} and {rotated.shape[-1]} numbers of a token, "
+                f"expected a latent of {self.size} and {self.num_rotated} that are rotated"
+            )
+        room = 2 * self.head_dim - self.size - self.num_rotated
+        whole = torch.cat([rotated, latents, latents.new_zeros(*latents.shape[:-1], room)], -1)
+        return whole[..., : self.head_dim], whole[..., self.head_dim :]
+
+    def unpack(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the layer takes from its cache."""
+        whole = torch.cat([keys[..., self.num_rotated :], values], -1)
+        return whole[..., : self.size], keys[..., : self.num_rotated]
+
+
+def packed(
+    latent: Latent | None, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of what a layer gives its cache."""
+    return (keys, values) if latent is None else latent.pack(keys, values)
+
+
+def unpacked(
+    latent: Latent | None, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a layer takes from its cache."""
+    return (keys, values) if latent is None else latent.unpack(keys, values)
 
 
 @dataclass(frozen=True)
@@ -34,12 +93,15 @@ class KVSpec:
         L, H and D. They are the same for all layers, and for keys and values.
     dtype
         Element type of the KV: float32, bfloat16 or float16.
+    latent
+        How layers keep a latent instead of keys and values; None: they keep these.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    latent: Latent | None = field(default=None, compare=False)
 
     @property
     def layer_bytes_per_token(self) -> int:

@@ -17,7 +17,7 @@ from kvrag.eviction.ragged import RaggedKV
 from kvrag.eviction.registry import make_eviction
 from kvrag.eviction.report import EvictionReport
 from kvrag.models.attention import lock_of
-from kvrag.models.families import Chunked, find_family, num_kv_heads, sliding_windows
+from kvrag.models.families import Chunked, find_family, latent_of, num_kv_heads, sliding_windows
 from kvrag.models.implementations import (
     AttentionCall,
     attending_by,
@@ -508,10 +508,11 @@ def check_evictable(model: PreTrainedModel) -> None:
             "support heads of different lengths; leave eviction out"
         )
     has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    if has_sinks or any(isinstance(one, Chunked) for one in sliding_windows(model)):
+    in_chunks = any(isinstance(one, Chunked) for one in sliding_windows(model))
+    if has_sinks or in_chunks or latent_of(model.config):
         raise UnsupportedModelError(
-            f"model type {model.config.model_type!r} has sinks or chunks in its attention, which "
-            "evicting keys does not know; leave eviction out"
+            f"model type {model.config.model_type!r} has sinks, chunks or latents in its "
+            "attention, which evicting keys does not know; leave eviction out"
         )
 
 

@@ -43,7 +43,7 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     if eviction is not None:
         return EvictingDecoder(model, fused, eviction)
     has_gaps = fused.layout.positions is not None
-    if model.family.attends_itself:
+    if not model.has_batches:
         return GapDecoder(model, fused) if has_gaps else CacheDecoder(model, fused)
     if has_gaps or model.device.type == "cpu" or uses_graphs():
         return RowDecoder(model, fused)

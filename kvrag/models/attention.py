@@ -316,6 +316,7 @@ def _attend_in_kernel(
         and query.dtype in ATTENTION_TYPES
         and mask.visible is None
         and not isinstance(mask.window, Chunked)
+        and key.shape[-1] == value.shape[-1]
         and (observer is None or isinstance(observer, MassObserver))
         # The kernel has no gradients, and reads channels one after the other.
         and all(part.stride(-1) == 1 and not part.requires_grad for part in (query, key, value))
@@ -384,7 +385,7 @@ def _row_attention(
         scale=scaling,
     )
     # [G, H, n, D] -> [1, n, H * G, D], the order in which the output projection expects heads.
-    return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, head_dim), None
+    return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, value.shape[-1]), None
 
 
 def _row_attention_eager(

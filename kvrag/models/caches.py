@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvrag.errors import ParameterError
-from kvrag.kvcache import FusedKV
+from kvrag.kvcache import FusedKV, packed, unpacked
 
 # Transformers 5.24 renamed it; earlier versions know only the old name.
 CACHE_ARGUMENT = (
@@ -218,6 +218,8 @@ class RowWriter:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._fused.keys[layer_idx], self._fused.values[layer_idx]
+        latent = self._fused.spec.latent
+        key_states, value_states = packed(latent, key_states, value_states)
         if self._deviation is not None:
             self._deviation.note(
                 keys[0, :, self._rows], values[0, :, self._rows], key_states[0], value_states[0]
@@ -226,7 +228,7 @@ class RowWriter:
             write_rows(
                 keys[0], values[0], self._rows, key_states[0], value_states[0], self._changed
             )
-        return keys[:, :, self._shown], values[:, :, self._shown]
+        return unpacked(latent, keys[:, :, self._shown], values[:, :, self._shown])
 
 
 class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -257,6 +259,8 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"a fused prompt continues one sequence, found a batch of {key_states.shape[0]}: "
                 "generate without beams and with num_return_sequences=1"
             )
+        latent = self._fused.spec.latent
+        key_states, value_states = packed(latent, key_states, value_states)
         num_rows = key_states.shape[2]
         if self._num_left and num_rows > self._num_left:
             raise ParameterError(
@@ -276,7 +280,7 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._show()
         assert self.keys is not None
         assert self.values is not None
-        return self.keys, self.values
+        return unpacked(latent, self.keys, self.values)
 
     def _grow(self, needed: int) -> None:
         # Only a caller that generates beyond the capacity it requested pays for this copy.

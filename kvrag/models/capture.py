@@ -84,9 +84,9 @@ def capture_rows(
     Raises
     ------
     UnsupportedModelError
-        When the model's layers attend in their own code.
+        When the model's layers attend in their own code, in chunks, or to latents.
     """
-    if model.family.attends_itself or any(isinstance(one, Chunked) for one in model.windows):
+    if not model.has_batches or any(isinstance(one, Chunked) for one in model.windows):
         raise UnsupportedModelError(
             f"{model.name} takes neither positions nor masks of ours in a whole forward: store its "
             "chunks uncompressed"
@@ -119,5 +119,5 @@ def capture_rows(
 def embed_tokens(model: KVModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the first layer's inputs ``[..., hidden]``, as the model's own forward makes them."""
     # Through the module: some families scale what they look up.
-    embeds: torch.Tensor = base_of(model.hf).get_input_embeddings()(token_ids)  # type: ignore[operator]
+    embeds: torch.Tensor = base_of(model.hf).get_input_embeddings()(token_ids)
     return embeds

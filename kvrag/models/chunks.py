@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.kvcache import ChunkKV, KVSpec, packed
 from kvrag.models.caches import CaptureCache
 from kvrag.positions.rotary import RotaryTable
 
@@ -53,6 +53,7 @@ def take_chunk(
     keys = torch.empty(shape, dtype=spec.dtype, device=layers[0].keys.device)
     values = torch.empty_like(keys)
     for layer_index, layer in enumerate(layers):
-        tables[layer_index].strip(layer.keys[index, :, rows], rows, keys[layer_index])
-        values[layer_index] = layer.values[index, :, rows]
+        given = packed(spec.latent, layer.keys[index, :, rows], layer.values[index, :, rows])
+        tables[layer_index].strip(given[0], rows, keys[layer_index])
+        values[layer_index] = given[1]
     return ChunkKV(keys.cpu(), values.cpu())

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
+from kvrag.kvcache import Latent
 from kvrag.models.caches import CACHE_ARGUMENT
 
 
@@ -65,7 +66,7 @@ TESTED = (
     *CORE,
     *("qwen3_moe", "mixtral", "gpt_oss", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
     *("gemma", "cohere2", "glm4", "exaone4", "seed_oss", "starcoder2", "stablelm", "phi"),
-    *("nemotron", "llama4_text"),
+    *("nemotron", "llama4_text", "deepseek_v3"),
 )
 """Types of models that a test compares with plain Transformers, number by number."""
 
@@ -104,7 +105,7 @@ WHY_NOT = {
 
 
 class Chunked(int):
-    """A window that begins anew every so many positions: rows see what is in their chunk.
+    """A window that begins again after this many positions: rows see their chunk of the text.
 
     As a number it is how far back a row sees at most.
     """
@@ -210,6 +211,12 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
         is_shared = config.multi_query and not config.new_decoder_architecture
         return 1 if is_shared else int(config.num_attention_heads)
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def latent_of(config: PreTrainedConfig) -> Latent | None:
+    """Return how layers of multi-head latent attention keep tokens; None for other layers."""
+    size, rotated = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    return Latent(size, rotated) if size and rotated else None
 
 
 _BLOOM_WINDOW = 2048

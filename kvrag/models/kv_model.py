@@ -39,6 +39,7 @@ from kvrag.models.families import (
     base_of,
     context_window,
     find_family,
+    latent_of,
     num_kv_heads,
     sliding_windows,
 )
@@ -153,12 +154,14 @@ class KVModel(RowMethods):
             # another thread using the caller's object would shorten our prompts.
             self.tokenizer = copy.deepcopy(check_tokenizer(tokenizer))
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
-        num_heads = config.num_attention_heads
+        latent = latent_of(config)
+        own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spec = KVSpec(
             num_layers=config.num_hidden_layers,
-            num_kv_heads=num_kv_heads(config),
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            num_kv_heads=num_kv_heads(config) if latent is None else 1,
+            head_dim=own if latent is None else latent.head_dim,
             dtype=hf.dtype,
+            latent=latent,
         )
         self.chunk_spec = replace(self.spec, dtype=chunk_dtype or hf.dtype)
         self.max_positions = context_window(config)

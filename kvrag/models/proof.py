@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from kvrag import arguments
 from kvrag.arguments import shown
 from kvrag.errors import KVRagError, ParameterError, UnsupportedModelError
-from kvrag.kvcache import FusedKV
+from kvrag.kvcache import FusedKV, packed
 from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.families import INSTEAD
@@ -213,7 +213,7 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
             yield _moved(model, name, ids, near)
         yield _swapped(model, name, ids, plain, near)
 
-    if not model.family.attends_itself:
+    if model.has_batches:
         row = BatchRow(fused, fused.addresses, _NUM_TOKENS, _NUM_TOKENS)
         model.begin_answer()
         with model.computing_rows():
@@ -274,7 +274,8 @@ def _captured(model: RowMethods, ids: torch.Tensor) -> list[list[torch.Tensor]]:
     hf: Any = model.hf
     hf(input_ids=ids[None], **{CACHE_ARGUMENT: cache, "use_cache": True})
     layers: Any = cache.layers
-    return [[layer.keys[0], layer.values[0]] for layer in layers]
+    kept = [packed(model.spec.latent, layer.keys, layer.values) for layer in layers]
+    return [[keys[0], values[0]] for keys, values in kept]
 
 
 def _in_two(model: RowMethods, ids: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,11 @@ class RowMethods:
         return self._windows
 
     @property
+    def has_batches(self) -> bool:
+        """Whether rows of several prompts can be computed together (`forward_each`)."""
+        return not self.family.attends_itself and self.spec.latent is None
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.hf.device

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvrag.kvcache import FusedKV, KVSpec
+from kvrag.kvcache import FusedKV, KVSpec, packed
 from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import (
     AttentionDone,
@@ -364,7 +364,8 @@ class RowRunner:
             try:
                 self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
             except ProjectionDone as done:
-                yield block, done.keys[0], done.values[0]
+                keys, values = packed(self._spec.latent, done.keys, done.values)
+                yield block, keys[0], values[0]
 
     def compare(
         self,

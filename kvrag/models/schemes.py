@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
-from kvrag.kvcache import KVSpec
+from kvrag.kvcache import KVSpec, packed
 from kvrag.models.caches import ProjectionDone, ProjectionProbe
 from kvrag.models.families import INSTEAD, Family, base_of, has_alibi
 from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable
@@ -49,7 +49,7 @@ def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positio
         return rotary
     layers: Sequence[nn.Module] = getattr(base, family.layers)
     layouts = [
-        _layout_of(hf, family, index, layer, rotary, layer_type)
+        _layout_of(hf, family, spec, index, layer, rotary, layer_type)
         for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True))
     ]
     return RotaryPositions(base.rotary_emb, layer_types, layouts)
@@ -59,6 +59,7 @@ def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positio
 def _layout_of(
     hf: PreTrainedModel,
     family: Family,
+    spec: KVSpec,
     index: int,
     layer: nn.Module,
     rotary: RotaryPositions,
@@ -78,7 +79,7 @@ def _layout_of(
             **{family.cache_argument: ProjectionProbe()},
         )
     except ProjectionDone as done:
-        keys = done.keys[0].float()
+        keys = packed(spec.latent, done.keys, done.values)[0][0].float()
     except Exception as error:  # whatever the layer does with what it was not given
         raise UnsupportedModelError(
             f"{shown(hf.config.model_type)} is not supported: layer {index} takes more than rows "

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from kvrag.errors import ModelLoadError, UnsupportedModelError
+from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.decoding import make_decoder, step_all
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.kvcache import FusedKV
+from kvrag.kvcache import FusedKV, Latent, packed
 from kvrag.models import proof
 from kvrag.models.families import SEES, TESTED
 from kvrag.models.headwise import attend_by_head, attend_by_rows
@@ -83,8 +84,9 @@ def test_keys_move_to_other_places(bench: Bench) -> None:
             found = cache.layers[0]
             assert found.keys is not None
             assert found.values is not None
-            torch.testing.assert_close(placed, found.keys[0][:, rows], rtol=0, atol=1e-4)
-            torch.testing.assert_close(part.values[0], found.values[0][:, rows])
+            keys, values = packed(model.spec.latent, found.keys[0], found.values[0])
+            torch.testing.assert_close(placed, keys[:, rows], rtol=0, atol=1e-4)
+            torch.testing.assert_close(part.values[0], values[:, rows])
 
 
 @torch.no_grad()
@@ -139,6 +141,24 @@ def test_half_precision(family: str) -> None:
 def test_what_is_listed_as_tested_is() -> None:
     configs = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS, **MORE_FAMILIES}
     assert {make().model_type for make in configs.values()} == set(TESTED)
+
+
+@pytest.mark.parametrize(("size", "num_rotated"), [(16, 8), (21, 8), (8, 8), (4, 8)])
+def test_latents_are_kept_as_keys_and_values(size: int, num_rotated: int) -> None:
+    latent = Latent(size, num_rotated)
+    given = torch.randn(1, 1, 5, size), torch.randn(1, 1, 5, num_rotated)
+    keys, values = latent.pack(*given)
+    assert keys.shape == values.shape
+    assert torch.equal(keys[..., :num_rotated], given[1])
+    assert all(map(torch.equal, latent.unpack(keys, values), given))
+    with pytest.raises(UnsupportedModelError, match="expected a latent"):
+        latent.pack(*given[::-1]) if size != num_rotated else latent.pack(keys[..., :1], values)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "llama4", "deepseek-v3"])
+def test_keys_are_not_evicted_where_that_would_be_wrong(family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="leave eviction out"):
+        check_evictable(make_model(family))
 
 
 def test_longrope_ends_where_its_frequencies_change() -> None:

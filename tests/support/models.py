@@ -240,6 +240,13 @@ MORE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_chunk_size=24,
         interleave_moe_layer_step=2,
     ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **SMALL
+        | {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 21, "qk_rope_head_dim": 8}
+        | {"qk_nope_head_dim": 16, "v_head_dim": 12, "moe_intermediate_size": 32, "n_group": 1}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1},
+        first_k_dense_replace=1,
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SMALL),
 }
 """Families that no other test needs: `tests/models/test_families.py` takes them."""

@@ -54,10 +54,11 @@ class Student:
         self._running = running
         self._base: Any = model.hf.base_model
         turns_pairs = any(table.in_pairs for table in model.tables(1))
-        if turns_pairs or hasattr(self._base, "embedding_multiplier"):
+        if turns_pairs or hasattr(self._base, "embedding_multiplier") or model.spec.latent:
             raise UnsupportedModelError(
                 f"links are not trained for models of type {model.hf.config.model_type}, which "
-                "turn channels in pairs or multiply what they embed; take a type such as llama"
+                "turn channels in pairs, multiply what they embed, or keep latents; take a type "
+                "such as llama"
             )
         self._parameters = parameters
         self._trains_model = trains_model
