@@ -43,6 +43,8 @@ _KERNELS = ("place", "rans", "escapes", "synthesise", "kept")
 _OPEN = ""  # a phase that has no name yet
 _OPERATION_SECONDS = 6e-6
 """What it costs the host to start something on a card: PyTorch takes 4 to 8 µs for an operation."""
+_VIEW_SECONDS = 1e-6
+"""What looking at a tensor otherwise costs without pretending."""
 _TRIALS = 400
 CARD = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -92,6 +94,15 @@ _NUMBERS = frozenset(
     for name in ("item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "cpu")
 )
 
+# They only tell of a tensor, or of this thread.
+_LOOKS = frozenset(
+    [
+        *(getattr(torch.Tensor, name) for name in ("numel", "dim", "stride", "data_ptr")),
+        *(getattr(torch.Tensor, name) for name in ("is_contiguous", "size", "__len__")),
+        torch._C._set_grad_enabled,
+    ]
+)
+
 
 class Counts:
     """What was started on the card: kernels, copies to it, and waits of the host for it.
@@ -107,8 +118,9 @@ class Counts:
         pretending. What the host computes in tensors of its own is not among it.
     started
         How much this thread has started on the card; each costs the host a dispatch.
-    entry
-        Seconds that each operation takes before and after it can look at the time.
+    entry, looking
+        Seconds that an operation takes before and after it can look at the time, and that asking
+        a tensor for its shape or the like takes.
     """
 
     def __init__(self) -> None:
@@ -116,7 +128,7 @@ class Counts:
         self.copies: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.names: Counter[tuple[str, str]] = Counter()
-        self.seconds = self.entry = 0.0
+        self.seconds = self.entry = self.looking = 0.0
         self.started = 0
         self._is_computing = False
         self._unseen = threading.local()
@@ -180,7 +192,7 @@ class Counts:
         self._is_computing = True
         return True
 
-    def leave(self, started: float, own: float = 0.0) -> None:
+    def leave(self, started: float, own: float = 0.0, *, looks: bool = False) -> None:
         """End an operation that `enter` began.
 
         Parameters
@@ -189,20 +201,28 @@ class Counts:
             This thread's time when it began.
         own
             Seconds of it that the host would have spent as well.
+        looks
+            Whether a tensor was only asked for its shape or the like.
         """
         self._is_computing = False
-        self.seconds += time.thread_time() - started + self.entry - own
+        self.seconds += (self.looking if looks else self.entry) - own
+        self.seconds += time.thread_time() - started
 
     def measure_entry(self) -> None:
         """Measure what pretending takes apart from what it sees of itself."""
         probe = CardTensor(torch.zeros(4), self)
+        self.looking = self._left_by(probe.numel)
+        self.entry = max(0.0, self._left_by(lambda: probe.view(2, 2)) - _VIEW_SECONDS)
+
+    def _left_by(self, call: Callable[[], object]) -> float:
+        """Return the seconds of a call that are not left out."""
         self.clear()
         started = time.thread_time()
         for _ in range(_TRIALS):
-            probe.numel()
-        whole = time.thread_time() - started
-        self.entry = max(0.0, (whole - self.seconds) / _TRIALS)
+            call()
+        left = time.thread_time() - started - self.seconds
         self.clear()
+        return max(0.0, left / _TRIALS)
 
 
 class CardTensor(torch.Tensor):
@@ -388,7 +408,11 @@ class _Making(TorchFunctionMode):
             return made
         finally:
             if is_first:
-                counts.leave(started, own)
+                counts.leave(started, own, looks=_only_looks(func))
+
+
+def _only_looks(func: Any) -> bool:
+    return func in _LOOKS or getattr(func, "__name__", "") == "__get__"
 
 
 def _is_there(arguments: Any) -> bool:
