@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
     done = run("calibrate", "-i", index_folder, *SMALL, "--store", "memory:")
     assert done.code == 0, done.err
     assert "loading: not measured" in done.out
-    run("calibrate", "-i", index_folder, *SMALL)
+    kept = run("calibrate", "-i", index_folder, *SMALL, "--json").json
+    assert kept == json.loads((index_folder / "calibration.json").read_text())
     asked = ("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2, "--json")
     assert run(*asked).json["report"]["expected_load_seconds"] is not None
     elsewhere = run(*asked, "--store", "memory:").json["report"]
