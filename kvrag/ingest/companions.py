@@ -236,8 +236,6 @@ class Companions:
         self._storage = storage
         self._encoders = encoders
         self.planned = planned
-        (separator,) = encode(encoders.tokenizer, [SEPARATOR], add_special_tokens=False)
-        self._separator = separator.token_ids
 
     def choose(self, documents: Iterable[PlannedDocument]) -> dict[str, tuple[str, ...]]:
         """Give chunks their contexts; return by chunk id the chunks that precede each.
@@ -258,8 +256,10 @@ class Companions:
         ours = {one.chunk_id for one in (*wanted.values(), *others)}
         near = self._near(wanted.values()) if wanted else ()
         others += [one for one in near if one.chunk_id not in ours]
+        # Loading the tokenizer takes longer than finding out that nothing is new.
+        (between,) = encode(self._encoders.tokenizer, [SEPARATOR], add_special_tokens=False)
         most = self._storage.config.context_tokens
-        chosen = choose([*wanted.values()], others, most, self._separator)
+        chosen = choose([*wanted.values()], others, most, between.token_ids)
         found = dict(zip(wanted, chosen, strict=True))
         after: dict[str, tuple[str, ...]] = {}
         for document in documents:

@@ -417,6 +417,7 @@ class _Computing:
 
     def _encode_again(self, window: list[PlannedDocument], writer: BackgroundWriter) -> None:
         """Encode chunks of the index that have no context after their nearest."""
+        self._num_tokens += sum(one.num_tokens for one in window)
         bad, after = self._make(window, writer)
         key_of = self._run.storage.key_of
 
