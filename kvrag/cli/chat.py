@@ -87,10 +87,10 @@ def chat(
     Questions are read from stdin, one per line. With --json, all turns are printed as one document
     at the end. When stdin is not a terminal and a question fails, the exit code is 1.
     """
-    from kvrag.engine.first_places import FirstPlaces
-
-    asking = searching.asking()
     with opening.open() as opened:
+        from kvrag.engine.first_places import FirstPlaces
+
+        asking = searching.asking()
         engine = answering.engine(opened)
         remembers = asking.converses(opened)
         if history and not remembers:

@@ -39,12 +39,12 @@ def explain(
 
     The prompt is fused, but not answered.
     """
-    from kvrag.engine.engine import KVEngine
-    from kvrag.engine.prompt_reader import PromptReader, prompt_parts
-    from kvrag.engine.request import Request
-
     prompt = _read(file)
     with opening.open() as opened:
+        from kvrag.engine.engine import KVEngine
+        from kvrag.engine.prompt_reader import PromptReader, prompt_parts
+        from kvrag.engine.request import Request
+
         engine = KVEngine(opened, links="off")
         laid_out = PromptReader(opened).lay_out(Request(prompt))
         with console.working("loading the model"):

@@ -44,8 +44,8 @@ def query(
             "--plain answers by full prefill, greedily: it has no use for "
             f"{', '.join(useless)}; leave one or the other out"
         )
-    asking = searching.asking()
     with opening.open() as opened:
+        asking = searching.asking()
         engine = answering.engine(opened)
         warm_up(opened)
         request, seconds = retrieve(opened, [as_turn(question)], asking, **sampled.values)

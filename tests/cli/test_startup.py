@@ -99,7 +99,9 @@ def test_what_needs_no_model_loads_none(index_folder: Path, command: list[str], 
         (["--version"], 0),
         (["--help"], 0),
         (["query", "--help"], 0),
-        (["ls"], 1),
+        *(([name], 1) for name in ("ls", "chat")),
+        (["query", "who?"], 1),
+        (["explain", kvrag.__file__], 1),
         (["ingset"], 2),
         (["query", "who?", "--ratio", "7"], 2),
         (["query", "who?", "--policy", "nonsense"], 2),
@@ -110,7 +112,7 @@ def test_what_needs_no_model_loads_none(index_folder: Path, command: list[str], 
 def test_help_and_wrong_arguments_load_no_model(
     tmp_path: Path, arguments: list[str], code: int
 ) -> None:
-    # The folder is empty: `ls` looks for an index in ./kvrag-index.
+    # The folder is empty: there is no index in ./kvrag-index.
     assert ran(*arguments, folder=tmp_path)[:2] == (code, [])
 
 
