@@ -152,8 +152,8 @@ def check(
     if kind in TESTED:
         console.note(f"{kind} is also compared by kvrag's own tests")
     if bad := [one for one in checks if not one.is_good]:
-        places = [f"layer {one.layer}" for one in bad if one.layer is not None]
-        fail(f"{name}: {bad[0].what} is off by {bad[0].figure:.2g}; {', '.join(places)}")
+        place = next((f", in layer {one.layer}" for one in bad if one.layer is not None), "")
+        fail(f"{name}: {bad[0].what} is off by {bad[0].figure:.2g}{place}")
         raise typer.Exit(EXIT_FAILURE)
 
 

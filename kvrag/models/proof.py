@@ -38,8 +38,8 @@ _WINDOW = 16
 _AWAY = 9
 # A share of the logits' spread, or of the norm of keys; rounding alone stays far below.
 _EXACT = 1e-4
-# Rounding in 16 bits, if Transformers' own is not larger.
-_ROUNDED = 0.1
+# Rounding in 16 bits, if Transformers' own is not larger: of logits, and of a layer's keys.
+_ROUNDED, _ROUNDED_KEYS = 0.25, 0.05
 _VOCABULARY = 256
 
 
@@ -181,6 +181,8 @@ def _smaller(fields: dict[str, Any]) -> dict[str, Any]:
 def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     hf: Any = model.hf
     is_exact = model.spec.dtype == torch.float32
+    # The furthest of many thousands of logits in 16 bits is noise.
+    apart = _apart if is_exact else _mostly_apart
     drawn = torch.Generator().manual_seed(0)
     vocabulary = int(hf.config.vocab_size)
     ids = torch.randint(0, vocabulary, (_NUM_TOKENS + 1,), generator=drawn).to(model.device)
@@ -188,9 +190,9 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     with working(), model.lock:
         plain = _captured(model, ids)
         expected = hf(input_ids=ids[None]).logits[0, -1].float()
-        rounding = 0.0 if is_exact else _apart(_in_two(model, ids), expected)
+        rounding = 0.0 if is_exact else apart(_in_two(model, ids), expected)
     bound = _EXACT if is_exact else max(_ROUNDED, 6 * rounding)
-    near = _EXACT if is_exact else _ROUNDED
+    near = _EXACT if is_exact else _ROUNDED_KEYS
 
     fused = FusedKV(model.spec, _NUM_TOKENS, _NUM_TOKENS + 1, model.device)
     rows = torch.arange(_NUM_TOKENS, device=model.device)
@@ -202,11 +204,11 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     layer = next((number for number, one in enumerate(figures) if not one <= near), None)
     crossed = any(window is not None and window < _NUM_TOKENS for window in model.windows)
     what = "full prefill, a window crossed" if crossed else "full prefill"
-    yield Check(name, what, _apart(logits, expected), bound, layer)
+    yield Check(name, what, apart(logits, expected), bound, layer)
 
     chosen = torch.cat([rows[:-1:3], rows[-1:]])
     logits = _computed(model, ids, chosen, fused)
-    yield Check(name, "chosen rows of a prompt", _apart(logits, expected), bound)
+    yield Check(name, "chosen rows of a prompt", apart(logits, expected), bound)
 
     if model.family.position_embedding is None:
         if not model.family.attends_itself:
@@ -221,7 +223,7 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
         with working(), model.lock:
             longer = torch.cat([ids, ids.new_tensor([token])])
             expected = hf(input_ids=longer[None]).logits[0, -1].float()
-        yield Check(name, "the next token of an answer", _apart(logits, expected), bound)
+        yield Check(name, "the next token of an answer", apart(logits, expected), bound)
 
 
 def _moved(model: RowMethods, name: str, ids: torch.Tensor, near: float) -> Check:
@@ -305,6 +307,12 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of logits, in their spread."""
     expected = expected.float()
     return float((found.float() - expected).abs().max() / expected.std())
+
+
+def _mostly_apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the root of the mean square of logits' differences, in their spread."""
+    expected = expected.float()
+    return float((found.float() - expected).square().mean().sqrt() / expected.std())
 
 
 def _off(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -313,6 +313,13 @@ def test_a_type_that_no_test_knows_proves_itself_once(
     KVModel(hf, make_tokenizer())
 
 
+def test_weights_in_sixteen_bits_prove_themselves(proofs: Path) -> None:
+    KVModel(unknown("ArceeConfig").bfloat16(), make_tokenizer())
+    (kept,) = proofs.iterdir()
+    figures = [one["figure"] for one in json.loads(kept.read_text())["checks"]]
+    assert max(figures[:5]) < 1e-4 < max(figures[5:])
+
+
 def test_one_that_fails_is_refused_with_figure_and_layer(
     proofs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
