@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
-from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.errors import AnchorsError, IndexFormatError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.calibrations import calibration_problem, keep_calibration
 from kvrag.ingest.checks import check_lasting, check_limit
@@ -338,8 +338,16 @@ class Upkeep:
                 audit = audit_catalog(storage)
             if storage.log is not None and of_store and not audit.problems:
                 storage.log.mend()
-        mend = self._fitter.repair if repair else None
-        report = verify_records(storage, audit, mend, on_progress)
+        refused: set[str] = set()
+
+        def mend(key: ChunkKey) -> None:
+            try:
+                self._fitter.repair(key)
+            except (ParameterError, AnchorsError) as error:  # by the index's compression
+                refused.add(str(error))
+
+        report = verify_records(storage, audit, mend if repair else None, on_progress)
+        not_healed = (*not_healed, *sorted(refused))
         is_mended = repair and (storage.log is None or not storage.log.damage())
         report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
         if not report.catalog_problems and (words := storage.catalog.check_words(repair=repair)):
@@ -348,7 +356,7 @@ class Upkeep:
             found = [storage.lost, *found]
             not_healed = ("all documents are lost; ingest all of them again", *not_healed)
         elif not repair or not found:
-            return report
+            return replace(report, not_healed=not_healed)
         return replace(
             report,
             catalog_problems=first_of(found),

@@ -299,6 +299,12 @@ def test_an_index_of_an_older_kvzip_answers_and_takes_no_more(
         assert (report.num_compressed, report.misses) == (sum(lengths), {})
         with pytest.raises(ParameterError, match=r"kvzip:0\.5 is gone"):
             index.add(Document("more", QUESTION * 3))
+        assert index.upkeep.verify(repair=True).ok
+        index.store.delete(next(iter(index.store.keys())))
+        report = index.upkeep.verify(repair=True)
+        assert (report.ok, len(report.problems), report.num_repaired) == (False, 1, 0)
+        assert "kvzip:0.5 is gone" in report.not_healed[0]
+        assert KVEngine(index).fuse(prompt_of(*PARTS)).report.misses == {"KV not in the store": 1}
 
 
 @pytest.mark.parametrize(
