@@ -94,7 +94,7 @@ _NUMBERS = frozenset(
     for name in ("item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "cpu")
 )
 
-# They only tell of a tensor, or of this thread.
+# They only ask about a tensor, or about this thread.
 _LOOKS = frozenset(
     [
         *(getattr(torch.Tensor, name) for name in ("numel", "dim", "stride", "data_ptr")),
@@ -115,7 +115,7 @@ class Counts:
         Numbers by phase and operation.
     seconds
         This thread's processor time in operations, which a card would spend instead, and in
-        pretending. What the host computes in tensors of its own is not among it.
+        pretending. What the host computes in the host's memory is not among it.
     started
         How much this thread has started on the card; each costs the host a dispatch.
     entry, looking

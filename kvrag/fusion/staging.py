@@ -407,7 +407,7 @@ class EarlyRecords:
     num_threads
         Records that are opened and copied at the same time.
     pays
-        Whether a prompt of so many stored and so many other tokens will take what is stored.
+        Whether a prompt with this many stored and other tokens will take what is stored.
     """
 
     def __init__(

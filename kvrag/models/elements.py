@@ -125,7 +125,7 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
     modules: list[nn.Module] = [model]
     state: list[object] = []
     codes: dict[type, int] = {}
-    # Of thousands of modules, before each prompt: so nothing is looked up twice.
+    # There may be thousands of modules, before each prompt: so nothing is looked up twice.
     for module in modules:  # also those that are added here
         own: dict[str, Any] = vars(module)
         if own["_modules"]:
