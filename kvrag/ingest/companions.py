@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,9 +62,11 @@ class Passage:
 
     @cached_property
     def runs(self) -> NDArray[np.uint64]:
-        """Digests of its runs of `_RUN` tokens, ascending."""
+        """Digests of its runs of `_RUN` tokens, or of all that it has, ascending."""
+        return self._runs_of(min(_RUN, len(self.token_ids)))
+
+    def _runs_of(self, run: int) -> NDArray[np.uint64]:
         ids = self.token_ids.astype(np.uint64)
-        run = min(_RUN, len(ids))
         digests = np.zeros(len(ids) - run + 1, np.uint64)
         for place in range(run):
             digests = digests * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(digests)]
@@ -72,8 +74,11 @@ class Passage:
 
     def is_copy(self, other: Passage) -> bool:
         """Return whether a good part of one text is in the other."""
-        shared = np.intersect1d(self.runs, other.runs, assume_unique=True)
-        return len(shared) > _COPIED * min(len(self.runs), len(other.runs))
+        ours, theirs = self.runs, other.runs
+        if (least := min(len(self.token_ids), len(other.token_ids))) < _RUN:
+            ours, theirs = self._runs_of(least), other._runs_of(least)
+        shared = np.intersect1d(ours, theirs, assume_unique=True)
+        return len(shared) > _COPIED * min(len(ours), len(theirs))
 
 
 def choose(
@@ -107,6 +112,12 @@ def choose(
         for number in group:
             found[number] = before
     return found
+
+
+def separator_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens after each passage that precedes a chunk."""
+    (separator,) = encode(tokenizer, [SEPARATOR], add_special_tokens=False)
+    return separator.token_ids
 
 
 class _Choice:
@@ -256,10 +267,10 @@ class Companions:
         ours = {one.chunk_id for one in (*wanted.values(), *others)}
         near = self._near(wanted.values()) if wanted else ()
         others += [one for one in near if one.chunk_id not in ours]
-        # Loading the tokenizer takes longer than finding out that nothing is new.
-        (between,) = encode(self._encoders.tokenizer, [SEPARATOR], add_special_tokens=False)
         most = self._storage.config.context_tokens
-        chosen = choose([*wanted.values()], others, most, between.token_ids)
+        # Loading the tokenizer takes longer than finding out that nothing is new.
+        between = separator_ids(self._encoders.tokenizer)
+        chosen = choose([*wanted.values()], others, most, between)
         found = dict(zip(wanted, chosen, strict=True))
         after: dict[str, tuple[str, ...]] = {}
         for document in documents:

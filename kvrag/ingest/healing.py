@@ -19,8 +19,17 @@ from kvrag.errors import IndexFormatError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import next_path
 from kvrag.ingest.config import RUNS_NAME
+from kvrag.ingest.contexts import SIMILAR
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.rows import Change, ChunkRow, KeyOf, StoredChunk, unpack_json
+from kvrag.ingest.rows import (
+    Change,
+    ChunkRow,
+    Encoding,
+    KeyOf,
+    StoredChunk,
+    Texts,
+    unpack_json,
+)
 from kvrag.ingest.schema import StoredDocument
 from kvrag.ingest.storage import Storage
 
@@ -167,15 +176,28 @@ def mend_catalog(storage: Storage, encoders: Encoders) -> list[str]:
     if storage.log is not None:
         storage.log.rebuild()
         return []
+    separator: tuple[int, ...] | None = None
+    if storage.config.context == SIMILAR:
+        from kvrag.ingest.companions import separator_ids
+
+        separator = separator_ids(encoders.tokenizer)
     paths = salvage(
-        storage.catalog, storage.key_of, lambda text: encoders.embedding.embed_windows([text])[0]
+        storage.catalog,
+        storage.key_of,
+        lambda text: encoders.embedding.embed_windows([text])[0],
+        separator,
     )
     # It may have been made from damaged tokens.
     (storage.path / RUNS_NAME).unlink(missing_ok=True)
     return [path for path in paths if Path(path).is_file()]
 
 
-def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed) -> list[str]:
+def salvage(
+    catalog: Catalog,
+    key_of: KeyOf,
+    embed: Embed,
+    separator: tuple[int, ...] | None = None,
+) -> list[str]:
     """Replace a catalog by one with its sound content; return the files to read again.
 
     Vectors are computed again from their text, names of KV from their tokens. A chunk with other
@@ -188,6 +210,9 @@ def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed) -> list[str]:
         Returns the name that a chunk's KV must have, the first of several.
     embed
         Returns the vectors ``[num_windows, dim]`` of a text.
+    separator
+        With context ``similar``, what follows each text in it: chunks that were encoded after text
+        that is lost forget it. None with other contexts.
 
     Raises
     ------
@@ -198,6 +223,8 @@ def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed) -> list[str]:
     try:
         with contextlib.closing(catalog.make_empty(temporary)) as fresh, catalog.reading():
             paths = _Salvage(catalog, fresh, key_of, embed).run()
+            if separator is not None:
+                _forget_lost(fresh, catalog.encoding, separator)
             fresh.write_through()
         temporary.replace(next_path(catalog.path))
     finally:
@@ -205,6 +232,15 @@ def salvage(catalog: Catalog, key_of: KeyOf, embed: Embed) -> list[str]:
             temporary.with_name(temporary.name + end).unlink(missing_ok=True)
     catalog.use_next(catalog.cipher_key)
     return paths
+
+
+def _forget_lost(fresh: Catalog, encoding: Encoding | None, separator: tuple[int, ...]) -> None:
+    """Take their context from chunks that were encoded after text that a catalog does not hold."""
+    chunks = [one.chunk for one in fresh.stored_chunks() if one.chunk is not None]
+    texts = Texts((one.token_ids for one in chunks), separator)
+    fresh.encoding = encoding
+    lost = [one.chunk_id for one in chunks if not texts.are_all_of(one.contexts[0])]
+    fresh.write(Change(encode=dict.fromkeys(lost, ((),))))
 
 
 class _Salvage:

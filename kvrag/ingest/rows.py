@@ -245,6 +245,49 @@ class Heads:
         return any(contexts[at : at + 4 * LEAST_TOKENS] in self._heads for at in starts.tolist())
 
 
+class Texts:
+    """Says whether what chunks were encoded after (context ``similar``) is of known texts.
+
+    Parameters
+    ----------
+    texts
+        Token ids of chunks.
+    separator
+        Tokens after each of them.
+    """
+
+    def __init__(self, texts: Iterable[tuple[int, ...]], separator: tuple[int, ...]) -> None:
+        self._separator = separator
+        self._texts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for one in texts:
+            self._texts.setdefault(one[:LEAST_TOKENS], []).append(one)
+
+    def are_all_of(self, context: tuple[int, ...]) -> bool:
+        """Return whether a context is put together from them; if in doubt, False."""
+        at = 0
+        while at < len(context):
+            texts = self._texts.get(context[at : at + LEAST_TOKENS], [])
+            ends = [
+                end
+                for one in texts
+                if context[(end := at + self._num_equal(one, context[at:])) :][
+                    : len(self._separator)
+                ]
+                == self._separator
+                and (at == 0 or end == at + len(one))  # the first one alone may be cut
+            ]
+            if not ends:
+                return False
+            at = max(ends) + len(self._separator)
+        return at == len(context)
+
+    @staticmethod
+    def _num_equal(text: tuple[int, ...], others: tuple[int, ...]) -> int:
+        pairs = enumerate(zip(text, others, strict=False))
+        different = (number for number, (one, other) in pairs if one != other)
+        return next(different, min(len(text), len(others)))
+
+
 def pack_json(values: Mapping[str, Any]) -> str:
     """Return metadata in a row's format."""
     return json.dumps(dict(values), ensure_ascii=False, allow_nan=False)

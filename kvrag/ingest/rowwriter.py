@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,12 @@ class RowWriter:
         self._path = path
         self.state = state
         self._encoding = encoding
-        # With context ``similar``: packed token ids of chunks that went, and of those that came,
-        # and those of the latter whose contexts nothing vouches for.
-        self._gone: set[bytes] = set()
-        self._come: set[bytes] = set()
+        # With context ``similar``: sources and packed token ids of chunks that went, and of those
+        # that came, and ids of the latter whose contexts nothing vouches for.
+        self._gone: set[tuple[str, bytes]] = set()
+        self._come: set[tuple[str, bytes]] = set()
         self._doubted: set[str] = set()
+        self._is_text_unknown = False  # of a chunk that went
 
     def write(self, change: Change) -> int:
         """Write a change; return the single chunks removed."""
@@ -116,7 +118,7 @@ class RowWriter:
             other_keys += [(number, place, key) for place, key in enumerate(keys[1:], 1)]
             parts.append(joined(checksum, vector_checksum, " ".join(keys)))
             if self._is_similar:
-                self._come.add(values[5])
+                self._come.add((source, values[5]))
         # Rows of these chunks that a damaged source has attached to another document.
         self._connection.executemany(
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
@@ -147,18 +149,22 @@ class RowWriter:
     def drop_document(self, source: str) -> None:
         """Remove a document and all chunks that name it, even those its row does not list."""
         self._forget_file_of(source)
-        chunks = self._connection.execute(
-            "DELETE FROM chunks WHERE source = ? RETURNING seal, token_ids", (source,)
-        ).fetchall()
-        if self._is_similar:
-            self._gone.update(ids for _, ids in chunks)
+        decode = self._connection.text_factory
+        self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
+        try:
+            chunks = self._connection.execute(
+                f"DELETE FROM chunks WHERE source = ? RETURNING {CHUNK_COLUMNS}", (source,)
+            ).fetchall()
+        finally:
+            self._connection.text_factory = decode
+        self._note_gone(source, chunks)
         before = self.state.documents
         for (checksum,) in self._connection.execute(
             "DELETE FROM documents WHERE source = ? RETURNING seal", (source,)
         ).fetchall():
             self.state.count_document(checksum, -1)
         if self.state.documents == before:  # its row is lost, or damaged
-            for checksum, _ in chunks:
+            for *_, checksum in chunks:
                 self.state.tell_gone(checksum)
 
     def _forget_file_of(self, source: str) -> None:
@@ -197,7 +203,7 @@ class RowWriter:
         sound = [one for one in later if self._checksums.is_right("chunk", one)]
         gone = [(one[0],) for one in (rows[0], *later) if one not in sound]
         self._connection.executemany("DELETE FROM chunks WHERE row = ?", gone)
-        self._gone.update(one[5] for one in (rows[0], *later) if one not in sound)
+        self._note_gone(source, [one for one in (rows[0], *later) if one not in sound])
         behind = (sound_chunk(one, self._checksums, self._path) for one in sound)
         assert self._encoding is not None
         for chunk in list(encoded_behind(ordinal, behind, self._encoding.context)):
@@ -258,6 +264,13 @@ class RowWriter:
     def _is_similar(self) -> bool:
         return self._encoding is not None and self._encoding.context.name == SIMILAR
 
+    def _note_gone(self, source: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Note chunks that went, by their rows. A damaged one does not say what its text was."""
+        if self._is_similar:
+            self._gone.update((source, row[5]) for row in rows)
+            if not all(self._checksums.is_right("chunk", row) for row in rows):
+                self._is_text_unknown = True
+
     def _doubt(self, rows: Sequence[ChunkRow], after: Mapping[str, tuple[str, ...]]) -> None:
         """Note the chunks to write whose contexts were kept, and are those of no chunk any more."""
         for row in rows:
@@ -273,13 +286,13 @@ class RowWriter:
         missing = standing - self._present(standing)
         forgetful |= {one for one, before in change.after.items() if missing.intersection(before)}
         if gone := self._gone - self._come:
-            heads = Heads(gone)
+            heads = Heads(ids for _, ids in gone)
             forgetful |= {
                 chunk_id
                 for chunk_id, contexts in self._connection.execute(
                     "SELECT chunk_id, contexts FROM chunks WHERE length(contexts) > 0"
                 )
-                if heads.are_in(contexts)
+                if self._is_text_unknown or heads.are_in(contexts)
             }
         self._give_all(dict.fromkeys(sorted(forgetful), ((),)))
 

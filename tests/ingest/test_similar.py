@@ -155,6 +155,9 @@ def test_own_documents_come_last_and_copies_never() -> None:
     assert choose([one], [near, part], 64)[0][1] == (near.chunk_id,)
     short = replace(fourth, token_ids=fourth.token_ids[: LEAST_TOKENS - 1])
     assert choose([one], [copy, short], 64) == [((), ())]
+    # A chunk of a few tokens that stands in another one.
+    few = replace(one, token_ids=near.token_ids[30:35])
+    assert choose([few], [near, fourth], 64)[0][1] == (fourth.chunk_id,)
     elsewhere = replace(fourth, folder="elsewhere")
     assert choose([one], [elsewhere], 64) == [((), ())]
 
@@ -271,6 +274,41 @@ def test_a_damaged_catalog_is_mended(make_index: MakeIndex, tmp_path: Path) -> N
     assert before.keys() & stored_bytes(index).keys()
 
 
+def damage(index: Index, of: Document) -> None:
+    """Change a token of a document's only chunk in the catalog."""
+    connection = index.catalog._connection
+    connection.execute(
+        "UPDATE chunks SET token_ids = CAST(x'09000000' || substr(token_ids, 5) AS BLOB), "
+        "text = CAST(x'ff' AS TEXT) WHERE source = ?",
+        (of.source,),
+    )
+    if connection.in_transaction:
+        connection.execute("COMMIT")
+
+
+def test_a_damaged_text_that_is_deleted_is_forgotten_too(index: Index) -> None:
+    gone = next(one for one in PAGES if is_after(index, one))
+    damage(index, gone)
+    index.delete(sources=[gone.source])
+    assert not is_after(index, gone)
+    index.add([])
+    assert all(chunk.contexts[0] for chunk in chunks_of(index))
+    assert not is_after(index, gone)
+
+
+def test_what_saw_a_text_that_damage_took_forgets_it(index: Index) -> None:
+    gone = next(one for one in PAGES if is_after(index, one))
+    seen = {chunk.chunk_id for chunk in is_after(index, gone)}
+    others = {one.chunk_id: one.contexts for one in chunks_of(index) if one.chunk_id not in seen}
+    damage(index, gone)
+    index.upkeep.verify(repair=True)
+    assert len(chunks_of(index)) == len(PAGES) - 1
+    assert not is_after(index, gone)
+    after = {one.chunk_id: one.contexts for one in chunks_of(index)}
+    assert {one: after.get(one, ids) for one, ids in others.items()} == others
+    assert index.upkeep.verify().ok
+
+
 def test_a_document_that_fails_stands_before_nothing(
     make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +349,20 @@ def test_trust_ends_at_a_folder(make_index: MakeIndex) -> None:
         make_index("wrong", context=SIMILAR, trust="nobody")
     with pytest.raises(ParameterError, match="only context similar"):
         make_index("none", context="filler:40", trust="folder")
+
+
+def test_text_that_moves_to_another_folder_is_forgotten_in_its_own(make_index: MakeIndex) -> None:
+    mine = [page("mill", number, folder="mine") for number in range(1, 4)]
+    theirs = [page("mill", number, folder="theirs") for number in range(4, 7)]
+    index = make_index(context=SIMILAR, trust="folder")
+    index.add([*mine, *theirs])
+    seen = next(
+        one for one in mine if any(standing(index, each, [one]) for each in chunks_of(index))
+    )
+    index.add([replace(seen, text=theirs[0].text), replace(theirs[0], text=seen.text)])
+    for chunk in chunks_of(index):
+        assert chunk.source.startswith("theirs") or not standing(index, chunk, [seen])
+        assert chunk.source.startswith("mine") or not standing(index, chunk, theirs[:1])
 
 
 def test_prompts_find_the_records(index: Index, model: KVModel) -> None:
