@@ -85,6 +85,11 @@ _STATES = (
     "layers of it keep the state of a whole prompt (state space, convolution or linear attention), "
     "which cannot be put together from chunks; take a model whose layers all attend"
 )
+_KEEP_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_OTHER_RULE = (
+    "in layers of it rows see keys by a rule that kvrag does not know; take a model with full or "
+    "sliding attention"
+)
 WHY_NOT = {
     "opt": "its learned positions begin at 2; take a model with rotary positions",
     **dict.fromkeys(
@@ -180,9 +185,10 @@ def refuse_config(config: PreTrainedConfig) -> None:
     model_type = config.model_type
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
     if model_type in WHY_NOT or kinds:
+        why = _STATES if kinds & _KEEP_STATES else _OTHER_RULE
         raise UnsupportedModelError(
             f"model type {shown(model_type)} is not supported: "
-            + WHY_NOT.get(model_type, f"{_STATES} ({', '.join(map(shown, sorted(kinds)))})")
+            + WHY_NOT.get(model_type, f"{why} ({', '.join(map(shown, sorted(kinds)))})")
         )
     if model_type == "mpt" and not config.attn_config.alibi:
         raise UnsupportedModelError("an MPT model without ALiBi has no positions to serve")

@@ -240,7 +240,7 @@ def _check_quantised(reference: str, quantised: Any) -> None:
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     try:
         AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
-    except (ImportError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever a wrong description makes of it
         why = arguments.cut(str(error))
         if isinstance(error, ModuleNotFoundError):
             why = f"pip install {error.name}"

@@ -330,7 +330,7 @@ def _path(key: str) -> Path:
 def _is_known(key: str) -> bool:
     try:
         return bool(json.loads(_path(key).read_text())["of"] == key)
-    except (OSError, ValueError, KeyError, TypeError, ParameterError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ParameterError):
         return False
 
 

@@ -187,7 +187,12 @@ class RotaryPositions:
         layer_types: Sequence[str | None],
         layouts: Sequence[Layout] | None = None,
     ) -> None:
-        rope_type = rotary.rope_type
+        rope_type = getattr(rotary, "rope_type", None)
+        if rope_type is None:
+            raise UnsupportedModelError(
+                "the model's rotary module does not say how it makes its frequencies (rope_type), "
+                "so KV cannot be stored position-free; take a newer model, such as llama or qwen3"
+            )
         names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
         for name in names:
             if _LENGTH_DEPENDENT in str(name):

@@ -211,6 +211,8 @@ def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
         ({"model_type": "lfm2"}, "state of a whole prompt"),
         ({"model_type": "opt"}, "learned positions begin at 2; take a model with rotary"),
         ({"model_type": "gemma3n_text"}, "share keys and values"),
+        ({"model_type": "zaya"}, "'zaya' is not supported.*state of a whole prompt"),
+        ({"model_type": "deepseek_v32"}, "rows see keys by a rule that kvrag does.*'indexed_att"),
     ],
 )
 def test_a_model_is_refused_before_its_weights_are_looked_for(
@@ -225,6 +227,7 @@ def test_a_model_is_refused_before_its_weights_are_looked_for(
     [
         ({"quant_method": "awq", "bits": 4}, r"'awq'.*pip install gptqmodel"),
         ({"quant_method": "gptq", "bits": 4}, r"'gptq'.*pip install optimum"),
+        ({"quant_method": "gptq"}, r"'gptq'.*missing 1 required positional argument: 'bits'"),
         ({"quant_method": "compressed-tensors"}, r"pip install compressed-tensors"),
         ({"quant_method": "torchao", "quant_type": "int8"}, r"pip install torchao"),
     ],
@@ -343,6 +346,7 @@ def test_one_that_fails_is_refused_with_figure_and_layer(
         ("JetMoeConfig", {"kv_channels": 16}, "other keys and values than it keeps"),
         ("NanoChatConfig", {"head_dim": 16}, "turns keys in a way"),
         ("BertConfig", {"is_decoder": True}, "not a stack of decoder layers"),
+        ("CodeGenConfig", {"rotary_dim": 8}, "does not say how it makes its frequencies"),
     ],
 )
 def test_other_structures_are_refused(
