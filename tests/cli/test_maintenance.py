@@ -129,7 +129,7 @@ def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:
     place, near = tmp_path / "kv", tmp_path / "near"
     folder = tmp_path / "index"
     common = ("--index", folder, "--embedding", "hashing", "--store")
-    done = run("ingest", documents, *common, f"file:{place}")
+    done = run("ingest", documents, "--model", "kvrag-tiny", *common, f"file:{place}")
     assert done.code == 0, done.err
     assert list(place.rglob("*.kv"))
     assert not (folder / "kv").exists()

@@ -60,12 +60,12 @@ def test_frozen_links_serve_an_index_that_was_there_before(
     ("arguments", "message"),
     [
         (("--mode", "thawed"), "mode 'thawed': expected one of tuned, frozen"),
-        (("--way", "kv"), "one of mode 'frozen'"),
+        (("--way", "kv"), "way 'kv': expected one of embeddings, adapter"),
         (("--loss", "none"), "loss 'none'"),
         (("--rank", "4"), "--rank 4 is of --way adapter"),
         (("--mode", "frozen", "--plain-share", "0.5"), "--plain-share 0.5 is of --mode tuned"),
         (
-            ("--mode", "frozen", "--way", "kv", "--learning-rate", "0.1"),
+            ("--mode", "frozen", "--way", "embeddings", "--learning-rate", "0.1"),
             "--learning-rate 0.1 is of --mode tuned and --way adapter",
         ),
         (("--device", "toaster"), "device 'toaster' cannot be used"),

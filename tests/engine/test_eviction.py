@@ -57,7 +57,7 @@ def test_what_evicts_nothing_answers_as_the_full_cache(
     assert evicting.report.eviction is not None
 
 
-@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+@pytest.mark.parametrize("way", ["embeddings", "adapter"])
 def test_behind_link_tokens(index: Index, tmp_path: Path, way: str) -> None:
     make_links(index.model, way).save(tmp_path / FILE_NAME)
     engine = KVEngine(index, policy="none", max_tokens=10, links=tmp_path / FILE_NAME)
