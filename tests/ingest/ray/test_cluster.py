@@ -131,7 +131,14 @@ def test_the_command_reads_parquet_and_says_what_a_run_takes(cluster: Any, tmp_p
     def run(*more: str) -> str:
         command = [
             *(sys.executable, "-m", "kvrag", "ingest", str(tmp_path / "rows.parquet")),
-            *("--index", str(tmp_path / "index"), "--embedding", "hashing"),
+            *(
+                "--index",
+                str(tmp_path / "index"),
+                "--embedding",
+                "hashing",
+                "--model",
+                "kvrag-tiny",
+            ),
             *("--ray", cluster.address, "--ray-actors", "1:1", "--ray-cpus", "0.5", *more),
         ]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
