@@ -320,20 +320,22 @@ class Companions:
         rows_of = self._storage.catalog.stored_rows()
         for source in self.planned:
             rows_of.pop(source, None)
-        places = {source: self._folder(source) for source in rows_of}
-        admitted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
+        here: dict[str, tuple[list[int], list[str]]] = {}
+        for source, of_source in rows_of.items():
+            numbers, sources = here.setdefault(self._folder(source), ([], []))
+            numbers += of_source
+            sources += [source] * len(of_source)
+        admitted = {
+            folder: (np.array(numbers, np.int64), np.array(sources, object))
+            for folder, (numbers, sources) in here.items()
+        }
         near: set[int] = set()
         for one in wanted:
-            key = one.folder, one.source if one.source in rows_of else ""
-            if key not in admitted:
-                here = [source for source in rows_of if places[source] == one.folder]
-                admitted[key] = [
-                    np.array([row for each in some for row in rows_of[each]], np.int64)
-                    for some in ([each for each in here if each != one.source], here)
-                ]
-            rows = next((some for some in admitted[key] if len(some)), None)
-            if rows is not None:
-                near.update(row for row, _ in vectors.search(one.vector, _NEAREST, rows))
+            if one.folder in admitted:
+                rows, owners = admitted[one.folder]
+                others = rows[owners != one.source]
+                some = others if len(others) else rows
+                near.update(row for row, _ in vectors.search(one.vector, _NEAREST, some))
         for chunk, found in self._read(sorted(near)):
             yield self._passage(chunk, found)
 
