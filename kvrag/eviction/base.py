@@ -43,6 +43,20 @@ class HeldKeys:
     num_prompt: torch.Tensor
     num_noted: torch.Tensor
 
+    @classmethod
+    def of_prompts(cls, real: torch.Tensor, num_kv_heads: int) -> HeldKeys:
+        """Return all keys of prompts; ``real`` ``[B, N]``: which rows are tokens, not padding."""
+        held = real.repeat_interleave(num_kv_heads, dim=0)
+        num_tokens = held.sum(1, keepdim=True)
+        return cls(
+            places=held.cumsum(1) - 1,
+            held=held,
+            marks=torch.zeros(held.shape, device=real.device),
+            num_seen=num_tokens,
+            num_prompt=num_tokens,
+            num_noted=torch.zeros_like(num_tokens),
+        )
+
     def part(self, heads: slice, slots: slice) -> HeldKeys:
         """Return some heads and slots as views: changes to them appear here too."""
         return HeldKeys(
@@ -56,14 +70,7 @@ class HeldKeys:
 
     def first(self, num_slots: int) -> HeldKeys:
         """Return the first slots of all heads, as views."""
-        return HeldKeys(
-            self.places[:, :num_slots],
-            self.held[:, :num_slots],
-            self.marks[:, :num_slots],
-            self.num_seen,
-            self.num_prompt,
-            self.num_noted,
-        )
+        return self.part(slice(None), slice(num_slots))
 
     def is_recent(self, count: int | torch.Tensor) -> torch.Tensor:
         """Return ``[A, K]`` bool: which keys are among the last `count` (an int or ``[A, 1]``)."""
@@ -104,6 +111,14 @@ class EvictionPolicy(ABC):
         num_visible
             ``[A, q]`` int64: keys that each query sees.
         """
+
+    def observe(self, keys: HeldKeys, weights: torch.Tensor, num_visible: torch.Tensor) -> None:
+        """Note what the next queries attend to, and count them; parameters as in `note`.
+
+        `num_visible` may be ``[q]``: what all heads see.
+        """
+        self.note(keys, weights, num_visible.expand(len(weights), -1))
+        keys.num_noted.add_(weights.shape[2])
 
     @abstractmethod
     def after_prompt(self, keys: HeldKeys) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -39,37 +39,6 @@ _NAME = "kvrag_evicting"
 _WEIGHTS_AT_ONCE = 1 << 21
 
 
-class AttendedLayer(Protocol):
-    """The methods of a cache's layer that attention calls."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the layer has no prompt yet."""
-        ...
-
-    def take_prompt(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        score: Score,
-    ) -> None:
-        """Keep those of a prompt's keys and values that the policy does not evict."""
-        ...
-
-    def step(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        score: Score,
-    ) -> torch.Tensor:
-        """Add tokens one by one; return the output of their attention, ``[B, n, heads, D]``."""
-        ...
-
-
 class Score:
     """How a model's layer weighs keys: scaling and soft-capping."""
 
@@ -88,33 +57,11 @@ class _Present(threading.local):
     """The state of this thread's forward pass."""
 
     depth = 0
-    layer: AttendedLayer | None = None
+    layer: EvictingLayer | None = None
     keys: torch.Tensor | None = None
 
 
 _present = _Present()
-
-
-@contextmanager
-def evicting_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model's forwards in this thread use evicting caches. Holds the model's lock."""
-    _present.depth += 1
-    try:
-        with attending_by(model, _NAME):
-            yield
-    finally:
-        _present.depth -= 1
-        _present.layer = _present.keys = None
-
-
-def is_serving() -> bool:
-    """Whether this thread is inside `evicting_attention`."""
-    return _present.depth > 0
-
-
-def hand_on(layer: AttendedLayer, keys: torch.Tensor) -> None:
-    """Let `layer` handle the next attention to these keys."""
-    _present.layer, _present.keys = layer, keys
 
 
 def observed_queries(
@@ -207,11 +154,50 @@ def _attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     allowed = call.mask
     if allowed is not None:
         allowed = (allowed if allowed.dtype == torch.bool else allowed == 0)[:, 0]
-    if not layer.is_empty:
+    if layer.kv is not None:
         return layer.step(query, key, value, allowed, score), None
     output = call.plainly()
-    layer.take_prompt(query, key, value, allowed, score)
+    _keep_prompts(layer, query, key, value, allowed, score)
     return output
+
+
+@torch.no_grad()
+def _keep_prompts(
+    layer: EvictingLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor | None,
+    score: Score,
+) -> None:
+    """Keep what a layer's policy leaves of prompts, after it has seen their last queries.
+
+    Parameters
+    ----------
+    query, key, value
+        ``[B, G * H, N, D]`` and ``[B, H, N, D]``.
+    allowed
+        ``[B or 1, N, N]`` bool: which rows each row sees; None: itself and all before it.
+    """
+    num_prompts, num_kv_heads, num_rows, _ = key.shape
+    policy, device = layer.policy, key.device
+    real = torch.ones(num_prompts, num_rows, dtype=torch.bool, device=device)
+    if allowed is not None:
+        # A row that does not see itself is padding.
+        real &= allowed.diagonal(dim1=1, dim2=2)
+    held = HeldKeys.of_prompts(real, num_kv_heads)
+    for prompt in range(num_prompts) if policy.num_queries else ():
+        asking = real[prompt].nonzero()[-policy.num_queries :, 0]
+        if allowed is None:
+            visible = torch.arange(num_rows, device=device) <= asking[:, None]
+        else:
+            visible = allowed[min(prompt, len(allowed) - 1), asking]
+        heads = slice(prompt * num_kv_heads, (prompt + 1) * num_kv_heads)
+        for weights, num_visible in observed_queries(
+            query[prompt, :, asking], key[prompt], visible, score
+        ):
+            policy.observe(held.part(heads, slice(num_rows)), weights, num_visible)
+    layer.keep(held, key, value)
 
 
 register_around(_NAME, _attend)
@@ -241,11 +227,7 @@ class _Memory:
 
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer: it takes the prompt's keys and values once, then tokens one by one.
-
-    A prompt comes either through attention (`take_prompt`) or in three calls: `begin`, `observe`
-    for the queries that the policy needs, in order, and `keep`.
-    """
+    """One layer: it takes the prompt's keys and values once (`keep`), then tokens one by one."""
 
     is_sliding = False
 
@@ -253,108 +235,34 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, policy: EvictionPolicy, window: int | None, layer_index: int, memory: _Memory
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._policy = policy
+        self.policy = policy
         self._window = window
         self._layer_index = layer_index
         self._memory = memory
-        self._prompt: HeldKeys | None = None
         self._num_rows = 0
         self.kv: RaggedKV | None = None
         self.prompt_share = 1.0
         self.is_initialized = True
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the layer has no prompt yet."""
-        return self.kv is None
-
-    # -- the prompt ---------------------------------------------------------------------------
-
-    def begin(self, real: torch.Tensor, num_kv_heads: int) -> None:
-        """Prepare for prompts. ``real`` ``[B, N]`` says which rows are tokens, not padding."""
-        self._num_rows = real.shape[1]
-        held = real.repeat_interleave(num_kv_heads, dim=0)
-        num_tokens = held.sum(1, keepdim=True)
-        self._prompt = HeldKeys(
-            places=held.cumsum(1) - 1,
-            held=held,
-            marks=torch.zeros(held.shape, device=real.device),
-            num_seen=num_tokens,
-            num_prompt=num_tokens,
-            num_noted=torch.zeros_like(num_tokens),
-        )
-
-    def observe(
-        self, heads: slice, rows: slice, weights: torch.Tensor, num_visible: torch.Tensor
-    ) -> None:
-        """Show the policy the attention weights ``[A, G, q, K]`` of some queries of some heads.
+    def keep(self, held: HeldKeys, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the keys and values ``[B, H, N, D]`` of prompts that the policy does not evict.
 
         Parameters
         ----------
-        rows
-            The K rows of the prompt that the weights are for.
-        num_visible
-            ``[q]``: how many keys each query sees.
+        held
+            The prompts' keys, after the policy has observed its queries.
         """
-        assert self._prompt is not None
-        keys = self._prompt.part(heads, rows)
-        self._policy.note(keys, weights, num_visible.expand(len(weights), -1))
-        keys.num_noted.add_(weights.shape[2])
-
-    def keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take the keys and values ``[B, H, N, D]`` that the policy does not evict."""
-        prompt, self._prompt = self._prompt, None
-        assert prompt is not None
-        gone = self._policy.after_prompt(prompt)
+        self._num_rows = keys.shape[2]
+        gone = self.policy.after_prompt(held)
         if gone is not None:
-            prompt.held.logical_and_(~gone)
+            held.held.logical_and_(~gone)
         if self._window is not None:
             # Keys that the next token will see; no token will see earlier ones again.
-            prompt.held.logical_and_(prompt.is_recent(self._window - 1))
-        self.kv = RaggedKV(keys, values, prompt)
-        self.prompt_share = sum(self.kv.counts) / int(prompt.num_prompt.sum())
+            held.held.logical_and_(held.is_recent(self._window - 1))
+        self.kv = RaggedKV(keys, values, held)
+        self.prompt_share = sum(self.kv.counts) / int(held.num_prompt.sum())
         whole = 2 * keys.numel() * keys.element_size()
         self._memory.note(self._layer_index, self.kv.size_bytes, besides=whole)
-
-    @torch.no_grad()
-    def take_prompt(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        score: Score,
-    ) -> None:
-        """Keep what the policy leaves of prompts, after it has seen their last queries.
-
-        Parameters
-        ----------
-        query, key, value
-            ``[B, G * H, N, D]`` and ``[B, H, N, D]``.
-        allowed
-            ``[B or 1, N, N]`` bool: which rows each row sees; None: itself and all before it.
-        """
-        num_prompts, num_kv_heads, num_rows, _ = key.shape
-        device = key.device
-        real = torch.ones(num_prompts, num_rows, dtype=torch.bool, device=device)
-        if allowed is not None:
-            # A row that does not see itself is padding.
-            real &= allowed.diagonal(dim1=1, dim2=2)
-        self.begin(real, num_kv_heads)
-        for prompt in range(num_prompts) if self._policy.num_queries else ():
-            asking = real[prompt].nonzero()[-self._policy.num_queries :, 0]
-            if allowed is None:
-                visible = torch.arange(num_rows, device=device) <= asking[:, None]
-            else:
-                visible = allowed[min(prompt, len(allowed) - 1), asking]
-            heads = slice(prompt * num_kv_heads, (prompt + 1) * num_kv_heads)
-            for weights, num_visible in observed_queries(
-                query[prompt, :, asking], key[prompt], visible, score
-            ):
-                self.observe(heads, slice(num_rows), weights, num_visible)
-        self.keep(key, value)
-
-    # -- what follows it ----------------------------------------------------------------------
 
     @torch.no_grad()
     def step(
@@ -430,9 +338,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Forget what the policy evicts after a token with attention weights ``[A, G, k]``."""
         assert self.kv is not None
         keys = self.kv.notes.first(weights.shape[2])
-        self._policy.note(keys, weights[:, :, None], self.kv.num_held)
-        keys.num_noted.add_(1)
-        gone = self._policy.after_step(keys)
+        self.policy.observe(keys, weights[:, :, None], self.kv.num_held)
+        gone = self.policy.after_step(keys)
         if self._window is not None:
             passed = keys.held & ~keys.is_recent(self._window - 1)
             gone = passed if gone is None else gone | passed
@@ -442,22 +349,6 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.kv.remove(gone):
             self._memory.note(self._layer_index, self.kv.size_bytes, besides=before)
 
-    def there(self) -> RaggedKV:
-        """Return the keys and values. Raises ParameterError before there is a prompt."""
-        if self.kv is None:
-            raise ParameterError(
-                "an evicting cache without a prompt has nothing to report: call the model first"
-            )
-        return self.kv
-
-    def kept(self) -> list[torch.Tensor]:
-        """Return the tokens that each head holds, ascending; heads are ordered by prompt."""
-        notes = self.there().notes
-        return [
-            places[held].sort().values
-            for places, held in zip(notes.places, notes.held, strict=True)
-        ]
-
     # -- the interface of Transformers ----------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -466,12 +357,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not is_serving():
+        if not _present.depth:
             raise ParameterError(
                 "an evicting cache was used with ordinary attention, which does not know the keys "
                 "that are left: call the model inside 'with cache.attending(model):'"
             )
-        hand_on(self, key_states)
+        _present.layer, _present.keys = self, key_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -485,7 +376,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forget everything."""
-        self._prompt = self.kv = None
+        self.kv = None
         self._num_rows = 0
         self.prompt_share = 1.0
         self._memory.forget(self._layer_index)
@@ -557,8 +448,13 @@ class EvictingCache(Cache):
     @contextmanager
     def attending(self, model: PreTrainedModel) -> Iterator[None]:
         """Let forwards of the model in this thread use evicting caches. Holds the model's lock."""
-        with lock_of(model), evicting_attention(model):
-            yield
+        with lock_of(model), attending_by(model, _NAME):
+            _present.depth += 1
+            try:
+                yield
+            finally:
+                _present.depth -= 1
+                _present.layer = _present.keys = None
 
     def besides(self, num_bytes: int) -> None:
         """Count memory that existed besides the cache until now, such as a prompt's buffer."""
@@ -570,14 +466,20 @@ class EvictingCache(Cache):
         Tokens are counted from each prompt's first, without padding. Raises ParameterError before
         there is a prompt.
         """
-        layer: Any = self.layers[layer_index]
-        kept: list[torch.Tensor] = layer.kept()
-        return kept
+        return self._rows()[layer_index].kept()
+
+    def _rows(self) -> list[RaggedKV]:
+        layers: list[Any] = self.layers
+        if any(layer.kv is None for layer in layers):
+            raise ParameterError(
+                "an evicting cache without a prompt has nothing to report: call the model first"
+            )
+        return [layer.kv for layer in layers]
 
     def report(self) -> EvictionReport:
         """Report what was kept. Raises ParameterError before there is a prompt."""
         layers: list[Any] = self.layers
-        rows: list[RaggedKV] = [layer.there() for layer in layers]
+        rows = self._rows()
         notes = rows[0].notes
         num_keys = int(notes.num_seen.sum())
         shares = tuple(sum(kv.counts) / num_keys for kv in rows)

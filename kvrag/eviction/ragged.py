@@ -127,6 +127,13 @@ class RaggedKV:
         rows = self._rows(head)
         return self.keys[rows], self.values[rows]
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return the tokens that each head holds, ascending; heads are ordered by prompt."""
+        return [
+            places[held].sort().values
+            for places, held in zip(self.notes.places, self.notes.held, strict=True)
+        ]
+
     def _rows(self, head: int) -> slice:
         start = self._starts[head]
         return slice(start, start + self.counts[head])

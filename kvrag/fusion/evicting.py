@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvrag.eviction.base import EvictionPolicy
+from kvrag.eviction.base import EvictionPolicy, HeldKeys
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
@@ -52,27 +52,25 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
         tables = model.tables(num_rows, layout.positions) if len(asking) else []
         of = RowPass(asking, kv, tables)
         for layer_index, layer in enumerate(layers):
-            layer.begin(everything, model.spec.num_kv_heads)
+            held = HeldKeys.of_prompts(everything, model.spec.num_kv_heads)
             if len(asking):
-                observer = _Observer(layer, model.spec.num_kv_heads)
+                observer = _Observer(cache.policy, held)
                 attending = Attending(observer=observer)
                 model.forward_rows(layer_index, hidden, of, attending=attending, writes=False)
-            layer.keep(
-                kv.keys[layer_index][:, :, :num_rows], kv.values[layer_index][:, :, :num_rows]
-            )
+            rows = (part[layer_index][:, :, :num_rows] for part in (kv.keys, kv.values))
+            layer.keep(held, *rows)
     cache.besides(kv.storage.numel() * kv.storage.element_size())
     return cache
 
 
 class _Observer:
-    """Passes the rows' attention weights to a cache layer.
+    """Passes the rows' attention weights in a layer to a policy.
 
     Key heads come in order, and each with all rows of a block.
     """
 
-    def __init__(self, layer: Any, num_kv_heads: int) -> None:
-        self._layer = layer
-        self._num_kv_heads = num_kv_heads
+    def __init__(self, policy: EvictionPolicy, held: HeldKeys) -> None:
+        self._policy, self._held = policy, held
         self._head = -1
 
     def __call__(
@@ -83,11 +81,12 @@ class _Observer:
         value: torch.Tensor,  # noqa: ARG002
     ) -> None:
         if rows.start == 0:
-            self._head = (self._head + 1) % self._num_kv_heads
+            self._head = (self._head + 1) % len(self._held.places)
         num_keys = weights.shape[-1]
         visible = mask.dense(num_keys)[rows].sum(-1)
         shown = slice(mask.first_key, mask.first_key + num_keys)
-        self._layer.observe(slice(self._head, self._head + 1), shown, weights[None], visible)
+        head = self._held.part(slice(self._head, self._head + 1), shown)
+        self._policy.observe(head, weights[None], visible)
 
 
 class EvictingDecoder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from kvrag.errors import ParameterError, UnsupportedModelError
+from kvrag.errors import ParameterError
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.registry import make_eviction
 from kvrag.models.caches import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll, SlowCorm
-from tests.support.models import FAMILIES, LEARNED_POSITIONS, OTHER_POSITIONS, make_model
+from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model
 
 PAD = 2
 
@@ -301,41 +300,3 @@ def test_only_its_own_forwards_are_served() -> None:
         assert model.config._attn_implementation == "sdpa"
         with pytest.raises(ParameterError, match=r"inside 'with cache\.attending\(model\):'"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
-
-
-def refused(ask: Callable[[PreTrainedModel, torch.Tensor], Any], message: str) -> None:
-    model = model_of("llama", "sdpa")
-    ids, _ = prompts(1)
-    with pytest.raises(ParameterError, match=message):
-        ask(model, ids)
-
-
-def test_beams_are_refused() -> None:
-    def ask(model: PreTrainedModel, ids: torch.Tensor) -> None:
-        cache = EvictingCache(model, "corm:window=4")
-        with cache.attending(model):
-            model.generate(
-                ids, **{CACHE_ARGUMENT: cache}, num_beams=2, max_new_tokens=3, pad_token_id=PAD
-            )
-
-    refused(ask, "does not support beams: generate with num_beams=1")
-
-
-def test_another_batch_is_refused() -> None:
-    def ask(model: PreTrainedModel, ids: torch.Tensor) -> None:
-        cache = EvictingCache(model, "corm:window=4")
-        with torch.no_grad(), cache.attending(model):
-            model(ids, **{CACHE_ARGUMENT: cache})
-            model(ids[:, :1].repeat(2, 1), **{CACHE_ARGUMENT: cache})
-
-    refused(ask, "of 1 prompts was given 2")
-
-
-def test_no_eviction_is_another_cache() -> None:
-    refused(lambda model, _: EvictingCache(model, "none"), "use another cache")
-
-
-@pytest.mark.parametrize("family", OTHER_POSITIONS)
-def test_models_that_attend_in_their_own_code_are_refused(family: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="leave eviction out"):
-        EvictingCache(make_model(family), "corm")

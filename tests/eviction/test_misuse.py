@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from kvrag.errors import ParameterError
+from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.eviction.base import HeldKeys
 from kvrag.eviction.cache import EvictingCache, Score, attend_ragged
 from kvrag.eviction.ragged import RaggedKV
 from kvrag.models.caches import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll
 from tests.eviction.test_cache import PAD, evicting, generate, model_of, prompts
+from tests.support.models import OTHER_POSITIONS, make_model
 
 
 def test_capped_scores_give_nothing_to_keys_that_a_head_does_not_hold() -> None:
@@ -57,33 +62,45 @@ def test_padding_behind_prompts_is_refused(family: str, implementation: str, whe
     torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
 
 
-def test_before_a_prompt_there_is_nothing_to_tell() -> None:
-    model = model_of("llama", "sdpa")
-    cache = EvictingCache(model, "corm")
-    with pytest.raises(ParameterError, match="without a prompt"):
-        cache.report()
-    with pytest.raises(ParameterError, match="without a prompt"):
-        cache.kept(0)
+def _beams(cache: EvictingCache, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    model.generate(ids, **{CACHE_ARGUMENT: cache}, num_beams=2, max_new_tokens=3, pad_token_id=PAD)
 
 
-def test_no_token_is_taken_back() -> None:
+def _lookup(cache: EvictingCache, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    given: dict[str, Any] = {CACHE_ARGUMENT: cache, "eos_token_id": None, "pad_token_id": PAD}
+    model.generate(ids, **given, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+
+
+def _another_batch(cache: EvictingCache, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(ids, **{CACHE_ARGUMENT: cache})
+        model(ids[:, :1].repeat(2, 1), **{CACHE_ARGUMENT: cache})
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (_beams, "does not support beams: generate with num_beams=1"),
+        (_another_batch, "of 1 prompts was given 2"),
+        # Transformers refuses from 5.24 on, before it asks the cache.
+        (_lookup, "cannot remove tokens|cache that can be cropped"),
+        (lambda cache, *_: cache.report(), "without a prompt"),
+        (lambda cache, *_: cache.kept(0), "without a prompt"),
+        (lambda _, model, __: EvictingCache(model, "none"), "use another cache"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(ask: Callable[..., object], message: str) -> None:
     model = model_of("llama", "sdpa")
-    ids, mask = prompts(1)
     cache = EvictingCache(model, "corm:window=4:recent=4")
-    # Transformers refuses from 5.24 on, before it asks the cache.
     refusals = (ParameterError, ValueError)
-    message = "cannot remove tokens|cache that can be cropped"
     with cache.attending(model), pytest.raises(refusals, match=message):
-        model.generate(
-            ids,
-            attention_mask=mask,
-            **{CACHE_ARGUMENT: cache},
-            max_new_tokens=8,
-            do_sample=False,
-            prompt_lookup_num_tokens=3,
-            eos_token_id=None,
-            pad_token_id=PAD,
-        )
+        ask(cache, model, prompts(1)[0])
+
+
+@pytest.mark.parametrize("family", OTHER_POSITIONS)
+def test_models_that_attend_in_their_own_code_are_refused(family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="leave eviction out"):
+        EvictingCache(make_model(family), "corm")
 
 
 def test_a_reset_cache_tells_of_what_came_since() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
-from kvrag.eviction.base import EvictionPolicy
+from kvrag.eviction.base import EvictionPolicy, HeldKeys
 from kvrag.eviction.cache import EvictingLayer, _Memory
 from kvrag.eviction.corm import CormPolicy
 from kvrag.eviction.h2o import H2OPolicy
@@ -42,7 +42,7 @@ class Simulation:
         self.num_prompt, self.num_steps = num_prompt, num_steps
         self.window = window
         self.layer = EvictingLayer(policy, window, 0, _Memory(1))
-        self.layer.begin(torch.ones(1, num_prompt, dtype=torch.bool), HEADS)
+        held = HeldKeys.of_prompts(torch.ones(1, num_prompt, dtype=torch.bool), HEADS)
         asking = min(policy.num_queries, num_prompt)
         for query in range(num_prompt - asking, num_prompt):
             weights = torch.stack(
@@ -52,11 +52,9 @@ class Simulation:
                 ]
             )
             visible = [len(self.visible(range(query + 1), query))]
-            self.layer.observe(
-                slice(HEADS), slice(num_prompt), weights[:, :, None], torch.tensor(visible)
-            )
+            policy.observe(held, weights[:, :, None], torch.tensor(visible))
         rows = torch.arange(num_prompt, dtype=torch.float32)[None, None, :, None]
-        self.layer.keep(rows.expand(1, HEADS, -1, 4), rows.expand(1, HEADS, -1, 4) + 0.5)
+        self.layer.keep(held, rows.expand(1, HEADS, -1, 4), rows.expand(1, HEADS, -1, 4) + 0.5)
 
     def visible(self, places, query: int) -> list[int]:
         first = 0 if self.window is None else query - self.window + 1
@@ -86,7 +84,7 @@ class Simulation:
         self.layer.evict(weights)
 
     def kept(self, head: int) -> set[int]:
-        return set(self.layer.kept()[head].tolist())
+        return set(self.layer.kv.kept()[head].tolist())
 
     def check_rows(self) -> None:
         """Keys, values and notes have to move together, and nothing else may be held."""
@@ -158,26 +156,6 @@ def test_corm_keeps_what_the_slow_account_keeps(
     follow(simulation, expected, num_prompt)
 
 
-def test_corm_forgets_minor_keys_and_keeps_important_ones_per_head() -> None:
-    """The rule by hand: what one head needs, another may forget, and one query is enough."""
-    layer = EvictingLayer(CormPolicy(window=3, recent=1), None, 0, _Memory(1))
-    layer.begin(torch.ones(1, 6, dtype=torch.bool), 2)
-    minor, important = 1 / 6 - 1e-3, 1 / 6
-    weights = torch.full((2, 2, 3, 6), minor)
-    weights[0, 1, 0, 2] = important  # one query head, the first of three queries: head 0 keeps 2
-    weights[1, 0, 2, 4] = important  # the last one: head 1 keeps 4
-    layer.observe(slice(2), slice(6), weights, torch.tensor([6, 6, 6]))
-    layer.keep(torch.rand(1, 2, 6, 4), torch.rand(1, 2, 6, 4))
-    assert [kept.tolist() for kept in layer.kept()] == [[2, 5], [4, 5]]
-
-
-def test_corm_forgets_nothing_before_its_record_is_full() -> None:
-    simulation = Simulation(CormPolicy(window=12, recent=1), 5, 6, seed=3)
-    for query in range(5, 11):
-        simulation.step(query)
-        assert simulation.kept(0) == simulation.kept(1) == set(range(query + 1))
-
-
 @settings(max_examples=examples(15))
 @given(
     num_prompt=st.integers(1, 40),
@@ -246,19 +224,19 @@ def test_h2o_keeps_heavy_hitters_and_the_recent(
 def test_snapkv_chooses_once_and_in_stretches() -> None:
     policy = SnapKVPolicy(budget=6, window=2, pool=3)
     layer = EvictingLayer(policy, None, 0, _Memory(1))
-    layer.begin(torch.ones(1, 12, dtype=torch.bool), 1)
+    held = HeldKeys.of_prompts(torch.ones(1, 12, dtype=torch.bool), 1)
     weights = torch.zeros(1, 2, 2, 12)
     weights[0, 0, 1, 5] = 0.5
     weights[0, 1, 0, 0] = 0.1
-    layer.observe(slice(1), slice(12), weights, torch.tensor([11, 12]))
-    layer.keep(torch.rand(1, 1, 12, 4), torch.rand(1, 1, 12, 4))
-    kept = layer.kept()[0].tolist()
+    policy.observe(held, weights, torch.tensor([11, 12]))
+    layer.keep(held, torch.rand(1, 1, 12, 4), torch.rand(1, 1, 12, 4))
+    kept = layer.kv.kept()[0].tolist()
     assert set(kept) >= {4, 5, 6, 10, 11}
     assert len(kept) == 6
     assert kept[0] in (0, 1)
     layer.append(torch.rand(1, 4), torch.rand(1, 4))
     layer.evict(torch.zeros(1, 2, 7))
-    assert layer.kept()[0].tolist() == [*kept, 12]
+    assert layer.kv.kept()[0].tolist() == [*kept, 12]
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "snapkv"])
@@ -305,22 +283,17 @@ def test_specs_that_cannot_be(spec: str, message: str) -> None:
         make_eviction(spec)
 
 
-def test_specs_that_can_be() -> None:
-    assert make_eviction(None) is make_eviction("none") is None
-    assert make_eviction("corm") == CormPolicy(256, 256)
-    assert (
-        str(make_eviction("corm:window=16:recent=8")) == "corm(window=16, recent=8, threshold=1.0)"
-    )
-    assert make_eviction("streaming") == StreamingPolicy(4, 1020)
-    assert make_eviction("h2o") == H2OPolicy(768, 256)
-    assert str(make_eviction("snapkv:share=0.5")) == "snapkv(share=0.5, window=32, pool=7)"
-    policy = CormPolicy(1, 1)
-    assert make_eviction(policy) is policy
-
-
 @pytest.mark.parametrize(
-    "spec", ["corm", "corm:window=16:recent=8", "streaming", "h2o:share=0.5", "snapkv:budget=64"]
+    ("spec", "policy", "told"),
+    [
+        ("corm", CormPolicy(256, 256), "corm(window=256, recent=256, threshold=1.0)"),
+        ("corm:window=16:recent=8", CormPolicy(16, 8), "corm(window=16, recent=8, threshold=1.0)"),
+        ("streaming", StreamingPolicy(4, 1020), "streaming(sinks=4, recent=1020)"),
+        ("h2o", H2OPolicy(768, 256), "h2o(heavy=768, recent=256, window=256)"),
+        ("snapkv:share=0.5", SnapKVPolicy(share=0.5), "snapkv(share=0.5, window=32, pool=7)"),
+    ],
 )
-def test_what_a_report_says_can_be_asked_for(spec: str) -> None:
-    policy = make_eviction(spec)
-    assert make_eviction(str(policy)) == policy
+def test_specs_that_can_be(spec: str, policy: EvictionPolicy, told: str) -> None:
+    """What a report says can be asked for again."""
+    assert make_eviction(spec) == make_eviction(policy) == make_eviction(told) == policy
+    assert str(policy) == told
