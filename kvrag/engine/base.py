@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.request import Prompt, Request
@@ -60,31 +60,13 @@ class Engine(Protocol):
         """Answer a prompt piece by piece; see `kvrag.KVEngine.stream`."""
         ...
 
-    @overload
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt | Request],
-        *,
-        return_exceptions: Literal[False] = False,
-        **options: Any,
-    ) -> list[Answer]: ...
-
-    @overload
     def generate_batch(
         self,
         prompts: Sequence[Prompt | Request],
         *,
         return_exceptions: Literal[True],
         **options: Any,
-    ) -> list[Answer | Exception]: ...
-
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt | Request],
-        *,
-        return_exceptions: bool = False,
-        **options: Any,
-    ) -> list[Answer] | list[Answer | Exception]:
+    ) -> list[Answer | Exception]:
         """Answer several prompts together; see `kvrag.KVEngine.generate_batch`."""
         ...
 

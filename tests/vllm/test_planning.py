@@ -326,7 +326,7 @@ def test_a_batch_is_a_list_and_an_error_takes_its_answers_place(served: Index) -
     engine = VLLMEngine(served, lambda: _Short("http://127.0.0.1:1/v1"))
     for one in ("abc", Request("abc"), None):
         with pytest.raises(ParameterError, match="put the prompt into a list"):
-            engine.generate_batch(one)  # type: ignore[arg-type]
+            engine.generate_batch(one, return_exceptions=True)  # type: ignore[arg-type]
     answers: list[Any] = engine.generate_batch(["abc", 5], return_exceptions=True)  # type: ignore[list-item]
     assert answers[0].text == "a"
     assert isinstance(answers[1], ParameterError)

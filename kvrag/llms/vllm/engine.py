@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
@@ -98,39 +98,19 @@ class VLLMEngine:
         """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
 
-    @overload
     def generate_batch(
         self,
         prompts: Sequence[Prompt | Request],
         *,
-        return_exceptions: Literal[False] = False,
+        return_exceptions: Literal[True],  # noqa: ARG002
         **options: Any,
-    ) -> list[Answer]: ...
-
-    @overload
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt | Request],
-        *,
-        return_exceptions: Literal[True],
-        **options: Any,
-    ) -> list[Answer | Exception]: ...
-
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt | Request],
-        *,
-        return_exceptions: bool = False,
-        **options: Any,
-    ) -> list[Answer] | list[Answer | Exception]:
+    ) -> list[Answer | Exception]:
         """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
         batch = checked_batch(prompts)
         if not batch:
             return []
         with ThreadPoolExecutor(min(len(batch), _MAX_THREADS), "kvrag-ask") as pool:
             asked = [pool.submit(self.generate, prompt, **options) for prompt in batch]
-        if not return_exceptions:
-            return [one.result() for one in asked]
         return [_outcome(one) for one in asked]
 
     async def astream(
