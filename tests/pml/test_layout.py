@@ -21,7 +21,6 @@ from tests.pml.schemas import schemas
 from tests.support.models import make_tokenizer
 from tests.support.properties import trials
 
-SCHEMAS = Path(__file__).parent / "schemas"
 TOKENIZER = make_tokenizer()
 PREFIX = (0,)
 
@@ -208,30 +207,6 @@ def check_prompt(data: st.DataObject, turns: bool) -> None:
     assert TOKENIZER.decode(fused.token_ids) == expected
 
 
-def test_arguments_leave_the_rest_of_their_room_empty() -> None:
-    schema, layout = laid_out(
-        "<schema name='s'>for <parameter name='p' length='8' scaffold='three'/> days</schema>"
-    )
-    (stretch,) = layout.stretches
-    (slot,) = stretch.slots
-    unfilled = place_prompt(
-        layout, parse_prompt("<prompt schema='s'>?</prompt>", schema), TOKENIZER
-    )
-    assert [piece.stretch for piece in unfilled] == [0, None]
-    room = unfilled[0].token_ids[slot.offset : slot.end]
-    scaffold = TOKENIZER("three", add_special_tokens=False)["input_ids"]
-    rest = [placeholder_id(TOKENIZER)] * (8 - len(scaffold))
-    assert list(room) == [*scaffold, *rest]
-    filled = place_prompt(
-        layout, parse_prompt("<prompt schema='s' p='ab'>?</prompt>", schema), TOKENIZER
-    )
-    before, argument, after, _ = filled
-    assert argument.start == before.end
-    assert argument.end <= 8 + before.end
-    assert after.start == before.end + 8
-    assert after.start > argument.end
-
-
 def test_accents_and_line_ends_are_one_text_wherever_they_come_from(tmp_path: Path) -> None:
     said = {}
     for name, cafe, end in (("plain", "caf\u00e9", "\n"), ("other", "cafe\u0301", "&#13;&#10;")):
@@ -249,48 +224,6 @@ def test_accents_and_line_ends_are_one_text_wherever_they_come_from(tmp_path: Pa
         pieces = place_prompt(layout, parse_prompt(markup, schema), TOKENIZER)
         said[name] = [one.token_ids for one in (*layout.stretches, *pieces)]
     assert said["other"] == said["plain"]
-
-
-def test_a_chat_template_is_spread_around_modules() -> None:
-    schema = parse_schema(SCHEMAS / "code_generation_bookstore.xml")
-    layout = lay_out_schema(schema, TOKENIZER, PREFIX)
-    prompt = parse_prompt(
-        "<prompt schema='code-generation-bookstore'>"
-        + "".join(f"<{path[0]}/>" for path in schema.modules)
-        + "<user>Write a shop.</user></prompt>",
-        schema,
-    )
-    pieces = place_prompt(layout, prompt, TOKENIZER)
-    ids = [*layout.prefix_ids, *(token for piece in pieces for token in piece.token_ids)]
-
-    def said(number: int) -> str:
-        turn = schema.children[number]
-        assert isinstance(turn, Turn)
-        texts = []
-        for part in turn.children:
-            inner = part.children if isinstance(part, Module) else (part,)
-            texts += [one.text for one in inner if isinstance(one, Text)]
-        return "".join(texts)
-
-    roles = ("system", "user", "assistant")
-    messages = [{"role": role, "content": said(n)} for n, role in enumerate(roles)]
-    rendered = TOKENIZER.apply_chat_template(
-        [*messages, {"role": "user", "content": "Write a shop."}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert TOKENIZER.decode(ids) == rendered
-    assert layout.prefix_ids == PREFIX
-    assert as_layout(layout, pieces, passages_of(layout), is_bound=False).positions is None
-
-
-def test_bare_text_goes_on_as_the_users_turn() -> None:
-    schema, layout = laid_out("<schema name='s'><system>Be kind.</system></schema>")
-    prompt = parse_prompt("<prompt schema='s'> Why? </prompt>", schema)
-    assert prompt.turns == (("user", "Why?"),)
-    (head, tail) = place_prompt(layout, prompt, TOKENIZER)
-    assert TOKENIZER.decode(head.token_ids) == "<|system|>\nBe kind.\n"
-    assert TOKENIZER.decode(tail.token_ids) == "<|user|>\nWhy?\n<|assistant|>\n"
 
 
 GAPPED = (
@@ -341,8 +274,8 @@ def test_wrong_prompts_are_refused_with_their_place(markup: str, words: str) -> 
     [
         (
             "<union><module name='a'/><module name='b'/></union>",
-            "<a/><b/>",
-            "'a' and 'b' are members of one union",
+            "\n<a/>\n <b/>",
+            "<string>:3:2: 'a' and 'b' are members of one union",
         ),
         ("<parameter name='p' length='2'/>", None, "has 9 tokens, its parameter holds 2"),
         ("<parameter name='p' length='2' scaffold='xxxxxxxxx'/>", "", "its length is 2"),
@@ -361,11 +294,3 @@ def test_what_excludes_or_overflows_is_refused(schema: str, prompt: str | None, 
     with pytest.raises(PMLError) as raised:
         place()
     assert words in str(raised.value)
-
-
-def test_of_members_that_exclude_each_other_the_second_is_pointed_at() -> None:
-    parsed, _ = laid_out(
-        "<schema name='s'><union><module name='a'/><module name='b'/></union></schema>"
-    )
-    with pytest.raises(PMLError, match=r"^<string>:3:2: 'a' and 'b' are members of one union"):
-        parse_prompt("<prompt schema='s'>\n<a/>\n <b/></prompt>", parsed)

@@ -173,18 +173,6 @@ def check_logits(pml: PMLEngine, prompt: str) -> None:
     assert not fused.report.misses
 
 
-# ALiBi of Transformers counts rows, not positions: without gaps alone it is a reference.
-WHOLE = "<rules/><shots><two a='the'><more/></two></shots><y/>"
-
-
-@pytest.mark.parametrize("shots", ["", "<rules/><shots><one/></shots><y/>", WHOLE])
-def test_prompts_with_turns_in_modules_equal_plain_prefill(pml: PMLEngine, shots: str) -> None:
-    pml.encode(SHOTS)
-    if pml.engine.index.model.hf.config.model_type == "bloom":
-        pytest.skip("the reference knows no gaps")
-    check_logits(pml, f"<prompt schema='s'>{shots}Who?</prompt>")
-
-
 RANDOM_MODEL = KVModel(make_model("llama"), make_tokenizer())
 
 
@@ -250,20 +238,6 @@ def test_what_is_not_cached_is_computed_and_never_stored(
     assert text == answer.text
 
 
-def test_what_is_not_cached_sees_what_precedes_it(pml: PMLEngine) -> None:
-    """As the prompt's own text does; nothing else of the prompt is computed."""
-    if pml.engine.index.model.hf.config.model_type == "bloom":
-        pytest.skip("the reference knows no gaps")
-    schema = CACHED.format("<module name='b' cache='false'> Today is Friday.</module>")
-    pml.encode(schema)
-    fused = pml.engine.fuse(pml.place("<prompt schema='s'><a/><b/> Who?</prompt>"), policy="none")
-    plain = pml.engine.fuse(
-        pml.place("<prompt schema='s'><a/><b/> Who?</prompt>"), policy="deviation", ratio=1.0
-    )
-    # One module behind the prefix is what full prefill has there.
-    assert relative_difference(fused.logits, plain.logits) < 1e-4
-
-
 def test_anonymous_modules_are_always_there() -> None:
     schema = (
         "<schema name='s'>One.<module> Two. <module name='a'>Three.</module>"
@@ -283,15 +257,10 @@ REFUSED = [
         2,
         "<assistant> inside <user> (line 1); one turn ends before the next begins",
     ),
-    ("<user>\n<user/></user>", 2, "<user> inside <user>"),
     ("\n<module name='a' cache='no'/>", 2, "cache='no' of a module; expected 'false'"),
-    ("\n<module name=''/>", 2, "is not a valid name"),
     ("\n<union><module>x</module></union>", 2, "a member of <union> has no name"),
     ("\n<union><union/></union>", 2, "put it into one, <module name=...><union ..."),
-    ("\n<union><user/></union>", 2, "put it into one, <module name=...><user ..."),
-    ("\n<union><parameter name='p' length='2'/></union>", 2, "<parameter> directly in <union>"),
     ("\n<union cache='false'><module name='a'/></union>", 2, "attribute 'cache'"),
-    ("\n<user cache='false'/>", 2, "attribute 'cache'"),
     ("\n<parameter name='p' length='2'>x</parameter>", 2, "default text as scaffold='...'"),
     ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "write it directly in <schema>"),
     ("\n<module name='a'><prompt/></module>", 2, "put the prompt into a separate file"),
@@ -304,11 +273,6 @@ REFUSED = [
         "\n<union scaffold='a'><module name='a' cache='false'/></union>",
         2,
         "scaffold='a' is a module with cache='false'",
-    ),
-    (
-        "<module name='a'><user/></module>\n<module><module name='a'/></module>",
-        2,
-        "second module 'a'",
     ),
 ]
 
