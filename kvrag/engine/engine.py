@@ -110,6 +110,11 @@ class KVEngine(OfProcess):
         """Size of the KV of ended answers in the store now, at most `session_store_bytes`."""
         return self._fuser.stored.size_bytes
 
+    @property
+    def moved(self) -> float:
+        """When the batch of answers was last advanced, by `time.perf_counter`."""
+        return self._scheduler.moved
+
     def ask(
         self,
         question: str,
@@ -391,21 +396,7 @@ class KVEngine(OfProcess):
         AnswerDelta
             Pieces of text as soon as they are final; the last one carries the whole `Answer`.
         """
-        pieces = self._scheduler.pieces(self._start_now(prompt, options), once=False)
-        return (delta for delta in pieces if delta is not None)
-
-    def steps(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta | None]:
-        """Answer a prompt as `stream` does, and return after each step of the batch.
-
-        One thread can so serve several streams, none of which waits for another one's prompt.
-
-        Yields
-        ------
-        AnswerDelta or None
-            All pieces since the last one, joined, or None if the last step brought none.
-        """
-        self.require_here()
-        return self._scheduler.pieces(self._reading(prompt, options), once=True)
+        return self._scheduler.pieces(self._start_now(prompt, options))
 
     def _start_now(self, prompt: Prompt | Request, options: Mapping[str, Any]) -> Start:
         """Check and read a prompt; return what fuses it later."""

@@ -21,10 +21,10 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
-from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
+from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.options import MAX_BATCH
 from kvrag.fusion.decoding import step_all
@@ -108,6 +108,11 @@ class Scheduler:
     ----------
     max_batch
         Most answers that run at the same time; each one holds its prompt's KV in memory.
+
+    Attributes
+    ----------
+    moved
+        When the batch was last advanced, by `time.perf_counter`.
     """
 
     def __init__(self, max_batch: int = MAX_BATCH) -> None:
@@ -122,6 +127,7 @@ class Scheduler:
         self._background: set[Job] = set()
         self._thread: threading.Thread | None = None
         self._step_seconds = 0.0
+        self.moved = 0.0
 
     @property
     def num_open(self) -> int:
@@ -182,14 +188,8 @@ class Scheduler:
                 self.cancel(job)
         return [done[number] for number in range(len(jobs))]
 
-    def pieces(self, start: Start | Future[Start], *, once: bool) -> Iterator[AnswerDelta | None]:
-        """Yield an answer piece by piece; raise the error that ended it.
-
-        Parameters
-        ----------
-        once
-            Whether to yield after each step: all new pieces, joined, or None.
-        """
+    def pieces(self, start: Start) -> Iterator[AnswerDelta]:
+        """Yield an answer piece by piece; raise the error that ended it."""
         events: deque[AnswerDelta | Exception] = deque()
 
         def tell(event: AnswerDelta | Exception) -> None:
@@ -200,22 +200,11 @@ class Scheduler:
         self.submit(job)
         try:
             while True:
-                if not events:
-                    self.wait_until(lambda: bool(events), once=once)
-                    if not events:
-                        yield None
-                        continue
+                self.wait_until(lambda: bool(events))
                 event = events.popleft()
-                text = ""
-                logprobs: tuple[TokenLogprob, ...] = ()
-                while once and events and not isinstance(event, Exception):
-                    # Other streams have made several steps.
-                    text += event.text
-                    logprobs += event.logprobs
-                    event = events.popleft()
                 if isinstance(event, Exception):
                     raise event
-                yield replace(event, text=text + event.text, logprobs=logprobs + event.logprobs)
+                yield event
                 if event.answer is not None:
                     return
         finally:
@@ -242,14 +231,8 @@ class Scheduler:
         finally:
             self.cancel(job)
 
-    def wait_until(self, is_ready: Callable[[], bool], *, once: bool = False) -> None:
-        """Advance the batch until something is ready, or wait while another thread does.
-
-        Parameters
-        ----------
-        once
-            Whether to return after one step, whatever is ready.
-        """
+    def wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Advance the batch until something is ready, or wait while another thread does."""
         with self._changed:
             self._changed.wait_for(lambda: is_ready() or not self._is_driven)
             if is_ready():
@@ -258,8 +241,6 @@ class Scheduler:
         try:
             while not is_ready():
                 self._advance()
-                if once:
-                    return
         finally:
             self._stop_driving()
 
@@ -291,6 +272,7 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Fuse slices of the prompts that join, then write one token of each running answer."""
+        self.moved = time.perf_counter()
         with working():
             self._drop_cancelled()
             self._fuse()

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -23,10 +22,11 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.rows import DocumentRow
 from kvrag.llms.shape import Shape
 from kvrag.optiontable import options_of
+from kvrag.server.batches import left
 from kvrag.server.problems import ClientGoneError
+from kvrag.server.queue import AnswerQueue, Job
 from kvrag.server.requests import Generating
 from kvrag.server.responses import Annotation, URLCitation
-from kvrag.server.worker import Job, Worker
 
 # Chunks as clients see them: with their neighbours, their titles, and as citations.
 
@@ -118,12 +118,12 @@ def choices(requests: Sequence[Request], n: int) -> list[Request]:
 
 
 class Generation:
-    """The answers to one request, as the worker generates them.
+    """The answers to one request, as they are written.
 
     Parameters
     ----------
-    worker, engine
-        Who generates, and with what.
+    queue, engine
+        Where answers wait for their turn, and what writes them.
     tenant
         Who asks.
     requests
@@ -141,29 +141,27 @@ class Generation:
     Raises
     ------
     BusyError
-        When the worker's queue is full.
+        When the queue is full.
     """
 
     def __init__(
-        self, worker: Worker, engine: KVEngine, tenant: str, requests: Sequence[Request]
+        self, queue: AnswerQueue, engine: KVEngine, tenant: str, requests: Sequence[Request]
     ) -> None:
         self.answers: dict[int, Answer] = {}
         self.num_pieces = 0
         self.ttft_seconds: float | None = None
         self._started = time.perf_counter()
         self._num_choices = len(requests)
-        self._worker = worker
-        self._loop = asyncio.get_running_loop()
+        self._queue = queue
         self._events: asyncio.Queue[tuple[int, AnswerDelta | Exception]] = asyncio.Queue()
-        context = copy_context()  # the worker's thread has another one
         self._jobs = [
-            Job(tenant, partial(context.run, engine.steps, request), partial(self._tell, number))
+            Job(tenant, partial(engine.astream, request), partial(self._tell, number))
             for number, request in enumerate(requests)
         ]
-        worker.submit(self._jobs)
+        queue.submit(self._jobs)
 
     def _tell(self, number: int, event: AnswerDelta | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+        self._events.put_nowait((number, event))
 
     async def next(self, seconds: float | None = None) -> tuple[int, AnswerDelta] | None:
         """Return the next piece and its choice, or None if there is none within `seconds`.
@@ -212,7 +210,7 @@ class Generation:
     def cancel(self) -> None:
         """Stop generating what is not finished."""
         for job in self._jobs:
-            self._worker.cancel(job)
+            self._queue.cancel(job)
 
     @asynccontextmanager
     async def ended_by(self, http: HttpRequest) -> AsyncIterator[None]:
@@ -224,6 +222,5 @@ class Generation:
             watching.cancel()
 
     async def _watch(self, http: HttpRequest) -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
+        await left(http)
         self._events.put_nowait((0, ClientGoneError()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Sequence
@@ -36,6 +37,7 @@ from kvrag.server.history import History, add_history
 from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.problems import RequestError, as_problem, validation_problem
+from kvrag.server.queue import MAX_STREAMS, MAX_WAITING, AnswerQueue
 from kvrag.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -43,7 +45,6 @@ from kvrag.server.requests import (
     RerankRequest,
 )
 from kvrag.server.service import Service, private
-from kvrag.server.worker import MAX_STREAMS, MAX_WAITING, Worker
 
 # The page at ``/``, and what it reads: the index in figures, and chunks in their documents.
 
@@ -160,7 +161,7 @@ class ServerOptions:
     top_k
         How many chunks the server retrieves, for the model ``rag:NAME``.
     max_streams, max_waiting
-        See `kvrag.server.worker.Worker`.
+        See `kvrag.server.queue.AnswerQueue`.
     keeps_history
         Whether to keep the page's conversations, beside the index.
     can_upload
@@ -194,24 +195,25 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     options
         How to serve.
     """
-    worker = Worker(options.max_streams, options.max_waiting)
-    service = Service(engine, worker, options.top_k, options.reranker)
-    metrics = ServerMetrics(engine.index, worker)
+    queue = AnswerQueue(lambda: engine.moved, options.max_streams, options.max_waiting)
+    service = Service(engine, queue, options.top_k, options.reranker)
+    metrics = ServerMetrics(engine.index, queue)
     history = History.of(engine.index) if options.keeps_history else None
     documents = Documents(engine.index, can_write=options.can_upload)
 
-    def end_answers() -> None:
-        documents.stop()
-        service.end_answers()
-
     places = FirstPlaces(engine.index)
+
+    async def end_answers() -> None:
+        documents.stop()
+        await queue.stop()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         with places if options.prepares else contextlib.nullcontext():
-            yield {"end_answers": end_answers}
+            loop = asyncio.get_running_loop()
+            yield {"end_answers": lambda: asyncio.run_coroutine_threadsafe(end_answers(), loop)}
             await documents.close()
-            service.close()
+            await service.close()
         if history is not None:
             history.close()
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from starlette.requests import Request
 
 from kvrag.ingest.turns import before_turn
 from kvrag.server.problems import BusyError, ClientGoneError
+from kvrag.server.queue import share
 
 MAX_BATCHES = 32
 """Most requests whose texts are worked on, or wait for that; tenants share it evenly."""
@@ -92,8 +92,7 @@ class Batches:
             When the client has left.
         """
         tenant = asking.get()
-        num_tenants = len(self._open.keys() | {tenant})
-        if self._open[tenant] >= math.ceil(MAX_BATCHES / num_tenants):
+        if self._open[tenant] >= share(MAX_BATCHES, self._open, tenant):
             raise BusyError("too many texts are being read; try again later", _RETRY_SECONDS)
         has_left = False
 
@@ -119,7 +118,7 @@ class Batches:
         # It is not cancelled: a thread that works goes on until its next batch.
         done = asyncio.create_task(self._pool.run(work))
         done.add_done_callback(ended)
-        leaving = asyncio.create_task(_left(http))
+        leaving = asyncio.create_task(left(http))
         try:
             await asyncio.wait((done, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
@@ -130,7 +129,7 @@ class Batches:
             leaving.cancel()
 
 
-async def _left(http: Request) -> None:
+async def left(http: Request) -> None:
     """Return when the client has left."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

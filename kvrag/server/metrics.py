@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvrag.engine.metrics import IndexCollector
 from kvrag.ingest.index import Index
-from kvrag.server.worker import Worker
+from kvrag.server.queue import AnswerQueue
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
@@ -22,11 +22,11 @@ class ServerMetrics:
 
     Parameters
     ----------
-    index, worker
+    index, queue
         What else to count.
     """
 
-    def __init__(self, index: Index, worker: Worker) -> None:
+    def __init__(self, index: Index, queue: AnswerQueue) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(IndexCollector(index))
         self.requests = Counter(
@@ -55,8 +55,8 @@ class ServerMetrics:
             registry=registry,
         )
         for name, what, count in (
-            ("waiting", "Answers that wait for their turn.", lambda: worker.num_waiting),
-            ("open", "Answers that are being generated.", lambda: worker.num_open),
+            ("waiting", "Answers that wait for their turn.", lambda: queue.num_waiting),
+            ("open", "Answers that are being generated.", lambda: queue.num_open),
         ):
             Gauge(f"kvrag_server_answers_{name}", what, registry=registry).set_function(count)
 

@@ -34,6 +34,7 @@ from kvrag.server.answering import PREFIX, Generation, choices, request_options
 from kvrag.server.batches import Batches, Pool
 from kvrag.server.gate import Record
 from kvrag.server.problems import RequestError, as_problem
+from kvrag.server.queue import AnswerQueue
 from kvrag.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -43,7 +44,6 @@ from kvrag.server.requests import (
     RerankRequest,
 )
 from kvrag.server.shapes import ChatShape, Shape, TextShape
-from kvrag.server.worker import Worker
 
 # Until then an error is a separate response; later it is an event of the stream.
 _FIRST_SECONDS = 5.0
@@ -85,12 +85,12 @@ class Names:
 
 
 class Service:
-    """Answers requests with one engine and one worker.
+    """Answers requests with one engine and one queue.
 
     Parameters
     ----------
-    engine, worker
-        What generates.
+    engine, queue
+        What writes answers, and where they wait for their turn.
     top_k
         How many chunks to retrieve for the model ``rag:NAME``.
     reranker
@@ -99,13 +99,13 @@ class Service:
     """
 
     def __init__(
-        self, engine: KVEngine, worker: Worker, top_k: int, reranker: Reranker | None = None
+        self, engine: KVEngine, queue: AnswerQueue, top_k: int, reranker: Reranker | None = None
     ) -> None:
         self._reranker = reranker
         self._ranker = reranker or CosineRanker(engine.index.embedding)
         self.names = Names.of(engine, self._ranker)
         self._engine = engine
-        self._worker = worker
+        self._queue = queue
         self._top_k = top_k
         self._created = int(time.time())
         self._fingerprint = f"kvrag-{engine.index.config.model_fingerprint[:12]}"
@@ -119,18 +119,13 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be accepted now."""
-        return self._worker.is_ready and self._batches.is_ready
+        return self._queue.is_ready and self._batches.is_ready
 
-    def end_answers(self) -> None:
-        """End the answers that are not finished, each with an error; there will be no others."""
-        self._worker.stop()
-
-    def close(self) -> None:
-        """Stop the worker and the threads; the caller closes the engine's index."""
-        self.end_answers()
-        self._threads.close()
-        self._grammars.close()
-        self._batches.close()
+    async def close(self) -> None:
+        """Stop the answers and the threads; the caller closes the engine's index."""
+        await self._queue.stop()
+        for threads in (self._threads, self._grammars, self._batches):
+            threads.close()
 
     @property
     def index(self) -> Index:
@@ -322,9 +317,9 @@ class Service:
         if account.counts_tokens:
             counts = await self.in_thread(lambda: [self._count(one) for one in asked_for])
             account.check_prompt(max(counts))
-        generation = Generation(self._worker, self._engine, account.tenant, requests)
+        generation = Generation(self._queue, self._engine, account.tenant, requests)
         record.generation = generation
-        # Not before: the worker may refuse.
+        # Not before: the queue may refuse.
         account.charge(sum(counts) * (asked.n or 1))
         async with generation.ended_by(http):
             if not asked.stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -276,21 +277,25 @@ def test_other_answers_do_not_wait_for_what_may_follow(
     library = SimpleNamespace(LLMatcher=Slow, LLParserLimits=limits)
     monkeypatch.setattr(module, "_library", lambda: library)
     engine = KVEngine(rag.index, max_tokens=8)
-    slow = engine.steps(PROMPT, constraint=Constraint.regex("[0-9]{4}"), max_tokens=20)
-    assert next(slow) is None
-    other = engine.steps(PROMPT)
-    while (delta := next(other)) is None or delta.answer is None:
-        pass
-    assert delta.answer.usage.completion_tokens > 1
-    may_look.set()
-    assert re.fullmatch("[0-9]{4}", "".join(one.text for one in slow if one is not None))
+    form = {"constraint": Constraint.regex("[0-9]{4}"), "max_tokens": 20}
+
+    async def both() -> tuple[Any, Any]:
+        slow = asyncio.create_task(engine.agenerate(PROMPT, **form))
+        other = await engine.agenerate(PROMPT)
+        assert not slow.done()
+        may_look.set()
+        return await slow, other
+
+    answer, other = asyncio.run(both())
+    assert other.usage.completion_tokens > 1
+    assert re.fullmatch("[0-9]{4}", answer.text)
 
     may_look.clear()
     monkeypatch.setattr(module, "MASK_SECONDS", 0.1)
     with pytest.raises(ParameterError, match=r"takes over 0\.1 s; simplify it"):
         engine.generate(PROMPT, constraint=Constraint.regex("[0-9]{4}"))
     may_look.set()
-    assert engine.generate(PROMPT).text == delta.answer.text
+    assert engine.generate(PROMPT).text == other.text
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Script:
 def test_a_short_prompt_does_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(monkeypatch)
     long = [script.submit(name, 20) for name in "abcdefgh"[:4]]
-    script.scheduler.wait_until(lambda: False, once=True)
+    script.scheduler._advance()
     short = script.submit("s", 2)
     told = script.run()
     assert told.startswith("ass")
@@ -117,7 +117,7 @@ def test_a_long_prompt_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -
     long = script.submit("l", 10)
     for number in range(60):
         script.submit(str(number % 10), 2)
-        script.scheduler.wait_until(lambda: False, once=True)
+        script.scheduler._advance()
     assert long.is_ended
 
 
@@ -146,7 +146,7 @@ def test_few_prompts_wait_for_stored_kv_at_a_time(monkeypatch: pytest.MonkeyPatc
     script = Script(monkeypatch)
     for name, due in (("a", 0.0), ("b", 1.0), ("c", 2.0)):
         script.submit(name, 1, due=due, is_here=lambda: False)
-    script.scheduler.wait_until(lambda: False, once=True)
+    script.scheduler._advance()
     assert (script.happened, len(script.scheduler._joining)) == (["(a)", "a"], 2)
     told = script.run()
     assert told.index("(a)a") < told.index("(b)b") < told.index("(c)c")
@@ -158,19 +158,19 @@ def test_the_more_prompts_wait_the_longer_they_are_fused(monkeypatch: pytest.Mon
     for num_waiting in (1, 3, 7):
         script = Script(monkeypatch)
         script.submit("r", 1, num_tokens=1000)
-        script.scheduler.wait_until(lambda: False, once=True)
-        script.scheduler.wait_until(lambda: False, once=True)
+        script.scheduler._advance()
+        script.scheduler._advance()
         script.happened.clear()
         for _ in range(num_waiting):
             script.submit("w", 1000)
         for _ in range(12):
-            script.scheduler.wait_until(lambda: False, once=True)
+            script.scheduler._advance()
         most.append(max(map(len, "".join(script.happened).split("|"))))
     assert most == [2, 6, 14]
     monkeypatch.setattr(scheduling, "_PACE_SECONDS", 5 * SLICE)
     script.happened.clear()
     for _ in range(3):
-        script.scheduler.wait_until(lambda: False, once=True)
+        script.scheduler._advance()
     assert max(map(len, "".join(script.happened).split("|"))) == 5
 
 
@@ -190,9 +190,9 @@ def test_nor_does_one_that_is_due_before(monkeypatch: pytest.MonkeyPatch) -> Non
     script.submit("r", 1, num_tokens=9)
     script.scheduler.wait_until(lambda: "r." in script.happened)
     script.submit("a", 1, due=9.0, is_here=lambda: "a" in here, has_target=True)
-    script.scheduler.wait_until(lambda: False, once=True)
+    script.scheduler._advance()
     script.submit("b", 1, due=0.0)
-    script.scheduler.wait_until(lambda: False, once=True)
+    script.scheduler._advance()
     assert "b" not in script.happened
     here.add("a")
     assert script.run().replace("|", "").startswith("rr.ab")
@@ -214,7 +214,7 @@ def test_a_cancelled_prompt_leaves_while_others_join(monkeypatch: pytest.MonkeyP
     script = Script(monkeypatch)
     script.submit("a", 3)
     gone = script.submit("g", 5, due=0.0)
-    script.scheduler.wait_until(lambda: False, once=True)
+    script.scheduler._advance()
     script.scheduler.cancel(gone)
     assert script.happened == ["g", "g."]
     assert script.run() == "gg.aaaa."

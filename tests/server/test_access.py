@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from kvrag.engine.answer import AnswerDelta
-from kvrag.engine.engine import KVEngine
 from kvrag.server import access
 from kvrag.server.access import Account, ApiKey, Bucket
 from kvrag.server.app import ServerOptions
 from kvrag.server.problems import LimitError
-from tests.support.api_server import Served, serving
+from tests.support.api_server import Served, lasting, serving
 from tests.support.rag import PASSAGES, Rag
 from tests.support.waiting import wait_until
 
@@ -138,28 +135,18 @@ def test_only_accepted_prompts_are_charged_once_for_each_answer(
         assert charged[0] == 2 * one["usage"]["prompt_tokens"] > 0
 
 
-def test_one_request_at_a_time(guarded: Served, post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    released = threading.Event()
-    stream = KVEngine.steps
-
-    def lasting(self: KVEngine, *given: Any, **options: Any) -> Iterator[AnswerDelta]:
-        # Pieces until the test has asked: an answer of the model may be over too soon.
-        while not released.wait(0.01):
-            yield AnswerDelta("a")
-        yield from stream(self, *given, **options)
-
+def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
-    where = f"{guarded.url}/completions"
-    monkeypatch.setattr(KVEngine, "steps", lasting)
-    with httpx.stream(
-        "POST", where, json=BODY | {"stream": True}, headers=headers, timeout=30
-    ) as response:
+    where, body = f"{guarded.url}/completions", BODY | {"stream": True}
+    with (
+        lasting() as released,
+        httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response,
+    ):
         lines = response.iter_lines()
         next(lines)
-        monkeypatch.undo()
         assert post("one").status_code == 429
-        assert post("free").status_code == 200
         released.set()
+        assert post("free").status_code == 200
         assert "data: [DONE]" in list(lines)
     wait_until(lambda: post("one").status_code != 429)
 

@@ -8,19 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
-from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.server import running
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions, make_app
 from kvrag.server.running import Server
 from tests.server.test_faults import CHAT, raw
-from tests.support.api_server import Served, serving
+from tests.support.api_server import Served, lasting, serving
 from tests.support.rag import Rag
 
 MOST = 12
@@ -66,23 +64,6 @@ def wait_until_closed(opened: list[socket.socket], number: int) -> list[socket.s
         assert time.monotonic() < deadline
 
 
-@contextlib.contextmanager
-def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let answers last until the event is set."""
-    released, steps = threading.Event(), KVEngine.steps
-
-    def slow(self: KVEngine, *given: Any, **options: Any) -> Iterator[AnswerDelta | None]:
-        while not released.wait(0.01):
-            yield AnswerDelta("a")
-        yield from steps(self, *given, **options)
-
-    monkeypatch.setattr(KVEngine, "steps", slow)
-    try:
-        yield released
-    finally:
-        released.set()
-
-
 def test_the_oldest_silent_connections_make_room(small: Served) -> None:
     most = 3 * MOST // 4
     with sockets(small, 4 * MOST) as silent:
@@ -102,8 +83,8 @@ def test_one_address_cannot_have_all(small: Served) -> None:
             assert not any(map(is_closed, [*few, *others]))
 
 
-def test_no_newcomer_ends_an_answer(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    with lasting(monkeypatch) as released:
+def test_no_newcomer_ends_an_answer(small: Served) -> None:
+    with lasting() as released:
         body = json.dumps(CHAT | {"stream": True}).encode()
         open_ = [raw(small, body) for _ in range(3 * MOST // 4)]
         for one in open_:
@@ -171,10 +152,8 @@ def test_descriptors_are_left_for_files(monkeypatch: pytest.MonkeyPatch, limit: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_ends_answers_in_their_own_form(
-    rag: Rag, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    with lasting(monkeypatch):
+def test_a_stop_ends_answers_in_their_own_form(rag: Rag, stream: bool) -> None:
+    with lasting():
         engine = KVEngine(rag.index)
         server = Server(make_app(engine, ServerOptions()), port=0, grace_seconds=0)
         thread = threading.Thread(target=server.serve_forever)

@@ -389,7 +389,7 @@ def test_failures_name_nothing_of_the_server(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(engine, "steps", fail)
+    monkeypatch.setattr(engine, "astream", fail)
     with serving(rag.index, engine=engine) as served:
         for stream in (False, True):
             answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stream": stream})
@@ -403,16 +403,17 @@ def test_an_error_in_a_stream_is_an_event(
     rag: Rag, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     engine = KVEngine(rag.index)
-    whole = engine.steps
+    whole = engine.astream
 
-    def breaking(*given: Any, **options: Any) -> Any:
-        pieces = (one for one in whole(*given, **options) if one is not None)
-        for number, delta in enumerate(pieces):
+    async def breaking(*given: Any, **options: Any) -> Any:
+        number = 0
+        async for delta in whole(*given, **options):
             if number == 2:
                 raise error("/secret/path")
+            number += 1
             yield delta
 
-    monkeypatch.setattr(engine, "steps", breaking)
+    monkeypatch.setattr(engine, "astream", breaking)
     with serving(rag.index, engine=engine) as served:
         body = CHAT | {"stream": True, "max_tokens": 20}
         text = httpx.post(f"{served.url}/chat/completions", json=body).text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.engine.answer import AnswerDelta
-from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.documents import uploads_path
 from kvrag.server.history import history_path
-from tests.support.api_server import Served, serving
+from tests.server.test_faults import metric, wait_until
+from tests.support.api_server import Served, lasting, serving
 from tests.support.browser import PHONE, NewPage, ask, browsing, serious_findings
 from tests.support.rag import PASSAGES, Rag, save_model
 
@@ -203,26 +201,15 @@ def test_an_answer_that_is_cut_and_a_second_question(new_page: NewPage, served: 
 
 
 @pytest.mark.slow
-def test_stopping_an_answer(
-    new_page: NewPage, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = threading.Event()
-
-    def lasting(self: KVEngine, *given: Any, **options: Any) -> Iterator[AnswerDelta]:
-        try:
-            while not ended.wait(0.05):
-                yield AnswerDelta("on and ")
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(KVEngine, "steps", lasting)
-    page = new_page()
-    ask(page, served, "Who?")
-    page.get_by_text("on and on").wait_for()
-    page.get_by_role("button", name="Stop").click()
-    page.get_by_text("You stopped this answer.").wait_for()
-    assert ended.wait(30), "the server writes on"
-    page.get_by_role("button", name="Ask", exact=True).wait_for()
+def test_stopping_an_answer(new_page: NewPage, served: Served) -> None:
+    with lasting():
+        page = new_page()
+        ask(page, served, "Who?")
+        page.get_by_text("on and on").wait_for()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("You stopped this answer.").wait_for()
+        wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
+        page.get_by_role("button", name="Ask", exact=True).wait_for()
 
 
 @pytest.mark.slow

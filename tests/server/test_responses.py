@@ -238,15 +238,14 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
 def test_a_stream_that_fails_says_so(
     client: OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = served.engine.steps
+    stream_of = served.engine.astream
 
-    def failing(*args: Any, **options: Any) -> Any:
-        for delta in steps(*args, **options):
+    async def failing(*args: Any, **options: Any) -> Any:
+        async for delta in stream_of(*args, **options):
             yield delta
-            if delta is not None:
-                raise OSError("disk gone")
+            raise OSError("disk gone")
 
-    monkeypatch.setattr(served.engine, "steps", failing)
+    monkeypatch.setattr(served.engine, "astream", failing)
     with client.responses.create(**ASKED, stream=True) as stream:
         *_, error, failed = list(stream)
     assert error.type == "error"

@@ -131,7 +131,7 @@ def test_a_failure_is_an_error(
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("/secret/path")
 
-    monkeypatch.setattr(served.engine, "steps", fail)
+    monkeypatch.setattr(served.engine, "astream", fail)
     httpx.post(f"{served.url}/completions", json={"model": "model", "prompt": "x"})
     request = by_name(found, 1)["POST /v1/completions"]
     assert not request.status.is_ok

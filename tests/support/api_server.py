@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
+from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.app import ServerOptions, make_app
@@ -46,3 +50,23 @@ def serving(
     finally:
         server.stop()
         thread.join()
+
+
+@contextmanager
+def lasting() -> Iterator[threading.Event]:
+    """Let each answer begin with pieces until the event is set: one of a model may end too soon."""
+    released, stream = threading.Event(), KVEngine.astream
+
+    async def slow(self: KVEngine, *given: Any, **options: Any) -> AsyncIterator[AnswerDelta]:
+        while not released.is_set():
+            yield AnswerDelta("on and ")
+            await asyncio.sleep(0.01)
+        async for delta in stream(self, *given, **options):
+            yield delta
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVEngine, "astream", slow)
+        try:
+            yield released
+        finally:
+            released.set()
