@@ -15,7 +15,7 @@ import yaml
 
 from kvrag.ingest.index import Index
 from kvrag.server.metrics import ServerMetrics
-from kvrag.server.worker import Worker
+from kvrag.server.queue import AnswerQueue
 from tests.support.rag import save_model
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -25,7 +25,7 @@ CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 def test_each_figure_of_the_dashboard_is_one_that_the_server_counts(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
-        text = ServerMetrics(index, Worker()).text().decode()
+        text = ServerMetrics(index, AnswerQueue(lambda: 0.0)).text().decode()
     offered = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     offered |= {f"{name}_bucket" for name in offered}
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "kvrag.json").read_text())
