@@ -21,6 +21,9 @@ STAMP := $(VENV)/.kvrag-installed
 # What the compiled module is made of: a change builds it anew.
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
+# Each process of the tests, and there are many, would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all install-vllm test-vllm check size docs format install clean sanitize train-tiny \
 	wheels release matrix notebooks bench-regress

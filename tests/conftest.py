@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported anywhere, subprocesses included: the models of the tests are so small
@@ -34,6 +35,16 @@ def pytest_configure() -> None:
         room = os.statvfs(MEMORY)
         if room.f_bavail * room.f_frsize > 8 << 30 and not room.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect no garbage while libraries are imported: an eighth of that time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
