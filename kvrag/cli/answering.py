@@ -64,7 +64,7 @@ def as_turn(question: str) -> Message:
 
 def _why_nothing(index: Index, asking: Asking) -> str:
     with contextlib.suppress(IndexFormatError):
-        if not any(index.catalog.counts()):
+        if not any(index.catalog.documents.counts()):
             return "the index is empty"
     if asking.filter is not None:
         return "no document fits the filter"

@@ -95,7 +95,7 @@ def index_into(
         with opened, console.progress("reading", has_bar=has_bar) as say:
             bar = IngestBar(opened.path, say)
             check_lasting(opened.store)  # also for an index that was created elsewhere
-            is_new = not any(opened.catalog.counts())
+            is_new = not any(opened.catalog.documents.counts())
             report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)
             if first_records and not dry_run:
                 num_made = opened.on_demand.make_all(bar.update_first)

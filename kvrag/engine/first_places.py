@@ -127,6 +127,6 @@ class FirstPlaces:
         index = self._index
         asked = Counter(index.found_chunk_ids)
         yield from (one for one, _ in asked.most_common() if one not in self._done)
-        for source in index.catalog.digests():
+        for source in index.catalog.documents.digests():
             self._check()
             yield from (one for one in index.catalog.chunk_ids_of(source) if one not in self._done)

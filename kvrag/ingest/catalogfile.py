@@ -1,4 +1,4 @@
-"""The catalog's file: its connection, its transactions, and its replacement by another file."""
+"""The catalog's file: its connection, its rows and transactions, and its replacement."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
-from kvrag.ingest import words
-from kvrag.ingest.config import newer_error
+from kvrag.ingest.config import WORDS_NAME, newer_error
 from kvrag.ingest.schema import (
     APPLICATION_ID,
+    NAMES,
+    NO_GENERATION,
+    NO_ROWS,
     SCHEMA,
     SCHEMA_VERSION,
     STATE_COLUMNS,
@@ -35,49 +37,58 @@ from kvrag.sqlitefile import (
     unlock,
 )
 
+_BATCH = 500  # below SQLite's limit on the parameters of a statement
 _MAX_TRIES = 8  # of a read that another process's writes disturb
 _PAGE_BYTES = 4096
 _PLAIN = b"SQLite format 3\0"
 
-_T = TypeVar("_T", bound="CatalogFile")
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound="CatalogFile")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def checked(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
-    """Hold the connection during a method, keep it up to date, and translate SQLite's errors."""
+    """Hold the connection during a method, keep it up to date, and translate SQLite's errors.
+
+    The method is that of a `CatalogFile`, or of what has one as its `_catalog`; a function of one
+    is as good.
+    """
 
     @functools.wraps(method)
     def call(self: _T, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._lock:
+        file: CatalogFile = self if isinstance(self, CatalogFile) else self._catalog  # type: ignore[attr-defined]
+        with file._lock:
             try:
-                self._reopen_if_changed()
+                file._reopen_if_changed()
                 for _ in range(_MAX_TRIES):
                     try:
                         result = method(self, *args, **kwargs)
-                    except (self._sql.Error, IndexFormatError):
+                    except (file._sql.Error, IndexFormatError):
                         # The read may have mixed old and new content.
-                        if not self._reopen_if_changed():
+                        if not file._reopen_if_changed():
                             raise
                     else:
-                        if not self._reopen_if_changed():
+                        if not file._reopen_if_changed():
                             return result
-            except self._sql.Error as error:
-                raise catalog_error(self.path, error) from error
-            raise StoreError(f"{self.path} changes faster than it can be read; try again later")
+            except file._sql.Error as error:
+                raise catalog_error(file.path, error) from error
+            raise StoreError(f"{file.path} changes faster than it can be read; try again later")
 
     return cast("Callable[Concatenate[_T, _P], _R]", call)
 
 
 class CatalogFile:
-    """The part of `Catalog` that keeps its file open while other processes change it.
+    """A catalog's file, kept open while other processes change it, and its rows.
 
-    Safe to use from several threads.
+    Safe to use from several threads by functions that are `checked`.
 
     Attributes
     ----------
     path
         The catalog's file.
+    checksums, checksum_key
+        What makes the rows' checksums, and what these begin with.
     cipher_key
         The key that encrypts it; None if it is not encrypted.
     on_damage
@@ -91,11 +102,10 @@ class CatalogFile:
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self._checksums = Checksums(checksum_key)
-        self._checksum_key = checksum_key
+        self.checksums = Checksums(checksum_key)
+        self.checksum_key = checksum_key
         self.cipher_key = cipher_key
         self._sql = library(cipher_key)
-        self._words = self._word_index()
         self.on_damage: Callable[[str], None] = lambda _: None
         self.num_noted = 0
         self._state_now: State | None = None  # while a transaction is open
@@ -133,17 +143,17 @@ class CatalogFile:
 
     @classmethod
     def create(
-        cls: type[_T],
+        cls: type[_F],
         path: Path,
         *,
         checksum_key: bytes = b"",
         cipher_key: bytes | None = None,
         generation: int = 0,
-    ) -> _T:
+    ) -> _F:
         """Create an empty catalog; replaces an unfinished one that a killed process left."""
         sql = library(cipher_key)
         try:
-            for name in (*(path.name + end for end in ("", "-wal", "-shm")), words.FILE_NAME):
+            for name in (*(path.name + end for end in ("", "-wal", "-shm")), WORDS_NAME):
                 path.with_name(name).unlink(missing_ok=True)
             connection = sql.connect(path, isolation_level=None)
             try:
@@ -162,26 +172,17 @@ class CatalogFile:
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            self._words.close()
             self._connection.close()
             self._stamp = None
             self._inode = None
 
     @checked
-    def write_through(self) -> None:
-        """Write what the log beside the file holds into the file, which is then whole without it.
-
-        Closing does so too, but says nothing when the disk is full.
+    def version(self) -> tuple[int, bytes]:
+        """Return how many transactions have changed the catalog, and a digest of the documents'
+        contents; -1 and nothing if that row is damaged.
         """
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-    def _word_index(self) -> words.WordIndex:
-        path = self.path.with_name(words.FILE_NAME)
-        return words.WordIndex(path, self._checksums, self.cipher_key)
-
-    def checksum(self, content: bytes) -> bytes:
-        """Return the checksum of content that is stored next to the catalog."""
-        return self._checksums.whole([content])
+        state = self.state()
+        return (NO_GENERATION, b"") if state is None else state.version
 
     def _reopen_if_changed(self) -> bool:
         """Reopen the file if this connection cannot see what other processes have written."""
@@ -222,7 +223,7 @@ class CatalogFile:
             former.close()
 
     @contextmanager
-    def _snapshot(self) -> Iterator[None]:
+    def snapshot(self) -> Iterator[None]:
         """Run several reads on one generation, while other processes may write."""
         self._connection.execute("BEGIN")
         try:
@@ -238,7 +239,7 @@ class CatalogFile:
         with self._lock:
             noted, self.on_damage = self.on_damage, lambda _: None
             try:
-                with self._snapshot():
+                with self.snapshot():
                     yield
             except self._sql.Error as error:
                 raise catalog_error(self.path, error) from error
@@ -251,10 +252,10 @@ class CatalogFile:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             # The new generation must be one that no reader has seen.
-            self._state_now = self._state() or self._counted(time.time_ns())
+            self._state_now = self.state() or counted_state(self, time.time_ns())
             yield self._state_now
             self._state_now.generation += 1
-            self._state_now.write(self._connection, self._checksums)
+            self._state_now.write(self._connection, self.checksums)
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
@@ -263,26 +264,18 @@ class CatalogFile:
         finally:
             self._state_now = None
 
-    def _state(self) -> State | None:
+    def state(self) -> State | None:
         """Return the state, or None if its row is damaged or missing."""
-        rows = self._rows(f"SELECT {STATE_COLUMNS} FROM state")
-        is_sound = len(rows) == 1 and self._checksums.is_right("state", rows[0])
+        rows = self.rows(f"SELECT {STATE_COLUMNS} FROM state")
+        is_sound = len(rows) == 1 and self.checksums.is_right("state", rows[0])
         return State.of_row(rows[0]) if is_sound else None
 
-    def _counted(self, generation: int) -> State:
-        """Return the state computed from the existing rows."""
-        state = State(generation)
-        for (checksum,) in self._rows("SELECT seal FROM documents"):
-            state.count_document(checksum, 1)
-        for (checksum,) in self._rows("SELECT seal FROM files"):
-            state.count_file(checksum, 1)
-        return state
-
-    def _note(self, what: str) -> None:
+    def note(self, what: str) -> None:
+        """Count damage, and report it."""
         self.num_noted += 1
         self.on_damage(f"{self.path}: {what}")
 
-    def _rows(
+    def rows(
         self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
         """Return rows; none, and a note of the damage, if they cannot be read."""
@@ -290,8 +283,53 @@ class CatalogFile:
             return self._connection.execute(statement, values).fetchall()
         except self._sql.DatabaseError as error:
             if self._go_on(error):
-                return self._rows(statement, values)
+                return self.rows(statement, values)
             return []
+
+    def select_in(
+        self, columns: str, column: str, values: Sequence[Any]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the readable chunk rows that have one of some values in a column."""
+        for begin in range(0, len(values), _BATCH):
+            batch = values[begin : begin + _BATCH]
+            marks = ",".join("?" * len(batch))
+            statement = f"SELECT {columns} FROM chunks WHERE {column} IN "
+            try:
+                yield from self._connection.execute(f"{statement}({marks})", batch).fetchall()
+            except self._sql.DatabaseError as error:
+                self._go_on(error)
+                for value in batch:
+                    yield from self.rows(f"{statement}(?)", (value,))
+
+    def scan(self, columns: str) -> Iterator[tuple[Any, ...]]:
+        """Yield all readable chunk rows, in order; `columns` begin with row."""
+        last = -1
+        try:
+            for values in self._connection.execute(f"SELECT {columns} FROM chunks ORDER BY row"):
+                last = values[0]
+                yield values
+        except self._sql.DatabaseError as error:
+            self._go_on(error)
+            yield from self.select_in(columns, "row", self._rows_behind(last))
+
+    def _rows_behind(self, last: int) -> Sequence[int]:
+        """Return the row numbers after the one at which reading the table in order failed."""
+        found = self.rows(
+            "SELECT row FROM chunks INDEXED BY chunks_by_source WHERE row > ? ORDER BY row", (last,)
+        )
+        if found:
+            return [row for (row,) in found]
+        highest = self.rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
+        number = highest[0][0] if highest and isinstance(highest[0][0], int) else 0
+        return range(last + 1, min(number, last + 10_000_000) + 1)
+
+    def readable(self, statement: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a statement up to the first unreadable one."""
+        try:
+            yield from self._connection.execute(statement)
+        except self._sql.DatabaseError as error:
+            if self._go_on(error):
+                yield from self._connection.execute(statement)
 
     def _go_on(self, error: sqlite3.DatabaseError) -> bool:
         """Note an error caused by damage and make the connection usable again; raise others.
@@ -305,55 +343,10 @@ class CatalogFile:
         if "Could not decode" in str(error) and self._connection.text_factory is str:
             self._connection.text_factory = _decoded
             return True
-        self._note(str(error))
+        self.note(str(error))
         if self.cipher_key is not None and self._state_now is None:
             self._connect()
         return False
-
-    def write_copy(self, path: Path, cipher_key: bytes | None) -> None:
-        """Write the whole catalog into a new file, under a key or none.
-
-        Raises
-        ------
-        ParameterError
-            When SQLCipher is not installed.
-        StoreError
-            When the folder refuses the write.
-        IndexFormatError
-            When the catalog is damaged.
-        """
-        sql = library(cipher_key or self.cipher_key)
-        path.unlink(missing_ok=True)
-        with self._lock:
-            try:
-                if sql is sqlite3:
-                    self._connection.execute("VACUUM INTO ?", (str(path),))
-                    with contextlib.closing(open_connection(path, isolation_level=None)) as copy:
-                        copy.execute("PRAGMA journal_mode = WAL")
-                    return
-                connection = open_connection(self.path, sql=sql, isolation_level=None)
-                try:
-                    unlock(connection, self.cipher_key)
-                    key = "" if cipher_key is None else f"x'{cipher_key.hex()}'"
-                    connection.execute("ATTACH DATABASE ? AS fresh KEY ?", (str(path), key))
-                    connection.execute("SELECT sqlcipher_export('fresh')").fetchall()
-                    connection.execute(f"PRAGMA fresh.application_id = {APPLICATION_ID}")
-                    connection.execute(f"PRAGMA fresh.user_version = {SCHEMA_VERSION}")
-                    connection.execute("PRAGMA fresh.journal_mode = WAL")
-                finally:
-                    connection.close()
-            except sql.Error as error:
-                raise catalog_error(path, error) from error
-
-    def make_empty(self: _T, path: Path) -> _T:
-        """Return a new catalog with the keys of this one, and the generation after its own."""
-        state = self._state()
-        return self.create(
-            path,
-            checksum_key=self._checksum_key,
-            cipher_key=self.cipher_key,
-            generation=time.time_ns() if state is None else state.generation,
-        )
 
     def use_next(self, cipher_key: bytes | None) -> None:
         """Continue with the file at `next_path`, whose key may be another, the same, or none."""
@@ -361,15 +354,84 @@ class CatalogFile:
             with contextlib.suppress(self._sql.DatabaseError):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
-            self._words.discard()  # first: no text of an encrypted catalog may stay readable
             put_in_place(self.path)
             self.cipher_key = cipher_key
             self._sql = library(cipher_key)
-            self._words = self._word_index()
             try:
                 self._connect()
             except (self._sql.Error, OSError) as error:
                 raise catalog_error(self.path, error) from error
+
+
+@checked
+def write_through(catalog: CatalogFile) -> None:
+    """Write what the log beside the file holds into the file, which is then whole without it.
+
+    Closing does so too, but says nothing when the disk is full.
+    """
+    catalog._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+@checked
+def damage_of(catalog: CatalogFile) -> list[str]:
+    """Return the problems that SQLite's own check finds in the file; empty if it is sound."""
+    try:
+        there = {name for (name,) in catalog._connection.execute("SELECT name FROM sqlite_master")}
+        if missing := [name for name in NAMES if name not in there]:
+            return [f"it has no {name}" for name in missing]
+        for statement in NO_ROWS:
+            catalog._connection.execute(statement)
+        rows = catalog._connection.execute("PRAGMA integrity_check(10)").fetchall()
+    except catalog._sql.DatabaseError as error:  # too damaged for the check itself
+        catalog._go_on(error)
+        return [str(error)]
+    return [str(text) for (text,) in rows if text != "ok"]
+
+
+def counted_state(catalog: CatalogFile, generation: int) -> State:
+    """Return the state computed from the existing rows."""
+    state = State(generation)
+    for (checksum,) in catalog.rows("SELECT seal FROM documents"):
+        state.count_document(checksum, 1)
+    for (checksum,) in catalog.rows("SELECT seal FROM files"):
+        state.count_file(checksum, 1)
+    return state
+
+
+def write_copy(catalog: CatalogFile, path: Path, cipher_key: bytes | None) -> None:
+    """Write the whole catalog into a new file, under a key or none.
+
+    Raises
+    ------
+    ParameterError
+        When SQLCipher is not installed.
+    StoreError
+        When the folder refuses the write.
+    IndexFormatError
+        When the catalog is damaged.
+    """
+    sql = library(cipher_key or catalog.cipher_key)
+    path.unlink(missing_ok=True)
+    with catalog._lock:
+        try:
+            if sql is sqlite3:
+                catalog._connection.execute("VACUUM INTO ?", (str(path),))
+                with contextlib.closing(open_connection(path, isolation_level=None)) as copy:
+                    copy.execute("PRAGMA journal_mode = WAL")
+                return
+            connection = open_connection(catalog.path, sql=sql, isolation_level=None)
+            try:
+                unlock(connection, catalog.cipher_key)
+                key = "" if cipher_key is None else f"x'{cipher_key.hex()}'"
+                connection.execute("ATTACH DATABASE ? AS fresh KEY ?", (str(path), key))
+                connection.execute("SELECT sqlcipher_export('fresh')").fetchall()
+                connection.execute(f"PRAGMA fresh.application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA fresh.user_version = {SCHEMA_VERSION}")
+                connection.execute("PRAGMA fresh.journal_mode = WAL")
+            finally:
+                connection.close()
+        except sql.Error as error:
+            raise catalog_error(path, error) from error
 
 
 def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError:

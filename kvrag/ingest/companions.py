@@ -285,7 +285,7 @@ class Companions:
 
     def without(self) -> Iterator[PlannedDocument]:
         """Yield the documents of the index that have chunks without a context, with these only."""
-        for source, rows in self._storage.catalog.rows_alone().items():
+        for source, rows in self._storage.catalog.stored.rows(is_alone=True).items():
             found = PlannedDocument(source, "", {})
             for chunk, vectors in self._read(rows):
                 found.chunks.append(chunk)
@@ -317,7 +317,7 @@ class Companions:
     def _near(self, wanted: Iterable[Passage]) -> Iterator[Passage]:
         """Yield chunks of the index that are near some passages, of other documents if it can."""
         vectors = self._storage.vectors.get()
-        rows_of = self._storage.catalog.stored_rows()
+        rows_of = self._storage.catalog.stored.rows()
         for source in self.planned:
             rows_of.pop(source, None)
         here: dict[str, tuple[list[int], list[str]]] = {}
@@ -341,7 +341,7 @@ class Companions:
 
     def _read(self, rows: Sequence[int]) -> Iterator[tuple[Chunk, NDArray[np.float32]]]:
         """Yield the sound ones of some chunks of the index, with their vectors."""
-        for one in self._storage.catalog.stored_chunks(rows):
+        for one in self._storage.catalog.stored.chunks(rows):
             if one.chunk is not None and one.embedding is not None:
                 vectors = np.frombuffer(one.embedding, "<f4")
                 yield one.chunk, vectors.reshape(-1, self._storage.config.embedding_dim)

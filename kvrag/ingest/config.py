@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 5
 FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
+WORDS_NAME = "words.cache"
 RUNS_NAME = "runs.cache"
 KV_FOLDER = "kv"
 VIEW_OF_NAME = "view-of.txt"

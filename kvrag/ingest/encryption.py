@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
-from kvrag.ingest import lock, words
+from kvrag.ingest import lock
 from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.catalogfile import finish_placing, next_path, put_in_place, ready_path
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import WORDS_NAME, IndexConfig
 from kvrag.ingest.schema import checksum_key
 from kvrag.store.base import Store
 from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
@@ -100,10 +100,10 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
             raise
         with contextlib.suppress(IndexFormatError, IndexMismatchError):
             Catalog(following, **keys).close()
-            (folder / words.FILE_NAME).unlink(missing_ok=True)  # under the former key, or none
+            (folder / WORDS_NAME).unlink(missing_ok=True)  # under the former key, or none
             put_in_place(path)
         catalog = Catalog(path, **keys)
-    if catalog.is_foreign():
+    if catalog.stored.is_foreign():
         catalog.close()
         raise IndexMismatchError(
             f"{path} is the catalog of another index than index.json beside it: none of its rows "

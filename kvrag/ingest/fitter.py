@@ -105,7 +105,7 @@ class CodecFitter:
     def compute(self, key: ChunkKey) -> ChunkKV:
         """Compute the KV of a record with the model."""
         storage = self._storage
-        return self._encoders.prefill(storage.catalog.chunk_with(key, storage.key_of))
+        return self._encoders.prefill(storage.catalog.stored.chunk_with(key, storage.key_of))
 
     def repair(self, key: ChunkKey) -> None:
         """Compute the KV of a record again, and put it into the store."""

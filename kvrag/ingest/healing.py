@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.catalogfile import next_path
+from kvrag.ingest.catalogfile import damage_of, next_path, write_through
 from kvrag.ingest.config import RUNS_NAME
 from kvrag.ingest.contexts import SIMILAR
 from kvrag.ingest.encoders import Encoders
@@ -27,10 +28,10 @@ from kvrag.ingest.rows import (
     Encoding,
     KeyOf,
     StoredChunk,
+    StoredDocument,
     Texts,
     unpack_json,
 )
-from kvrag.ingest.schema import StoredDocument
 from kvrag.ingest.storage import Storage
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Held:
 def audit_catalog(storage: Storage) -> Audit:
     """Check the whole catalog: SQLite's own check, then every row."""
     found = audit_rows(storage.catalog, storage.key_of)
-    found.problems[:0] = storage.catalog.damage()
+    found.problems[:0] = damage_of(storage.catalog)
     return found
 
 
@@ -110,7 +111,7 @@ def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
         found.problems += _audit_state(catalog, found)
         found.problems += of_chunks
         found.problems += _audit_documents(catalog, parts)
-        for file, is_right in catalog.stored_files():
+        for file, is_right in catalog.stored.files():
             if not is_right:
                 found.problems.append(f"{file.path}: the recorded state of this file is damaged")
     return found
@@ -119,10 +120,11 @@ def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
 def _audit_chunks(
     catalog: Catalog, key_of: KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
 ) -> Iterator[str]:
-    for one in catalog.stored_chunks():
+    for one in catalog.stored.chunks():
         found.num_chunks += 1
-        place = f"{one.source}, chunk {one.ordinal} ({one.chunk_id})"
-        parts.setdefault(one.source, []).append((str(one.ordinal).zfill(20), _part(one, one.keys)))
+        source, ordinal = one.packed.source, one.packed.ordinal
+        place = f"{source}, chunk {ordinal} ({one.packed.chunk_id})"
+        parts.setdefault(source, []).append((str(ordinal).zfill(20), _part(one, one.keys)))
         if one.embedding is None:
             yield f"{place}: its vector is not what was written"
         if one.chunk is None:
@@ -132,27 +134,27 @@ def _audit_chunks(
         expected = " ".join(key.digest for key in keys)
         for key, context_ids in keys.items():
             is_optional = one.chunk.is_optional(context_ids)
-            (found.optional if is_optional else found.needed)[key] = one.num_tokens
+            (found.optional if is_optional else found.needed)[key] = one.packed.num_tokens
         if one.keys != expected:
             yield f"{place}: names the KV {shown(one.keys)}, expected {expected}"
 
 
 def _audit_documents(catalog: Catalog, parts: dict[Any, list[tuple[str, bytes]]]) -> Iterator[str]:
-    for document, is_right in catalog.stored_documents():
+    for document, is_right in catalog.stored.documents():
         source = document.source
         chunks = [part for _, part in sorted(parts.pop(source, []))]
         if not is_right:
             yield f"{source}: its entry is not what was written"
         elif document.num_chunks != len(chunks):
             yield f"{source}: it had {document.num_chunks} chunks, {len(chunks)} are there"
-        elif document.chunks != catalog.checksum_of(chunks):
+        elif document.chunks != catalog.checksums.whole(chunks):
             yield f"{source}: its chunks are not those that it had"
     for source, alone in parts.items():
         yield f"{source}: its entry is missing, {len(alone)} of its chunks are there"
 
 
 def _audit_state(catalog: Catalog, found: Audit) -> Iterator[str]:
-    state, counted = catalog.stored_state()
+    state, counted = catalog.stored.state()
     if state is None:
         yield "the catalog's own state is not what was written"
         return
@@ -221,11 +223,18 @@ def salvage(
     """
     temporary = catalog.path.with_name(f".{catalog.path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with contextlib.closing(catalog.make_empty(temporary)) as fresh, catalog.reading():
+        state = catalog.state()
+        empty = Catalog.create(
+            temporary,
+            checksum_key=catalog.checksum_key,
+            cipher_key=catalog.cipher_key,
+            generation=time.time_ns() if state is None else state.generation,
+        )
+        with contextlib.closing(empty) as fresh, catalog.reading():
             paths = _Salvage(catalog, fresh, key_of, embed).run()
             if separator is not None:
                 _forget_lost(fresh, catalog.encoding, separator)
-            fresh.write_through()
+            write_through(fresh)
         temporary.replace(next_path(catalog.path))
     finally:
         for end in ("", "-wal", "-shm"):
@@ -236,7 +245,7 @@ def salvage(
 
 def _forget_lost(fresh: Catalog, encoding: Encoding | None, separator: tuple[int, ...]) -> None:
     """Take their context from chunks that were encoded after text that a catalog does not hold."""
-    chunks = [one.chunk for one in fresh.stored_chunks() if one.chunk is not None]
+    chunks = [one.chunk for one in fresh.stored.chunks() if one.chunk is not None]
     texts = Texts((one.token_ids for one in chunks), separator)
     fresh.encoding = encoding
     lost = [one.chunk_id for one in chunks if not texts.are_all_of(one.contexts[0])]
@@ -255,15 +264,15 @@ class _Salvage:
     def run(self) -> list[str]:
         """Do it; return the files to read again."""
         catalog = self._catalog
-        state, counted = catalog.stored_state()
-        rows_of = catalog.stored_rows()
+        state, counted = catalog.stored.state()
+        rows_of = catalog.stored.rows()
         documents = {
-            one.source: one for one, is_right in catalog.stored_documents(rows_of) if is_right
+            one.source: one for one, is_right in catalog.stored.documents(rows_of) if is_right
         }
-        files = catalog.stored_files()
+        files = catalog.stored.files()
         known = {one.path: one for one, is_right in files if is_right}
         # Otherwise something is missing, and nothing says what.
-        is_complete = state == counted and not catalog.damage() and len(known) == len(files)
+        is_complete = state == counted and not damage_of(catalog) and len(known) == len(files)
         again: set[str] = set()
         change = Change()
         for source in dict.fromkeys([*rows_of, *documents]):
@@ -290,12 +299,12 @@ class _Salvage:
         self, rows: Sequence[int], document: StoredDocument | None
     ) -> tuple[list[ChunkRow], bool]:
         """Return the sound chunks of a document, and whether they are all that it had."""
-        found = [row for one in self._catalog.stored_chunks(rows) for row in self._sound(one)]
+        found = [row for one in self._catalog.stored.chunks(rows) for row in self._sound(one)]
         found.sort(key=lambda one: one[0].chunk.ordinal)
         chunks, parts = [row for row, _ in found], [part for _, part in found]
         if document is None:
             return chunks, False
-        checksum = self._catalog.checksum_of(parts)
+        checksum = self._catalog.checksums.whole(parts)
         return chunks, (len(parts), checksum) == (document.num_chunks, document.chunks)
 
     def _sound(self, one: StoredChunk) -> Iterator[tuple[ChunkRow, bytes]]:
@@ -331,8 +340,8 @@ def held_by(storage: Storage, audit: Audit) -> Held:
     """Return the readable content of a damaged catalog."""
     num_documents = audit.num_documents
     with contextlib.suppress(IndexFormatError):
-        num_documents = max(num_documents, storage.catalog.counts()[0])
-    return Held(num_documents, frozenset(storage.catalog.distrusted()))
+        num_documents = max(num_documents, storage.catalog.documents.counts()[0])
+    return Held(num_documents, frozenset(storage.catalog.documents.distrusted()))
 
 
 def lost_since(before: Held, storage: Storage, num_removed: int = 0) -> list[str]:
@@ -349,10 +358,10 @@ def lost_since(before: Held, storage: Storage, num_removed: int = 0) -> list[str
     """
     lost = [
         f"{source}: part of it was damaged and is gone; add it again"
-        for source in storage.catalog.distrusted()
+        for source in storage.catalog.documents.distrusted()
         if source not in before.distrusted
     ]
-    missing = before.num_documents - num_removed - storage.catalog.counts()[0]
+    missing = before.num_documents - num_removed - storage.catalog.documents.counts()[0]
     if missing > 0:
         lost.append(
             f"{missing:,} documents are gone with all their chunks; ingest all documents again"

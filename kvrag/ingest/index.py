@@ -421,7 +421,7 @@ class Index(Search):
         """Return the indexed documents, ordered by source."""
         # A filler's other records are those that prompts make.
         with_others = not self.config.chunk_context.is_shared
-        return self.catalog.documents(self.expected_bytes_per_token, with_others=with_others)
+        return self.catalog.documents.listed(self.expected_bytes_per_token, with_others=with_others)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""

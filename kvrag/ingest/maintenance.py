@@ -78,7 +78,7 @@ def verify_records(
         if reason is not None and not is_left_out:
             problems.extend(
                 RecordProblem(*place, key.digest, reason)
-                for place in storage.catalog.places_of_key(key)
+                for place in storage.catalog.stored.places_of_key(key)
             )
             if repair is not None:
                 repair(key)
@@ -412,8 +412,8 @@ def kept_keys(folder: Path) -> dict[str, int]:
 def stats_of(storage: Storage) -> IndexStats:
     """Return the content of an index in numbers; needs no model."""
     config = storage.config
-    num_documents, num_chunks, num_tokens = storage.catalog.counts()
-    needed = kept_keys(storage.path) | storage.catalog.keys()
+    num_documents, num_chunks, num_tokens = storage.catalog.documents.counts()
+    needed = kept_keys(storage.path) | storage.catalog.stored.keys()
     sizes = {
         key.digest: size
         for key, size in storage.store.sizes()
@@ -422,7 +422,7 @@ def stats_of(storage: Storage) -> IndexStats:
     }
     stored = sorted(sizes)
     size_bytes = sum(sizes.values())
-    num_vectors = storage.catalog.num_vectors(config.embedding_dim)
+    num_vectors = storage.catalog.stored.num_vectors(config.embedding_dim)
     cached = vector_stats(storage.path)
     compared_bytes = num_vectors * (4 * config.embedding_dim + ROW_BYTES)
     # Identical chunks share one record.

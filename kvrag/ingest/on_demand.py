@@ -107,7 +107,7 @@ class OnDemand:
         """
         catalog = self._storage.catalog
         chunk_ids: list[str] = []
-        catalog.each_text(lambda chunk_id, _: chunk_ids.append(chunk_id))
+        catalog.texts.each_text(lambda chunk_id, _: chunk_ids.append(chunk_id))
         num_made = 0
         for num_done, chunk_id in enumerate(chunk_ids, start=1):
             for chunk in catalog.chunks([chunk_id]):

@@ -15,7 +15,7 @@ from kvrag.errors import IndexFormatError, ParameterError, StoreError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
-from kvrag.ingest import counting, lock, profiles, words
+from kvrag.ingest import counting, lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.checks import check_device, check_embedding, check_limit, check_unencrypted
@@ -147,7 +147,7 @@ _OUR_FILES = {
     lock.FILE_NAME,
     configs.VECTORS_NAME,
     configs.RUNS_NAME,
-    words.FILE_NAME,
+    configs.WORDS_NAME,
     KV_FOLDER,
     profiles.FOLDER_NAME,
 } | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.foreign import document_failures
-from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.catalog import Documents
 from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.files import (
     check_regular,
@@ -254,7 +254,7 @@ def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
 
 
 class Known(Protocol):
-    """What is indexed: a `Catalog`, or the part of it that concerns some documents."""
+    """What is indexed: a catalog's `Documents`, or the part that concerns some documents."""
 
     def file(self, path: str) -> FileState | None: ...
 
@@ -420,18 +420,18 @@ _Planned = tuple[PlannedDocument, dict[str, tuple[int, int]]]
 """A document, and what it adds to a plan's `missing`."""
 
 
-def find_gone(catalog: Catalog, sources: Sources, plan: Plan) -> None:
+def find_gone(documents: Documents, sources: Sources, plan: Plan) -> None:
     """Add to a plan the files that the given folders held before, but no longer hold."""
     present = set(sources.files)
     unknown = tuple(os.path.join(folder, "") for folder in sources.unlisted)  # noqa: PTH118
     for folder in sources.folders:
-        for path in catalog.files_under(folder):
+        for path in documents.files_under(folder):
             # A file that is hidden or a link now was not listed, but is not gone either.
             if path in present or path.startswith(unknown):
                 continue
             if not Path(path).exists():
                 plan.gone_files.append(path)
-                plan.removed.extend(catalog.documents_of_file(path))
+                plan.removed.extend(documents.documents_of_file(path))
                 present.add(path)
 
 

@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -41,6 +41,32 @@ class FileState:
     mtime_ns: int
     inode: int = 0
     ctime_ns: int = 0
+
+
+class StoredDocument(NamedTuple):
+    """A document's row; `chunks` is the checksum of its chunks' (`joined`), in order."""
+
+    source: str
+    file: str | None
+    digest: str
+    metadata: str
+    num_chunks: int
+    chunks: bytes
+
+
+class PackedChunk(NamedTuple):
+    """A chunk as the values of its row, in the order of its checksum."""
+
+    row: int
+    chunk_id: str
+    source: str
+    ordinal: int
+    text: str
+    token_ids: bytes
+    token_starts: bytes
+    num_tokens: int
+    metadata: str
+    contexts: bytes
 
 
 @dataclass(frozen=True)
@@ -123,8 +149,8 @@ class StoredChunk:
 
     Attributes
     ----------
-    row, chunk_id, source, ordinal, num_tokens, keys
-        As they are stored; `keys` are the names of its KV.
+    packed, keys
+        As they are stored, of any type; `keys` are the names of its KV.
     chunk
         The chunk; None if the row is damaged.
     checksums
@@ -133,11 +159,7 @@ class StoredChunk:
         Its vectors as bytes; None if they are damaged.
     """
 
-    row: int
-    chunk_id: Any
-    source: Any
-    ordinal: Any
-    num_tokens: Any
+    packed: PackedChunk
     keys: Any
     chunk: Chunk | None
     checksums: bytes
@@ -301,9 +323,9 @@ def unpack_json(text: Any) -> dict[str, Any]:
     return values
 
 
-def pack_chunk(row: int, chunk: Chunk) -> tuple[Any, ...]:
-    """Return a chunk as the values of its row, in the order of its checksum."""
-    return (
+def pack_chunk(row: int, chunk: Chunk) -> PackedChunk:
+    """Return a chunk as the values of its row."""
+    return PackedChunk(
         row,
         chunk.chunk_id,
         chunk.source,
@@ -317,17 +339,16 @@ def pack_chunk(row: int, chunk: Chunk) -> tuple[Any, ...]:
     )
 
 
-def unpack_chunk(row: Sequence[Any]) -> Chunk:
-    """Return the chunk of a row: id, text, token ids, token starts, source, ordinal, metadata,
-    contexts.
+def unpack_chunk(packed: PackedChunk) -> Chunk:
+    """Return the chunk of a row.
 
     Raises
     ------
     ValueError, TypeError
         When the row differs from what was written.
     """
-    chunk_id, text, token_ids, token_starts, source, ordinal, metadata, contexts = row
-    ids, starts = tuple(_unpack_ids(token_ids)), tuple(_unpack_ids(token_starts))
+    text, source, ordinal = packed.text, packed.source, packed.ordinal
+    ids, starts = tuple(_unpack_ids(packed.token_ids)), tuple(_unpack_ids(packed.token_starts))
     if not (isinstance(text, str) and isinstance(source, str) and isinstance(ordinal, int)):
         raise TypeError("text, source or place is of another type")
     if not 0 < len(ids) == len(starts):
@@ -335,14 +356,14 @@ def unpack_chunk(row: Sequence[Any]) -> Chunk:
     if min(ids) < 0 or min(starts) < 0 or max(starts) > len(text):
         raise ValueError("a token or its offset is out of range")
     return Chunk(
-        chunk_id,
+        packed.chunk_id,
         text,
         ids,
         starts,
         source,
         ordinal,
-        unpack_json(metadata),
-        _unpack_contexts(contexts),
+        unpack_json(packed.metadata),
+        _unpack_contexts(packed.contexts),
     )
 
 

@@ -12,7 +12,17 @@ from typing import Any
 
 from kvrag.chunk import Chunk
 from kvrag.ingest.contexts import SIMILAR, encoded_behind
-from kvrag.ingest.rows import Change, ChunkRow, Encoding, FileState, Heads, pack_chunk, pack_json
+from kvrag.ingest.rows import (
+    Change,
+    ChunkRow,
+    Encoding,
+    FileState,
+    Heads,
+    PackedChunk,
+    StoredDocument,
+    pack_chunk,
+    pack_json,
+)
 from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     DOCUMENT_COLUMNS,
@@ -20,7 +30,6 @@ from kvrag.ingest.schema import (
     KEYS,
     Checksums,
     State,
-    StoredDocument,
     joined,
     sound_chunk,
 )
@@ -118,7 +127,7 @@ class RowWriter:
             other_keys += [(number, place, key) for place, key in enumerate(keys[1:], 1)]
             parts.append(joined(checksum, vector_checksum, " ".join(keys)))
             if self._is_similar:
-                self._come.add((source, values[5]))
+                self._come.add((source, values.token_ids))
         # Rows of these chunks that a damaged source has attached to another document.
         self._connection.executemany(
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
@@ -250,7 +259,7 @@ class RowWriter:
         first, *others = (self._encoding.key_of(one).digest for one in chunk.encodings())
         self._connection.execute(
             "UPDATE chunks SET contexts = ?, kv_key = ?, seal = ? WHERE row = ?",
-            (values[-1], first, self._checksums.of("chunk", values), row),
+            (values.contexts, first, self._checksums.of("chunk", values), row),
         )
         self._connection.execute("DELETE FROM other_keys WHERE row = ?", (row,))
         self._connection.executemany(
@@ -267,7 +276,7 @@ class RowWriter:
     def _note_gone(self, source: str, rows: Sequence[Sequence[Any]]) -> None:
         """Note chunks that went, by their rows. A damaged one does not say what its text was."""
         if self._is_similar:
-            self._gone.update((source, row[5]) for row in rows)
+            self._gone.update((source, PackedChunk(*row[:-1]).token_ids) for row in rows)
             if not all(self._checksums.is_right("chunk", row) for row in rows):
                 self._is_text_unknown = True
 

@@ -93,14 +93,14 @@ class RunFinder:
         version = self._catalog.version()
         if version == table.version and version[0] != NO_GENERATION:
             return table
-        rows, marks = self._catalog.marks()
+        rows, marks = self._catalog.texts.marks()
         if len(rows) * 2 < len(table.marks) or not table.covers(rows, marks):
             table = Table()
         last_row = table.last_row
 
         def new_chunks() -> Iterator[tuple[int, Ids]]:
             nonlocal last_row
-            while batch := self._catalog.tokens_behind(last_row, _BATCH):
+            while batch := self._catalog.texts.tokens_behind(last_row, _BATCH):
                 last_row = batch[-1][0]
                 yield from ((row, _unpacked(ids)) for row, ids in batch)
 
@@ -146,7 +146,7 @@ class RunFinder:
         }
         likely = dict.fromkeys([*hints, *retrieved])
         hinted = [one for one in likely if one not in chunks][:_MAX_HINTS]
-        for chunk_id, ids in self._catalog.token_ids_of(rows, hinted).items():
+        for chunk_id, ids in self._catalog.texts.token_ids_of(rows, hinted).items():
             candidates.setdefault(chunk_id, _unpacked(ids))
         runs, usable = find_runs(token_ids, gaps, candidates, self._decode, partly)
         if not usable:
@@ -241,9 +241,8 @@ def load_table(catalog: Catalog) -> Table:
     table = _read(catalog)
     if table is None:
         return Table()
-    return (
-        table if table.version == catalog.version() or table.covers(*catalog.marks()) else Table()
-    )
+    fits = table.version == catalog.version() or table.covers(*catalog.texts.marks())
+    return table if fits else Table()
 
 
 def keep_table(catalog: Catalog, table: Table) -> None:
@@ -264,7 +263,7 @@ def forget_removed(catalog: Catalog) -> None:
     if not path.exists():
         return
     table = _read(catalog)
-    places = catalog.marks()
+    places = catalog.texts.marks()
     if table is None or not table.covers(*places):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -308,4 +307,4 @@ def _seal(catalog: Catalog, said: Sequence[Any], parts: Sequence[bytes | memoryv
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
-    return catalog.checksum(_HEADER.pack(*said, digest.digest()))
+    return catalog.checksums.whole([_HEADER.pack(*said, digest.digest())])

@@ -9,8 +9,8 @@ A checksum finds accidents, and rows of other indexes. It proves nothing about w
 ``index.json``, beside the catalog, holds all that it depends on. (In an encrypted catalog, the
 key authenticates the pages.)
 
-A new column of a row has its place here, in `kvrag.ingest.rows`, and where `Catalog` writes the
-row; it needs a new `SCHEMA_VERSION`.
+A new column has its place here, in `SCHEMA`, and in the row's type in `kvrag.ingest.rows`, whose
+functions pack and unpack it; it needs a new `SCHEMA_VERSION`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import re
 import sqlite3
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.errors import IndexFormatError
-from kvrag.ingest.rows import unpack_chunk
+from kvrag.ingest.rows import FileState, PackedChunk, StoredDocument, unpack_chunk
 
 FILE_NAME = "catalog.sqlite"
 SCHEMA_VERSION = 3
@@ -93,27 +93,43 @@ CREATE INDEX chunks_by_key ON chunks (kv_key);
 """
 NAMES = re.findall(r"CREATE (?:TABLE|INDEX) (\w+)", SCHEMA)
 
-# What each checksum covers, in the order of the row as it is read: integers, texts, texts that may
-# be missing, and bytes.
+# What each checksum covers, in the order of the row as it is read.
 _COVERED = {
-    "state": "generation:i num_documents:i documents:b num_files:i files:b",
-    "file": "path:t digest:t size_bytes:i mtime_ns:i inode:i ctime_ns:i",
-    "document": "source:t file:o digest:t metadata:t num_chunks:i chunks:b",
-    "chunk": "row:i chunk_id:t source:t ordinal:i text:t token_ids:b token_starts:b num_tokens:i "
-    "metadata:t contexts:b",
-    "vector": "row:i chunk_id:t embedding:b",
+    "state": ("generation", "num_documents", "documents", "num_files", "files"),
+    "file": tuple(one.name for one in fields(FileState)),
+    "document": StoredDocument._fields,
+    "chunk": PackedChunk._fields,
+    "vector": ("row", "chunk_id", "embedding"),
 }
-_COLUMNS = {
-    name: [one.partition(":")[0] for one in covered.split()] for name, covered in _COVERED.items()
+# Integers, texts, bytes, and whether a value may be missing.
+_KINDS: dict[str, tuple[str, bool]] = {
+    name: (kind, not must)
+    for name, kind, must in re.findall(
+        r"^    (\w+) (INTEGER|TEXT|BLOB)( NOT NULL| PRIMARY KEY)?", SCHEMA, re.MULTILINE
+    )
 }
 STATE_COLUMNS, FILE_COLUMNS, DOCUMENT_COLUMNS, CHUNK_COLUMNS = (
-    ", ".join([*_COLUMNS[name], "seal"]) for name in ("state", "file", "document", "chunk")
+    ", ".join([*_COVERED[name], "seal"]) for name in ("state", "file", "document", "chunk")
 )
-VECTOR_COLUMNS = ", ".join([*_COLUMNS["vector"], "vector_seal"])
+VECTOR_COLUMNS = ", ".join([*_COVERED["vector"], "vector_seal"])
 # The names of a chunk's KV, in the order of its contexts; the chunk's own row holds the first.
 KEYS = (
     "kv_key || COALESCE((SELECT group_concat(' ' || kv_key, '') FROM (SELECT kv_key FROM "
     "other_keys WHERE other_keys.row = chunks.row ORDER BY place)), '')"
+)
+ALL_CHUNK_COLUMNS = f"{CHUNK_COLUMNS}, {KEYS}, embedding, vector_seal"
+# Reads of no row that need all columns.
+NO_ROWS = (
+    f"SELECT {ALL_CHUNK_COLUMNS} FROM chunks LIMIT 0",
+    f"SELECT {DOCUMENT_COLUMNS} FROM documents LIMIT 0",
+    f"SELECT {FILE_COLUMNS} FROM files LIMIT 0",
+    "SELECT row, place, kv_key FROM other_keys LIMIT 0",
+    f"SELECT {STATE_COLUMNS} FROM state LIMIT 0",
+)
+# A chunk's number of tokens, 0 if it is not that of its token ids: it may be any value.
+NUM_TOKENS = (
+    "(CASE WHEN typeof(token_ids) = 'blob' AND typeof(num_tokens) = 'integer' "
+    "AND LENGTH(token_ids) = 4 * num_tokens THEN num_tokens ELSE 0 END)"
 )
 # The errors for a row with a value of another type; such a row is damaged.
 _NO_VALUES = (AttributeError, TypeError, ValueError, struct.error)
@@ -142,8 +158,7 @@ class Checksums:
             for name in (*_COVERED, "whole", "words")
         }
         self._kinds = {
-            name: [one.partition(":")[2] for one in covered.split()]
-            for name, covered in _COVERED.items()
+            name: [_KINDS[column] for column in covered] for name, covered in _COVERED.items()
         }
 
     def of(self, name: str, values: Sequence[Any]) -> bytes:
@@ -152,13 +167,13 @@ class Checksums:
         The values are those that the checksum covers, in order. Raises an error of their types.
         """
         numbers, is_there, texts, contents = [], [], [], []
-        for kind, value in zip(self._kinds[name], values, strict=True):
-            if kind == "i":
+        for (kind, may_lack), value in zip(self._kinds[name], values, strict=True):
+            if kind == "INTEGER":
                 numbers.append(value)
-            elif kind == "b":
+            elif kind == "BLOB":
                 contents.append(value)
             else:
-                if kind == "o":
+                if may_lack:
                     is_there.append(value is not None)
                     value = "" if value is None else value
                 texts.append(str.encode(value))
@@ -186,17 +201,6 @@ class Checksums:
         digest.update(numbers)
         digest.update(content)
         return bytes(digest.digest())
-
-
-class StoredDocument(NamedTuple):
-    """A document's row; `chunks` is the checksum of its chunks' (`joined`), in order."""
-
-    source: str
-    file: str | None
-    digest: str
-    metadata: str
-    num_chunks: int
-    chunks: bytes
 
 
 @dataclass
@@ -267,12 +271,12 @@ def joined(checksum: object, vector_checksum: object, keys: object) -> bytes:
 
 def sound_chunk(row: Sequence[Any], checksums: Checksums, path: Path) -> Chunk:
     """Return the chunk of a row (`CHUNK_COLUMNS`). Raises IndexFormatError, which names `path`."""
-    _, chunk_id, source, ordinal, text, ids, starts, _, metadata, contexts, _ = row
-    place = f"chunk {shown(chunk_id)} of {shown(source)}"
+    packed = PackedChunk(*row[:-1])
+    place = f"chunk {shown(packed.chunk_id)} of {shown(packed.source)}"
     if not checksums.is_right("chunk", row):
         raise damaged(path, f"{place} is not what was written")
     try:
-        return unpack_chunk((chunk_id, text, ids, starts, source, ordinal, metadata, contexts))
+        return unpack_chunk(packed)
     except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, f"{place}: {error}") from error
 

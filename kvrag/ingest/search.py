@@ -109,7 +109,7 @@ class Search(OfProcess):
 
         def find(most: int) -> Ranking:
             most = max(most, CANDIDATES)
-            words = catalog.search_words(query, most, admitted)
+            words = catalog.words.search(query, most, admitted)
             return fused([(by_meaning(most), 1.0), (words, WORDS_WEIGHT)])
 
         if reranker is None:
@@ -142,7 +142,7 @@ class Search(OfProcess):
         """
         query, k = self._checked(query, k)
         catalog, admitted = self._storage.catalog, read_filter(filter)
-        return self._noted(self._hits(lambda most: catalog.search_words(query, most, admitted), k))
+        return self._noted(self._hits(lambda most: catalog.words.search(query, most, admitted), k))
 
     def _nearest_to(
         self, vector: NDArray[np.float32], wanted: Filter | None
@@ -159,7 +159,7 @@ class Search(OfProcess):
         key = catalog.version(), wanted.key
         rows = self._admitted.get(key)
         if rows is None:
-            rows = np.array(catalog.rows_of(wanted), np.int64)
+            rows = np.array(catalog.words.rows_of(wanted), np.int64)
             if len(self._admitted) >= _MAX_FILTERS:
                 self._admitted.clear()
             self._admitted[key] = rows
@@ -181,12 +181,13 @@ class Search(OfProcess):
         from kvrag.fusion.segments import ChunkMatcher
 
         catalog = self._storage.catalog
+        texts = catalog.texts
         with self._refreshing:
             if self._matcher is None or self._matcher[0] != catalog.version():
                 # A copy: other threads may be searching with the old one.
-                known = ChunkMatcher(catalog.text_of) if self._matcher is None else self._matcher[1]
+                known = ChunkMatcher(texts.text_of) if self._matcher is None else self._matcher[1]
                 matcher = known.copy()
-                self._matcher = catalog.each_text(matcher.add, known, matcher.discard), matcher
+                self._matcher = texts.each_text(matcher.add, known, matcher.discard), matcher
             return self._matcher[1]
 
     def open_kv(

@@ -20,7 +20,7 @@ from kvrag.errors import IndexClosedError
 from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
 from kvrag.ingest import profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.catalogfile import next_path
+from kvrag.ingest.catalogfile import next_path, write_copy
 from kvrag.ingest.checks import check_unencrypted
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.counting import IndexCounters
@@ -115,7 +115,7 @@ class Storage(OfProcess):
         """
         from kvrag.ingest.run_finder import forget_removed
 
-        self.catalog.refresh_words()
+        self.catalog.words.refresh()
         self.refresh_vectors()
         forget_removed(self.catalog)
         if self.log is not None:
@@ -135,7 +135,7 @@ class Storage(OfProcess):
         if catalog.cipher_key is not None:
             return
         cached = vectorheader.vector_stats(self.path)
-        num_vectors = catalog.num_vectors
+        num_vectors = catalog.stored.num_vectors
         if cached.is_graph or num_vectors(self.config.embedding_dim) > vectorheader.GRAPH_FROM:
             self.vectors.refresh(cached.of)
 
@@ -231,7 +231,7 @@ class Storage(OfProcess):
             return
         check_unencrypted(config)
         key = catalog_key(store) if config.key_check else None
-        self.catalog.write_copy(next_path(self.catalog.path), key)
+        write_copy(self.catalog, next_path(self.catalog.path), key)
         config.save(self.path)
         self.config = config
         self.catalog.use_next(key)

@@ -350,8 +350,11 @@ class Upkeep:
         not_healed = (*not_healed, *sorted(refused))
         is_mended = repair and (storage.log is None or not storage.log.damage())
         report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
-        if not report.catalog_problems and (words := storage.catalog.check_words(repair=repair)):
-            report = replace(report, catalog_problems=(words,), is_healed=repair)
+        words = storage.catalog.words
+        if not report.catalog_problems and (damage := words.damage()):
+            if repair:
+                words.discard()  # the next search makes it again
+            report = replace(report, catalog_problems=(damage,), is_healed=repair)
         if storage.lost:
             found = [storage.lost, *found]
             not_healed = ("all documents are lost; ingest all of them again", *not_healed)
@@ -367,7 +370,7 @@ class Upkeep:
     def _needed_keys(self) -> set[str]:
         """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
-        noted = set(filter(is_key, catalog.keys()))
+        noted = set(filter(is_key, catalog.stored.keys()))
         audit = audit_rows(catalog, self._storage.key_of)
         must_be = {key.digest for key in (*audit.needed, *audit.optional)}
         return noted | must_be | kept_keys(self._storage.path).keys()

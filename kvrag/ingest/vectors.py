@@ -518,7 +518,7 @@ def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
 
 
 def _seal(catalog: Catalog, said: Sequence[Any], digest: bytes) -> bytes:
-    return catalog.checksum(HEADER.pack(*said, digest, b""))
+    return catalog.checksums.whole([HEADER.pack(*said, digest, b"")])
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:

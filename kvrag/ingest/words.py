@@ -19,20 +19,20 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, Protocol
+from collections.abc import Sequence
+from typing import IO, Any
 
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.ingest.filters import Filter, values_of
+from kvrag.ingest.catalogfile import CatalogFile, checked
+from kvrag.ingest.config import WORDS_NAME
+from kvrag.ingest.filters import Filter, searched_fields, values_of
 from kvrag.ingest.folding import asked_words, is_spaceless, words_of
-from kvrag.ingest.schema import CHECKSUM_BYTES, Checksums
+from kvrag.ingest.rows import PackedChunk, unpack_json
+from kvrag.ingest.schema import CHECKSUM_BYTES, CHUNK_COLUMNS
 from kvrag.regularfile import open_regular
 from kvrag.sqlitefile import library, open_connection, unlock
-
-FILE_NAME = "words.cache"
 
 _SCHEMA = """
 CREATE TABLE of (row INTEGER PRIMARY KEY, seal BLOB);
@@ -47,41 +47,18 @@ _OLDER = (b"4", b"3")  # sound, but made again before it is used
 _TAIL_BYTES = 2 * CHECKSUM_BYTES  # version of the catalog, seal of the file
 
 
-class Texts(Protocol):
-    """The part of the catalog that the index of words reads."""
-
-    def mark(self) -> bytes:
-        """Return 16 bytes that change whenever the catalog changes."""
-
-    def row_checksums(self) -> Iterable[tuple[int, object]]:
-        """Yield the number and the seal of each chunk row."""
-
-    def sound_texts(
-        self, rows: Sequence[int]
-    ) -> Iterable[tuple[int, bytes, str, Mapping[str, Any]]]:
-        """Yield number, seal, text and fields of given chunk rows; leave out damaged ones."""
-
-
 class WordIndex:
-    """The index of words of one catalog. Not safe to use from several threads at once.
+    """The index of words of one catalog. Safe to use from several threads."""
 
-    Parameters
-    ----------
-    path
-        The index's file.
-    seals
-        Makes the file's seal.
-    cipher_key
-        Key of the catalog; None if it is not encrypted.
-    """
-
-    def __init__(self, path: Path, checksums: Checksums, cipher_key: bytes | None) -> None:
-        self._path = path
-        self._checksums = checksums
-        self._cipher_key = cipher_key
-        self._sql = library(cipher_key)
+    def __init__(self, catalog: CatalogFile) -> None:
+        self._catalog = catalog
+        self._path = catalog.path.with_name(WORDS_NAME)
         self._connection: Any = None
         self._mark = b""
+
+    @property
+    def _sql(self) -> Any:
+        return library(self._catalog.cipher_key)
 
     def close(self) -> None:
         """Close the file."""
@@ -95,8 +72,9 @@ class WordIndex:
         with contextlib.suppress(OSError):
             self._path.unlink()
 
+    @checked
     def search(
-        self, texts: Texts, question: str, k: int, wanted: Filter | None = None
+        self, question: str, k: int, wanted: Filter | None = None
     ) -> list[tuple[int, float]]:
         """Return row number and BM25 score of the `k` best chunks for any of a question's words.
 
@@ -119,31 +97,37 @@ class WordIndex:
         also = "" if wanted is None else f"AND +rowid IN ({_WHERE.format(wanted.condition)}) "
         values = () if wanted is None else wanted.values
         found: list[tuple[int, float]] = self._select(
-            texts,
             f"SELECT rowid, -bm25(words) FROM words WHERE words MATCH ? {also}"
             "ORDER BY bm25(words), rowid LIMIT ?",
             (match, *values, k),
         )
         return found
 
-    def rows(self, texts: Texts, wanted: Filter) -> list[int]:
-        """Return the numbers of the rows that a filter admits, ascending. Raises as `search`."""
-        found = self._select(
-            texts, f"{_WHERE.format(wanted.condition)} ORDER BY row", wanted.values
-        )
+    @checked
+    def rows_of(self, wanted: Filter) -> list[int]:
+        """Return the chunk rows that a filter admits, ascending. Raises as `search`."""
+        found = self._select(f"{_WHERE.format(wanted.condition)} ORDER BY row", wanted.values)
         return [row for (row,) in found]
 
-    def _select(self, texts: Texts, statement: str, values: Sequence[Any]) -> list[Any]:
+    def _select(self, statement: str, values: Sequence[Any]) -> list[Any]:
         """Return the result of a statement over an index of the current catalog."""
+        with self._catalog.snapshot():
+            found = self._selected(statement, values)
+        if self._connection is not None and self._mark != self._current_mark():
+            # A process that removed texts meanwhile found no file to take them out of.
+            self.discard()
+        return found
+
+    def _selected(self, statement: str, values: Sequence[Any]) -> list[Any]:
         try:
             try:
-                return self._ready(texts).execute(statement, values).fetchall()  # type: ignore[no-any-return]
+                return self._ready().execute(statement, values).fetchall()  # type: ignore[no-any-return]
             except self._sql.DatabaseError as error:
                 # SQLite refuses a statement by the same class as a file: the seal tells them apart.
                 if isinstance(error, self._sql.OperationalError) and not self.damage():
                     raise
                 self.discard()  # damaged after it was opened
-                return self._ready(texts).execute(statement, values).fetchall()  # type: ignore[no-any-return]
+                return self._ready().execute(statement, values).fetchall()  # type: ignore[no-any-return]
         except self._sql.OperationalError as error:
             if not _lacks_fts5(error):
                 raise StoreError(
@@ -156,15 +140,8 @@ class WordIndex:
                 "build of Python"
             ) from error
 
-    def discard_if_older(self, mark: bytes) -> None:
-        """Remove the file that a search used, if the catalog has another mark by now.
-
-        A process that removed texts meanwhile found no file to take them out of.
-        """
-        if self._connection is not None and self._mark != mark:
-            self.discard()
-
-    def refresh(self, texts: Texts) -> None:
+    @checked
+    def refresh(self) -> None:
         """Update the file, if there is one; remove it if it is damaged.
 
         No text that has left the catalog stays in the file.
@@ -172,34 +149,41 @@ class WordIndex:
         if not self._path.is_file():
             return
         self.close()
-        try:
-            if (self._tail() or b"")[:CHECKSUM_BYTES] != texts.mark():
-                self._write(texts)
-        except (self._sql.DatabaseError, OSError):
-            self.discard()
+        with self._catalog.snapshot():
+            try:
+                if (self._tail() or b"")[:CHECKSUM_BYTES] != self._current_mark():
+                    self._write()
+            except (self._sql.DatabaseError, OSError):
+                self.discard()
 
+    @checked
     def damage(self) -> str:
         """Return what is wrong with the file; "" if it is sound or missing."""
         if not self._path.exists() or any(map(self._tail, (_VERSION, *_OLDER))):
             return ""
         return "the index of words is damaged (its file is not what was written)"
 
-    def _ready(self, texts: Texts) -> Any:
+    def _current_mark(self) -> bytes:
+        """Return 16 bytes that change whenever the catalog changes."""
+        row = repr(self._catalog.rows("SELECT * FROM state"))
+        return self._catalog.checksums.whole([row.encode()])
+
+    def _ready(self) -> Any:
         """Return a connection to an index of the current catalog."""
-        mark = texts.mark()
+        mark = self._current_mark()
         if self._connection is not None and self._mark == mark:
             return self._connection
         self.close()
         tail = self._tail()
         if tail is None or tail[:CHECKSUM_BYTES] != mark:
             try:
-                self._write(texts)
+                self._write()
             except (self._sql.DatabaseError, OSError) as error:
                 if _lacks_fts5(error):
                     raise
                 # The folder refuses the write, or is full.
                 self._connection = self._sql.connect(":memory:", **_OPTIONS)
-                self._fill(self._connection, texts)
+                self._fill(self._connection)
         if self._connection is None:
             self._connection = open_connection(
                 f"{self._path.absolute().as_uri()}?mode=ro&immutable=1",
@@ -207,7 +191,7 @@ class WordIndex:
                 uri=True,
                 **_OPTIONS,
             )
-            unlock(self._connection, self._cipher_key)
+            unlock(self._connection, self._catalog.cipher_key)
         self._mark = mark
         return self._connection
 
@@ -231,12 +215,12 @@ class WordIndex:
                 tail = file.read()
         except OSError:
             return None
-        is_right = tail[CHECKSUM_BYTES:] == self._checksums.whole(
+        is_right = tail[CHECKSUM_BYTES:] == self._catalog.checksums.whole(
             (version, tail[:CHECKSUM_BYTES], digest.digest()), "words"
         )
         return tail if len(tail) == _TAIL_BYTES and is_right else None
 
-    def _write(self, texts: Texts) -> None:
+    def _write(self) -> None:
         """Replace the file by one for the current catalog."""
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         try:
@@ -245,31 +229,33 @@ class WordIndex:
             if not is_sound:  # otherwise of an earlier catalog, and most of it is still valid
                 os.truncate(temporary, 0)
             with contextlib.closing(self._sql.connect(temporary, **_OPTIONS)) as connection:
-                unlock(connection, self._cipher_key)
+                unlock(connection, self._catalog.cipher_key)
                 # No other process sees the file, and a partial one is thrown away.
                 connection.execute("PRAGMA journal_mode = OFF")
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute("PRAGMA secure_delete = ON")
-                self._fill(connection, texts)
+                self._fill(connection)
             digest = _digest_of(_VERSION)
             with temporary.open("r+b") as file:
                 while part := file.read(_BATCH):
                     digest.update(part)
-                mark = texts.mark()
-                file.write(mark + self._checksums.whole((_VERSION, mark, digest.digest()), "words"))
+                mark = self._current_mark()
+                file.write(
+                    mark + self._catalog.checksums.whole((_VERSION, mark, digest.digest()), "words")
+                )
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _fill(self, connection: Any, texts: Texts) -> None:
+    def _fill(self, connection: Any) -> None:
         """Bring the content of an index up to date with the catalog."""
         connection.execute("PRAGMA temp_store = MEMORY")
         if not connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(_SCHEMA)
         old = dict(connection.execute("SELECT row, seal FROM of"))
-        new = dict(texts.row_checksums())
+        new = dict(self._catalog.scan("row, seal"))
         gone = [(row,) for row, seal in old.items() if new.get(row) != seal]
         added = [row for row, seal in new.items() if row not in old or old[row] != seal]
         connection.execute("BEGIN")
@@ -277,11 +263,14 @@ class WordIndex:
         connection.executemany("DELETE FROM of WHERE row = ?", gone)
         if gone:
             connection.execute("DELETE FROM fields WHERE row NOT IN (SELECT row FROM of)")
-        # A damaged row is tried again when the catalog has changed.
-        for row, seal, text, fields in texts.sound_texts(added):
-            words = " ".join(words_of(text))
+        for one in self._catalog.select_in(CHUNK_COLUMNS, "row", added):
+            if not self._catalog.checksums.is_right("chunk", one):
+                continue  # tried again when the catalog has changed
+            packed = PackedChunk(*one[:-1])
+            row, words = packed.row, " ".join(words_of(packed.text))
             connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, words))
-            connection.execute("INSERT INTO of VALUES (?, ?)", (row, seal))
+            connection.execute("INSERT INTO of VALUES (?, ?)", (row, one[-1]))
+            fields = searched_fields(packed.source, packed.ordinal, unpack_json(packed.metadata))
             connection.executemany(
                 "INSERT OR IGNORE INTO fields VALUES (?, ?, ?)",
                 ((name, value, row) for name, value in values_of(fields)),

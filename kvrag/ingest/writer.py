@@ -142,7 +142,7 @@ class Writer:
             storage.log.begin()
         storage.refresh()
         storage.reload_codec()
-        is_sound = self._is_swept or catalog.has_sound_tables()
+        is_sound = self._is_swept or catalog.stored.has_sound_tables()
         before: Held | None = None
         if not (dry_run or is_sound):
             before = self._heal_first()
@@ -327,9 +327,10 @@ def _plan(run: Run) -> Plan:
         key = storage.key_of(chunk)
         return None if storage.home.contains(key) else key.digest
 
-    planner = Planner(storage.catalog, run.parser, run.cutter, missing_key, report, run.force)
+    known = storage.catalog.documents
+    planner = Planner(known, run.parser, run.cutter, missing_key, report, run.force)
     plan = planner.run(sources)
-    find_gone(storage.catalog, sources, plan)
+    find_gone(known, sources, plan)
     return plan
 
 

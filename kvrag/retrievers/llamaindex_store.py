@@ -207,7 +207,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         admitted = read_filter(wanted)
         assert admitted is not None
         catalog = self.client.catalog
-        return list(catalog.chunks_at(catalog.rows_of(admitted)).values())
+        return list(catalog.chunks_at(catalog.words.rows_of(admitted)).values())
 
 
 def _to_document(node: BaseNode) -> Document:

@@ -153,7 +153,7 @@ class Documents:
                 raise taken
             self._names.add(target)
             stack.callback(self._names.discard, target)
-            if await asyncio.to_thread(self._index.catalog.file, str(target)) is not None:
+            if await asyncio.to_thread(self._index.catalog.documents.file, str(target)) is not None:
                 raise taken
             part = await self._receive(target.parent, body, account.tenant, stack)
             await check_room()
@@ -231,20 +231,20 @@ class Documents:
         return Path(name)
 
     def _delete(self, source: str) -> int:
-        catalog = self._index.catalog
-        path = catalog.file_of(source) or ""
+        documents = self._index.catalog.documents
+        path = documents.file_of(source) or ""
         num_chunks = self._index.delete(sources=[source])
         is_upload = self._folder.resolve() in Path(path).parents
-        if is_upload and not catalog.documents_of_file(path):
+        if is_upload and not documents.documents_of_file(path):
             Path(path).unlink(missing_ok=True)
         return num_chunks
 
     def _file_of(self, source: str) -> Path:
         """Return the file of a document, which the index has read. Raises RequestError."""
-        catalog = self._index.catalog
-        if catalog.digest_of(source) is None:
+        documents = self._index.catalog.documents
+        if documents.digest_of(source) is None:
             raise _no_document(source)
-        path = catalog.file_of(source)
+        path = documents.file_of(source)
         if path is not None:
             return Path(path)
         raise RequestError(
@@ -320,7 +320,7 @@ class Documents:
 
     def _remove(self, path: Path) -> None:
         """Remove a file that was not added whole, and what the index has of it."""
-        if sources := list(self._index.catalog.documents_of_file(str(path))):
+        if sources := list(self._index.catalog.documents.documents_of_file(str(path))):
             self._index.delete(sources=sources)
         path.unlink(missing_ok=True)
 

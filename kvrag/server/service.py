@@ -134,7 +134,7 @@ class Service:
 
     def about(self, *, keeps_history: bool, can_upload: bool) -> r.About:
         """Describe the index and the defaults of answers."""
-        num_documents, num_chunks, num_tokens = self.index.catalog.counts()
+        num_documents, num_chunks, num_tokens = self.index.catalog.documents.counts()
         defaults = self._engine.defaults
         return r.About(
             version=kvrag.__version__,

@@ -154,7 +154,7 @@ def usual_choice(
     num_chunks
         Chunks of the prompt; the first is exact.
     """
-    lengths = sorted(map(index.num_rows, index.catalog.keys().values()))
+    lengths = sorted(map(index.num_rows, index.catalog.stored.keys().values()))
     if not lengths:
         return None
     length = lengths[len(lengths) // 2]
@@ -235,7 +235,7 @@ def _feed(
 def _quotations(index: Index, options: CalibrationOptions) -> list[str]:
     """Return questions that quote chunks from all over the index. Raises ParameterError."""
     texts: list[str] = []
-    index.catalog.each_text(lambda _, text: texts.append(text))
+    index.catalog.texts.each_text(lambda _, text: texts.append(text))
     if not texts:
         raise ParameterError(f"{index.path}: the index is empty, there is nothing to ask about")
     step = max(1, len(texts) // options.num_questions)

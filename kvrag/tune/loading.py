@@ -75,7 +75,7 @@ def reading_from(index: Index, tier: Store) -> Iterator[None]:
 def spread(index: Index, num_chunks: int) -> list[Chunk]:
     """Return chunks from all over the index, enough for all prompts if it has this many."""
     ids: list[str] = []
-    index.catalog.each_text(lambda chunk_id, _: ids.append(chunk_id))
+    index.catalog.texts.each_text(lambda chunk_id, _: ids.append(chunk_id))
     return index.get_chunks(ids[:: max(1, len(ids) // (_NUM_PROMPTS * num_chunks))])
 
 

@@ -170,7 +170,7 @@ def measure_and_choose(
 
 def _contents(index: Index) -> tuple[list[int], int]:
     """Return the rows of every record that the index needs, and their total bytes."""
-    needed = index.catalog.keys()
+    needed = index.catalog.stored.keys()
     if not needed:
         raise ParameterError(f"{index.path}: the index is empty, there is nothing to keep")
     sizes = {key.digest: size for key, size in index.store.sizes() if key.digest in needed}

@@ -171,7 +171,7 @@ def test_a_catalog_that_cannot_be_read_costs_only_the_runs(
     def fail(*_: object) -> None:
         raise StoreError("gone")
 
-    monkeypatch.setattr(cut.catalog, "token_ids_of", fail)
+    monkeypatch.setattr(cut.catalog.texts, "token_ids_of", fail)
     layout = laid_out(cut, middle(cut) + QUESTION)
     assert layout.misses[MISS_CATALOG] == 1
     assert all(span.chunk_start == 0 for span in layout.spans)
@@ -180,7 +180,7 @@ def test_a_catalog_that_cannot_be_read_costs_only_the_runs(
 def test_a_failed_reading_of_the_table_is_made_again(
     cut: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = cut.catalog.tokens_behind
+    read = cut.catalog.texts.tokens_behind
     (cut.path / "runs.cache").unlink(missing_ok=True)
     with Index.open(cut.path, model=cut.model) as again:
         monkeypatch.setattr("kvrag.ingest.run_finder._BATCH", 1)
@@ -193,7 +193,7 @@ def test_a_failed_reading_of_the_table_is_made_again(
                 raise StoreError("busy")
             return read(row, count)
 
-        monkeypatch.setattr(again.catalog, "tokens_behind", failing)
+        monkeypatch.setattr(again.catalog.texts, "tokens_behind", failing)
         finder = again.run_finder
         with pytest.raises(StoreError):
             _ = finder.fingerprints

@@ -21,6 +21,7 @@ from kvrag.chunk import Chunk, ChunkKey, Document, chunk_id_of
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
 from kvrag.ingest import healing
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.catalogfile import damage_of
 from kvrag.ingest.healing import salvage
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import Change, ChunkRow
@@ -352,13 +353,13 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
     with stranger(shared):
         catalog = Catalog(shared)
         assert catalog._stamp is not None  # else this tests nothing
-        assert (catalog.version()[0], catalog.counts()[0]) == (3, 3)
+        assert (catalog.version()[0], catalog.documents.counts()[0]) == (3, 3)
     for end in (4, 60):  # a page more, and many
-        write(shared, catalog.counts()[0], end)
+        write(shared, catalog.documents.counts()[0], end)
         with stranger(shared):
-            assert (catalog.version()[0], catalog.counts()[0]) == (end, end)
-            assert catalog.damage() == []
-            assert catalog.digest_of(f"d{end - 1}") == ""
+            assert (catalog.version()[0], catalog.documents.counts()[0]) == (end, end)
+            assert damage_of(catalog) == []
+            assert catalog.documents.digest_of(f"d{end - 1}") == ""
     # While the writer has the catalog open, and after it was killed.
     with subprocess.Popen(
         [sys.executable, "-c", WRITE, str(shared), "60", "70", "stay"],
@@ -369,14 +370,14 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
         assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
         with stranger(shared):
-            assert (catalog.version()[0], catalog.counts()[0]) == (70, 70)
+            assert (catalog.version()[0], catalog.documents.counts()[0]) == (70, 70)
         writer.communicate()
     with stranger(shared):
-        assert (catalog.version()[0], catalog.counts()[0]) == (70, 70)
+        assert (catalog.version()[0], catalog.documents.counts()[0]) == (70, 70)
     write(shared, 70, 71)
     with stranger(shared):
-        assert (catalog.version()[0], catalog.counts()[0]) == (71, 71)
-        assert catalog.damage() == []
+        assert (catalog.version()[0], catalog.documents.counts()[0]) == (71, 71)
+        assert damage_of(catalog) == []
         catalog.close()
 
 
@@ -396,7 +397,7 @@ def test_a_read_during_a_write_is_begun_again(shared: Path) -> None:
             write(shared, 0, 5)
         seen.append(chunk_id)
 
-    assert catalog.each_text(use)[0] == 6
+    assert catalog.texts.each_text(use)[0] == 6
     assert seen == [chunk_id, chunk_id]
     catalog.close()
 
@@ -531,7 +532,7 @@ def test_a_replacement_that_was_killed_is_finished(
         assert steps[1:] == ["catalog.sqlite.next", "catalog.sqlite.ready"]
     with Index.open(index.path, model=model) as again:
         assert not (index.path / "catalog.sqlite.ready").exists()
-        assert again.catalog.damage() == []
+        assert damage_of(again.catalog) == []
         assert len(again.documents()) == 29
 
 
@@ -550,7 +551,7 @@ def test_a_repair_without_room_leaves_the_catalog(
             ]
             rows = [ChunkRow(chunk, [key], vector) for chunk in chunks]
             catalog.write(Change(put=[(source, None, "x", {}, rows)]))
-        held = catalog.counts()
+        held = catalog.documents.counts()
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         outcomes = []
         for limit in range(3_800_000, 6_400_000, 200_000):
@@ -562,7 +563,7 @@ def test_a_repair_without_room_leaves_the_catalog(
                 outcomes.append(False)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-            assert catalog.counts() == held
-            assert catalog.damage() == []
+            assert catalog.documents.counts() == held
+            assert damage_of(catalog) == []
             assert [one.name for one in tmp_path.iterdir() if ".tmp" in one.name] == []
     assert set(outcomes) == {True, False}

@@ -303,7 +303,7 @@ def test_the_calendar_has_ends(index: Index) -> None:
 def test_an_older_index_of_words_is_made_anew(filled: Index, tmp_path: Path) -> None:
     cache = filled.path / "words.cache"
     filled.search("fox")
-    filled.catalog._words.close()
+    filled.catalog.words.close()
     with sqlite3.connect(cache) as connection:
         connection.execute("DROP TABLE fields")
     connection.close()

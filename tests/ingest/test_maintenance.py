@@ -96,7 +96,7 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
 
 def test_a_damaged_catalog_is_told(index: Index, docs: Path) -> None:
     index.add([docs, *(Document(f"d{i}", f"{i} the northern light " * 9) for i in range(9))])
-    num_chunks = index.catalog.counts()[1]
+    num_chunks = index.catalog.documents.counts()[1]
     (key,) = index.catalog.chunk_and_keys(index.catalog.chunk_ids_of("d4")[0])[1]
     index.close()
     path = index.path / "catalog.sqlite"

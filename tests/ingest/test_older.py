@@ -43,7 +43,7 @@ def test_a_file_changed_under_its_size_and_time_is_read_again(index: Index, docs
     index.add(docs)
     time.sleep(0.1)
     index.add(docs)  # its state is old enough now to be believed
-    state = index.catalog.file(str(path))
+    state = index.catalog.documents.file(str(path))
     assert state is not None
     assert state.ctime_ns
     assert len(index.add(docs).unchanged) == 3

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import turns as turns_module
-from kvrag.ingest import words
+from kvrag.ingest.config import WORDS_NAME
 from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import WORDS_WEIGHT, Reranker, fused
@@ -74,7 +74,7 @@ def test_words_follow_changes_and_old_indexes(filled: Index) -> None:
     filled.delete(sources=["new"])
     assert "new" not in sources(filled, "void", 10)
     for content in (None, b"", b"damaged" * 1000):
-        path = filled.path / words.FILE_NAME
+        path = filled.path / WORDS_NAME
         path.unlink() if content is None else path.write_bytes(content)
         with Index.open(filled.path, model=filled.model, embedding=Topics()) as again:
             assert sources(again, "QX-4471", 1) == ["code"]

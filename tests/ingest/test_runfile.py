@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.catalog import Texts
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
@@ -28,14 +28,14 @@ def entries(index: Index) -> list[int]:
 def read_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the rows whose tokens are read from the catalog."""
     found: list[int] = []
-    tokens_behind = Catalog.tokens_behind
+    tokens_behind = Texts.tokens_behind
 
-    def noting(self: Catalog, row: int, most: int) -> list[tuple[int, bytes]]:
+    def noting(self: Texts, row: int, most: int) -> list[tuple[int, bytes]]:
         batch = tokens_behind(self, row, most)
         found.extend(number for number, _ in batch)
         return batch
 
-    monkeypatch.setattr(Catalog, "tokens_behind", noting)
+    monkeypatch.setattr(Texts, "tokens_behind", noting)
     return found
 
 
@@ -72,7 +72,7 @@ def test_removed_chunks_leave_the_file(filled: Index, model: KVModel, read_rows:
     assert (filled.path / "runs.cache").stat().st_size < size
     rows = {entry & ((1 << 30) - 1) for entry in _kept(filled)}
     assert rows
-    assert rows <= set(filled.catalog.marks()[0].tolist())
+    assert rows <= set(filled.catalog.texts.marks()[0].tolist())
     read_rows.clear()
     with Index.open(filled.path, model=model) as again:
         assert entries(again) == sorted(_kept(filled))
@@ -148,7 +148,7 @@ def test_an_encrypted_catalog_has_none(make_index: MakeIndex, tmp_path: Path) ->
 
 def test_tables_with_some_rows_only(filled: Index) -> None:
     fingerprints = filled.run_finder.fingerprints
-    rows = filled.catalog.marks()[0]
+    rows = filled.catalog.texts.marks()[0]
     kept = fingerprints.of_rows(rows[:1])
     assert 0 < kept.size_bytes < fingerprints.size_bytes
     hashes = np.unique(np.concatenate(fingerprints.parts) >> np.uint64(30) << np.uint64(30))

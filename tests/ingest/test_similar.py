@@ -16,6 +16,7 @@ import torch
 from kvrag.chunk import Chunk, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.catalogfile import damage_of
 from kvrag.ingest.companions import Passage, choose
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import LEAST_TOKENS
@@ -192,8 +193,8 @@ def test_nothing_that_saw_a_deleted_text_remains(index: Index, by_chunk: bool) -
     assert index.delete(**({"chunk_ids": ids} if by_chunk else {"sources": [gone.source]})) == 1
     assert not is_after(index, gone)
     assert all(chunk.contexts == ((),) for chunk in index.get_chunks([*seen]))
-    assert not index.catalog.damage()
-    assert index.catalog.has_sound_tables()
+    assert not damage_of(index.catalog)
+    assert index.catalog.stored.has_sound_tables()
     index.upkeep.gc()
     assert not any(map(index.store.contains, seen.values()))
     # Until the next ingestion, prompts compute them.

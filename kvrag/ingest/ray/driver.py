@@ -202,7 +202,7 @@ class RayRunner:
             rows = [listed_row(one) for one in self._listed]
             size_bytes = sum(one.size_bytes // one.num_parts for one in self._listed)
             return _in_tasks(ray, rows, size_bytes)
-        catalog, sources = run.storage.catalog, run.sources
+        catalog, sources = run.storage.catalog.documents, run.sources
         plan.failed += [FailedDocument(one.source, one.reason) for one in sources.failed]
         find_gone(catalog, sources, plan)
         rows = [file_row(catalog, path) for path in sources.files]
@@ -216,7 +216,7 @@ class RayRunner:
         # Rows that the driver makes say themselves what is known.
         known = None
         if self._has_rows:
-            documents = run.storage.catalog.digests()
+            documents = run.storage.catalog.documents.digests()
             known = ray.put(documents) if documents else None
 
         def planned(job: Job) -> Any:

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -19,18 +19,18 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.report import FailedDocument
-from kvrag.ingest.rows import Change, FileState, pack_contexts, pack_ids, pack_json, unpack_chunk
+from kvrag.ingest.rows import Change, FileState, PackedChunk, pack_chunk, unpack_chunk
 from kvrag.ingest.stages import Committer, Outcome, Run, windows
 from kvrag.store.capabilities import tiers_of
 
+_TYPES = {int: pa.int64(), str: pa.large_string(), bytes: pa.binary()}
 _CHUNK = pa.struct(
     [
-        ("chunk_id", pa.string()),
-        ("text", pa.large_string()),
-        ("token_ids", pa.binary()),
-        ("token_starts", pa.binary()),
-        ("ordinal", pa.int64()),
-        ("metadata", pa.string()),
+        *(
+            (name, _TYPES[kind])
+            for name, kind in get_type_hints(PackedChunk).items()
+            if name not in ("row", "source", "num_tokens", "contexts")
+        ),
         ("contexts", pa.int32()),
         ("vectors", pa.binary()),
     ]
@@ -82,17 +82,12 @@ def pack(packet: Packet, dim: int) -> pa.Table:
     documents = packet.plan.documents
     for document in documents:
         for number, chunk in enumerate(document.chunks):
-            packed = pack_contexts(chunk.contexts)
+            packed = pack_chunk(0, chunk)
             vectors = document.vectors[number] if document.vectors else None
             chunks.append(
                 {
-                    "chunk_id": chunk.chunk_id,
-                    "text": chunk.text,
-                    "token_ids": pack_ids(chunk.token_ids),
-                    "token_starts": pack_ids(chunk.token_starts),
-                    "ordinal": chunk.ordinal,
-                    "metadata": pack_json(chunk.metadata),
-                    "contexts": contexts.setdefault(packed, len(contexts)),
+                    **packed._asdict(),
+                    "contexts": contexts.setdefault(packed.contexts, len(contexts)),
                     "vectors": None if vectors is None else vectors.astype("<f4").tobytes(),
                 }
             )
@@ -128,9 +123,9 @@ def _fill(
 ) -> None:
     """Give a document its chunks and their vectors."""
     for row in rows:
-        texts = (row[name] for name in ("chunk_id", "text", "token_ids", "token_starts"))
-        place = (document.source, row["ordinal"], row["metadata"], contexts[row["contexts"]])
-        document.chunks.append(unpack_chunk((*texts, *place)))
+        values: dict[str, Any] = {name: row.get(name) for name in PackedChunk._fields}
+        values |= {"source": document.source, "contexts": contexts[row["contexts"]]}
+        document.chunks.append(unpack_chunk(PackedChunk(**values)))
         if row["vectors"] is not None:
             document.vectors.append(np.frombuffer(row["vectors"], "<f4").reshape(-1, dim))
 

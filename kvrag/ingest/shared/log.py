@@ -27,9 +27,14 @@ from kvrag.errors import (
     KVRagError,
     StoreError,
 )
-from kvrag.ingest import words
-from kvrag.ingest.catalogfile import next_path
-from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig, write_atomically
+from kvrag.ingest.catalogfile import next_path, write_copy
+from kvrag.ingest.config import (
+    RUNS_NAME,
+    VECTORS_NAME,
+    WORDS_NAME,
+    IndexConfig,
+    write_atomically,
+)
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change
@@ -412,13 +417,13 @@ class SharedLog:
     def _put_base(self, version: int) -> Base:
         """Store the view's catalog and its caches, which are brought up to date first."""
         storage, catalog = self._storage, self._storage.catalog
-        catalog.search_words("kvrag", 1)  # makes the index of words
+        catalog.words.search("kvrag", 1)  # makes the index of words
         storage.vectors.get()
         storage.refresh_vectors()
         with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
             copy = Path(scratch)
-            catalog.write_copy(copy / catalog.path.name, catalog.cipher_key)
-            for name in (VECTORS_NAME, words.FILE_NAME, RUNS_NAME):
+            write_copy(catalog, copy / catalog.path.name, catalog.cipher_key)
+            for name in (VECTORS_NAME, WORDS_NAME, RUNS_NAME):
                 with contextlib.suppress(FileNotFoundError):
                     os.link(storage.path / name, copy / name)  # it may be replaced meanwhile
             return Base(

@@ -20,9 +20,8 @@ from kvrag.checksum import checksum
 from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexFormatError
 from kvrag.ingest import config as configs
-from kvrag.ingest import words
 from kvrag.ingest.catalog import FILE_NAME
-from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, newer_error
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, WORDS_NAME, newer_error
 from kvrag.ingest.report import GcReport
 from kvrag.store.base import Store
 from kvrag.store.bucket import Bucket
@@ -37,7 +36,7 @@ _COLLECTING = "collecting.txt"
 _NAME = re.compile(r"([0-9]{12})\.json")
 # They become names of files here, and anyone who may write to the bucket may have written them.
 _KEY = re.compile(r"[0-9a-f]{40}")
-_BASE_FILES = {FILE_NAME, VECTORS_NAME, RUNS_NAME, words.FILE_NAME}
+_BASE_FILES = {FILE_NAME, VECTORS_NAME, RUNS_NAME, WORDS_NAME}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import xxhash
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, RecordError, StoreError
 from kvrag.ingest.catalog import FILE_NAME
+from kvrag.ingest.catalogfile import write_through
 from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.encryption import make_catalog
 from kvrag.ingest.rows import Change, ChunkRow, FileState
@@ -297,6 +298,6 @@ def build(folder: Path, config: IndexConfig, head: Manifest, segments: Store, st
             get_file(segments, file, folder / file.name)
         return
     with contextlib.closing(make_catalog(folder, config, store)) as catalog:
-        catalog.write_through()
+        write_through(catalog)
     for end in ("-wal", "-shm"):
         (folder / f"{FILE_NAME}{end}").unlink(missing_ok=True)

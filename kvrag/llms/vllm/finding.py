@@ -121,7 +121,7 @@ class TokenFinder:
                         heads.setdefault(head, []).append((chunk_id, offset))
 
                 catalog = self._index.catalog
-                self._version = catalog.each_head(HEAD_TOKENS + MAX_EDGE_TOKENS, add)
+                self._version = catalog.texts.each_head(HEAD_TOKENS + MAX_EDGE_TOKENS, add)
                 self._heads = heads
             return self._heads
 

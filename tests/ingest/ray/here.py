@@ -25,7 +25,7 @@ def tiny_index(folder: Path) -> Index:
 def here(run: Run) -> Plan:
     """Carry out an ingestion as `RayRunner` does, but in this process."""
     plan = Plan()
-    catalog, sources = run.storage.catalog, run.sources
+    catalog, sources = run.storage.catalog.documents, run.sources
     rows = [file_row(catalog, path) for path in sources.files]
     rows += [document_row(catalog, one) for one in sources.documents.values()]
     job = replace(job_of(run.storage), dry_run=run.dry_run, limits=run.parser.limits)

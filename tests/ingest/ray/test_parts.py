@@ -149,7 +149,7 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
     with tiny_index(tmp_path) as index:
         index.add([Document("model", "loaded")])
         job = job_of(index)
-        rows = table([document_row(index.catalog, Document("d", "One. Two."))])
+        rows = table([document_row(index.catalog.documents, Document("d", "One. Two."))])
         (planned,) = plan_rows(rows, job)
         embedded = Embedder(job)(planned)
 
@@ -176,7 +176,7 @@ def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
     with tiny_index(tmp_path) as index:
         index.add([file, Document("d", "One.")])
         job = job_of(index)
-        catalog = index.catalog
+        catalog = index.catalog.documents
 
         def news(*rows: dict[str, str]) -> tuple[Plan, list[PlannedDocument]]:
             (packet,) = [one for made in plan_rows(table([*rows]), job) for one in unpack(made)]
@@ -283,7 +283,10 @@ def test_the_first_row_with_a_source_is_used(tmp_path: Path, is_one_block: bool)
 def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> None:
     def elsewhere(run: Run) -> Plan:
         plan = Plan()
-        rows = [document_row(run.storage.catalog, one) for one in run.sources.documents.values()]
+        rows = [
+            document_row(run.storage.catalog.documents, one)
+            for one in run.sources.documents.values()
+        ]
         job = replace(job_of(run.storage), store=f"file:{tmp_path / 'elsewhere'}")
         Collector(run, plan, False).collect(computed(rows, job))
         return plan
@@ -307,7 +310,10 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
 
     def elsewhere(run: Run) -> Plan:
         plan = Plan()
-        rows = [document_row(run.storage.catalog, one) for one in run.sources.documents.values()]
+        rows = [
+            document_row(run.storage.catalog.documents, one)
+            for one in run.sources.documents.values()
+        ]
         job = replace(job_of(run.storage), store=store("worker"))
         packets = list(computed(rows, job))
         with monkeypatch.context() as patch:
@@ -356,7 +362,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, wrong: Any) -> None:
 def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
     """Ingest the rows of a dataset of one or several blocks, in this process."""
     plan = Plan()
-    job, known = job_of(run.storage), run.storage.catalog.digests()
+    job, known = job_of(run.storage), run.storage.catalog.documents.digests()
     blocks = [rows] if is_one_block else [[row] for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvrag.ingest.ray.planning._Planning.digests", lambda *_: known)
