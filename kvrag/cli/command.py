@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -57,40 +58,18 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _refuse_gone(self, ctx: Any, args: list[str]) -> None:
-        """Fail with what to give instead of ``--set KEY=VALUE``, or of another earlier option."""
-        for number, arg in enumerate(args):
-            if arg == "--":
-                break
-            option, equals, pair = arg.partition("=")
-            if option.startswith("--") and (
-                gone := s.GONE.get((" ".join(_place(ctx)), option.removeprefix("--")))
-            ):
-                ctx.fail(f"{option} {gone}")
+        """Fail with what to give instead of an option of an earlier version."""
+        place = " ".join(_place(ctx))
+        for arg in itertools.takewhile(lambda arg: arg != "--", args):
+            option = arg.partition("=")[0]
             if option == _SET:
                 ctx.fail(
-                    self._instead_of_set(ctx, pair if equals else "".join(args[number + 1 :][:1]))
+                    f"{_SET} KEY=VALUE is gone: give the option --KEY VALUE ('kvrag config "
+                    f"{place}' lists all), or write KEY = VALUE below "
+                    f"[{place.replace(' ', '.')}] in {s.FILE_NAME}"
                 )
-
-    def _instead_of_set(self, ctx: Any, pair: str) -> str:
-        """Return what to give instead of ``--set KEY=VALUE``."""
-        name, _, value = pair.partition("=")
-        key, place = self.keys.get(name), _place(ctx)
-        if key is None:
-            return f"{_SET} is gone: give the option; 'kvrag config {' '.join(place)}' lists all"
-        found = next(one for one in self.params if one.name == key.parameter)
-        option = max(found.opts, key=len)
-        said, written = f"give {option} {value}", value
-        if key.kind is bool:
-            is_on = value.lower() in ("true", "1", "yes", "on")
-            written = "true" if is_on else "false"
-            options = [option] if is_on else found.secondary_opts
-            said = f"give {options[0]}" if options else f"leave {option} out"
-        elif key.kind not in (int, float):
-            written = f'["{value}"]' if key.is_list else f'"{value}"'
-        return (
-            f"{_SET} is gone: {cut(said)}, or write {name} = {cut(written)} below "
-            f"[{'.'.join(place)}] in {s.FILE_NAME}"
-        )
+            if option.startswith("--") and (gone := s.GONE.get((place, option[2:]))):
+                ctx.fail(f"{option} {gone}")
 
     def _settle(self, ctx: Any, given: Mapping[str, Any]) -> None:
         place = _place(ctx)

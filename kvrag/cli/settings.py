@@ -59,7 +59,15 @@ _MAX_LINE = 2_000
 _MAX_DOTS = 20
 # Strings in one line; the dots in them cost nothing.
 _QUOTED = re.compile(r""""[^"]*"|'[^']*'""")
-_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
+_NUMBERS = (int, float)
+# By the kind of a key: the types of TOML's values, and what they are.
+_KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    Path: (str, "a path"),
+}
+_TEXT = (str, "text")
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Key:
     name, parameter
         Its name, and the name of the command's parameter.
     kind
-        `bool`, `int`, `float`, `str` or `Path`.
+        `bool`, `int`, `float` or `Path`; anything else is text.
     is_list
         Whether it may be given more than once.
     is_hidden
@@ -98,33 +106,29 @@ class Key:
     @property
     def expected(self) -> str:
         """A description of the values that it accepts."""
-        if self.kind is bool:
-            return "true or false"
-        if self.kind not in _NUMBERS:
-            noun = "a path" if self.kind is Path else "text"
-            return "a list of texts" if self.is_list else noun
-        noun = _NUMBERS[self.kind]
-        if self.most is not None:
-            return f"{noun} from {self.least:g} to {self.most:g}"
-        return noun if self.least is None else f"{noun} from {self.least:g}"
+        if self.is_list:
+            return "a list of texts"
+        _, noun = _KINDS.get(self.kind, _TEXT)
+        if self.kind not in _NUMBERS or self.least is None:
+            return noun
+        to = "" if self.most is None else f" to {self.most:g}"
+        return f"{noun} from {self.least:g}{to}"
 
-    def accepts(self, value: object) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Return whether a value has this key's type and is in its range."""
         if self.is_list:
             return isinstance(value, list) and all(isinstance(one, str) for one in value)
-        if self.kind is bool:
-            return isinstance(value, bool)
-        if self.kind not in _NUMBERS:
-            # An empty path would mean the working directory.
-            return isinstance(value, str) and (self.kind is not Path or bool(value.strip()))
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        types, _ = _KINDS.get(self.kind, _TEXT)
+        # To Python, a flag is a number.
+        if not isinstance(value, types) or isinstance(value, bool) != (self.kind is bool):
             return False
-        if self.kind is int and not isinstance(value, int):
-            return False
-        # Written so that NaN is outside every range.
-        return (self.least is None or value >= self.least) and (
-            self.most is None or value <= self.most
-        )
+        if self.kind in _NUMBERS:
+            # Written so that NaN is outside every range.
+            return (self.least is None or value >= self.least) and (
+                self.most is None or value <= self.most
+            )
+        # An empty path would mean the working directory.
+        return self.kind is not Path or bool(value.strip())
 
 
 @dataclass(frozen=True)

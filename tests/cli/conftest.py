@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,13 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+def run_command(*args: object, stdin: str | bytes | None = None) -> Ran:
+    result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
 @pytest.fixture
 def run() -> Run:
-    def run_command(*args: object, stdin: str | bytes | None = None) -> Ran:
-        result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
-        return Ran(result.exit_code, result.stdout, result.stderr)
-
     return run_command
 
 
@@ -63,9 +65,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    folder = tmp_path / "documents"
+def write_documents(folder: Path) -> Path:
     for name, text in TEXTS.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +74,32 @@ def documents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def index_folder(tmp_path: Path, documents: Path, model_folder: Path, run: Run) -> Path:
-    """Return the folder of an index of `documents`, made by the command line."""
-    folder = tmp_path / "index"
-    done = run(
-        "ingest", documents, "--index", folder, "--model", model_folder, "--embedding", "hashing"
-    )
+def documents(tmp_path: Path) -> Path:
+    return write_documents(tmp_path / "documents")
+
+
+def ingested(run: Run, documents: Path, folder: Path, model: Path) -> Path:
+    """Make an index by the command line."""
+    made = ("ingest", documents, "--index", folder, "--model", model, "--embedding", "hashing")
+    done = run(*made)
     assert done.code == 0, done.err
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole_index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """Return an index that no test changes."""
+    folder = tmp_path_factory.mktemp("whole")
+    return ingested(
+        run_command, write_documents(folder / "documents"), folder / "index", model_folder
+    )
+
+
+@pytest.fixture
+def index_folder(request: pytest.FixtureRequest, tmp_path: Path, whole_index: Path) -> Path:
+    """Return an index of one's own: of one's own documents, if the test has them too."""
+    folder = tmp_path / "index"
+    if "documents" in request.fixturenames:
+        documents, model = map(request.getfixturevalue, ("documents", "model_folder"))
+        return ingested(run_command, documents, folder, model)
+    return Path(shutil.copytree(whole_index, folder))

@@ -1,13 +1,60 @@
+"""`kvrag bench`, `inspect` and `train`: small runs, and what they refuse before any work."""
+
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvrag.fusion.compression.anchors import FILE_NAME, Anchors
+from kvrag.fusion.links import FILE_NAME as LINKS_NAME
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag.llms.vllm import versions
+from kvrag.models.kv_model import KVModel
+from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
+from kvrag_bench.exact import ExactRow
+from kvrag_bench.peers import run as measuring
+from kvrag_bench.peers.workload import VISITS
 from tests.cli.conftest import Run
+
+CONTEXTS = [
+    {"title": "", "text": "Ines keeps the harbour ledger. She writes down every boat."},
+    {"title": "", "text": "Tomas repairs the tall clock of Varn, near the old river bank."},
+]
+ROWS = [
+    CodecRow(PRESET, "kvrag-tiny", "transform", "1/2", 250, 1.23456, 12345.0, 1e-5, 0.1, 1.2),
+    CodecRow(BASELINE, "kvrag-tiny", "cachegen-public-16", "x0.25", 250, 12.5, 1200.0, 0.5, 0.6),
+    CodecRow(
+        EQUAL, "kvrag-tiny", "transform", None, 250, 1.0, None, 0.005, baseline="8-bit", ratio=8
+    ),
+    CodecRow(DESIGN, "kvrag-tiny", "pca, all layers, K and V apart", None, 250, 1.0, 10.0, 0.02),
+    CodecRow(CODER, "mix of transform:0.5", "constriction", "range", threads=1, ratio=31.25),
+    CodecRow(
+        CONTEXT, "random", "transform", "1", 5000, 1.0, group_layers=4, seconds=0.5, ratio=0.02
+    ),
+]
+EVICTION = (
+    *("eviction", "--random-shape", "test", "--tokens", "120", "--steps", "2"),
+    *("--eviction", "corm:window=8:recent=8,streaming:share=0.25"),
+)
+LOAD = (
+    *("load", "--random-shape", "test", "--chunks", "2", "--chunk-tokens", "20"),
+    *("--question-tokens", "5", "--speeds", "1", "--ratios", "0.5", "--repeats", "1"),
+)
+TRAIN = ("--steps", 2, "--rows", 2, "--evaluate-questions", 2)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "set.json"
+    asked: dict[str, Any] = {"answers": ["Tomas"], "ctxs": CONTEXTS}
+    path.write_text(json.dumps([{**asked, "question": f"Who repairs {i}?"} for i in range(4)]))
+    return path
 
 
 @dataclass(frozen=True)
@@ -36,49 +83,349 @@ class FakeRow:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stand in for the measurement; return the list that receives its options."""
+    """Stand in for two measurements; return the list that receives their options."""
     received: list[Any] = []
-    import kvrag_bench.ttft as ttft
 
-    def measure(options: Any, on_progress: Any) -> Iterator[FakeRow]:
-        received.append(options)
-        on_progress("measuring")
-        yield FakeRow()
-        yield FakeRow(policy="none", ratio=None)
+    def stand_in(rows: list[Any]) -> Any:
+        def measure(options: Any, on_progress: Any) -> Iterator[Any]:
+            received.append(options)
+            on_progress("measuring")
+            yield from rows
 
-    monkeypatch.setattr(ttft, "run_ttft_bench", measure)
+        return measure
+
+    rows = [FakeRow(), FakeRow(policy="none", ratio=None)]
+    monkeypatch.setattr("kvrag_bench.ttft.run_ttft_bench", stand_in(rows))
+    monkeypatch.setattr("kvrag_bench.codec.run.run_codec_bench", stand_in(ROWS))
     return received
 
 
-def test_json_is_a_list_of_rows(run: Run, asked: list[Any]) -> None:
-    done = run("bench", "ttft", "--json")
-    assert done.code == 0, done.err
-    assert set(done.json[0]) == {field.name for field in fields(FakeRow)}
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("ttft --chunk-tokens many", "--chunk-tokens"),
+        ("ttft --chunk-tokens 0", "--chunk-tokens"),
+        ("ttft --chunk-tokens=", "--chunk-tokens"),
+        ("ttft --policies ,", "--policies"),
+        ("codec --parts weight", "weight"),
+        ("codec --sources minilm", "--data"),
+        ("codec --sources minilm --data missing.json", "missing.json"),
+        (f"codec --sources nothing --data {__file__}", "nothing"),
+        ("codec --model somewhere/else", "--data"),
+        ("codec --codecs zip", "zip"),
+        ("codec --group-layers -1", "--group-layers"),
+        ("codec --random-shape gpt-9", "gpt-9"),
+        ("codec --out curves.jpg", "curves.jpg"),
+        ("codec --out curves.png --parts speed", "--out"),
+        ("eviction --random-shape test --eviction lru", "unknown eviction 'lru'"),
+        ("eviction --random-shape test --eviction ,", "--eviction is empty"),
+        ("eviction --random-shape test --eviction none", "leave it out"),
+        ("eviction --random-shape test --sharpness -1", "sharpness -1.0"),
+        ("eviction --random-shape test --tokens 50000", "holds 40960"),
+        *((f"load --speeds={speeds}", "--speeds") for speeds in ("", "0", "-1", "inf", "fast")),
+        ("load --parts tiers", "--parts 'tiers'"),
+        ("quality --eviction lru", "unknown eviction 'lru'"),
+        ("quality --policies ,", "--policies"),
+        ("quality --policies best", "unknown policy 'best'"),
+        ("quality --codecs zip", "no codec 'zip'"),
+        ("quality --ratios 0.1,many", "--ratios '0.1,many'"),
+        ("quality --ratios 1.5", "--ratios '1.5'"),
+        ("quality --data absent.json", "no data set at 'absent.json'"),
+        ("quality --picture quality.jpg", "ends in .png"),
+        ("quality --model ./absent", "no model at './absent'"),
+        ("vllm --parts magic", "--parts"),
+        ("vllm --context-tokens 0", "--context-tokens"),
+        ("vllm --context-tokens x", "--context-tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_before_any_work(
+    run: Run, asked: list[Any], monkeypatch: pytest.MonkeyPatch, command: str, said: str
+) -> None:
+    if command != "eviction --random-shape test --tokens 50000":
+        monkeypatch.setattr(KVModel, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    done = run("bench", *command.split())
+    assert done.code in (1, 2)
+    assert said in done.err
+    assert asked == []
+
+
+def test_ttft(run: Run, asked: list[Any]) -> None:
+    assert run("bench", "ttft", "--json").json[0] == FakeRow().__dict__
     assert asked[0].chunk_tokens == (100, 250, 500)
     assert asked[0].policies == ("none", DEFAULT_POLICY)
-
-
-def test_table_for_a_person(run: Run, asked: list[Any]) -> None:
     done = run("bench", "ttft", "--chunk-tokens", "7, 9", "--policies", "none")
     assert done.code == 0, done.err
-    assert "deviation 15%" in done.out
-    assert "5.0x" in done.out
-    assert "filler:512" in done.out
-    assert asked[0].contexts == (None,)
+    for expected in ("deviation 15%", "5.0x", "filler:512"):
+        assert expected in done.out
+    assert (asked[1].contexts, asked[1].chunk_tokens) == ((None,), (7, 9))
+
+
+def test_tables_of_codecs_fit_100_columns(run: Run, asked: list[Any]) -> None:
+    done = run("bench", "codec", "--parts", "rate,speed", "--chunk-tokens", "7, 9")
+    assert done.code == 0, done.err
     assert asked[0].chunk_tokens == (7, 9)
+    for expected in ("transform:1/2", "8.00x", "31.25x", "transform:1, 4 layers", "2.00%"):
+        assert expected in done.out
+    assert max(len(line.rstrip()) for line in done.out.splitlines()) <= 100
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "expected"),
     [
-        ("--chunk-tokens", "many"),
-        ("--chunk-tokens", "0"),
-        ("--chunk-tokens", ""),
-        ("--policies", " ,"),
+        (EVICTION, ("full cache", "streaming(sinks=4, share=0.25)")),
+        (LOAD, ("deviation 50%", "one by one", "boundary 50%")),
+        (("pml", "--random-shape", "test", "--modules", 2, "--module-tokens", 20), ("floor",)),
     ],
 )
-def test_bad_lists_are_named(run: Run, asked: list[Any], arguments: tuple[str, str]) -> None:
-    done = run("bench", "ttft", *arguments)
+def test_tables_of_small_runs(
+    run: Run, arguments: tuple[object, ...], expected: tuple[str, ...]
+) -> None:
+    small = ("--text-tokens", 5, "--repeats", 1) if arguments[0] == "pml" else ()
+    done = run("bench", *arguments, *small)
+    assert done.code == 0, done.err
+    for one in expected:
+        assert one in done.out
+
+
+def test_one_part_of_loading(run: Run) -> None:
+    done = run("bench", *LOAD, "--parts", "controller", "--policy", "deviation", "--json")
+    assert [one["policy"] for one in done.json["controller"]] == ["deviation"]
+    # What the controller could not choose is no matter where it is not asked for.
+    done = run("bench", *LOAD, "--parts", "pipelining", "--policy", "none", "--json")
+    assert done.json["pipelining"][0]["ratio"] is None
+
+
+def test_exact_fails_where_something_differs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ExactRow("m", "float32", 9, "x, ratio 1.0", "y", 0, 0, 9, 1e-6, 1e-7, 4, 4, 1e-4)
+    rows = [right]
+    monkeypatch.setattr("kvrag_bench.exact.run_exact_bench", lambda options, on_progress: rows)
+    assert run("bench", "exact", "--json").json[0]["by_deviation"] == 1e-6
+    rows.append(replace(right, by_deviation=0.5, num_equal=1))
+    done = run("bench", "exact")
     assert done.code == 1
-    assert arguments[0] in done.err
-    assert asked == []
+    assert "1 of 4 answer tokens" in done.err
+    assert "5.0e-01" in done.out
+
+
+@pytest.mark.parametrize("failure", ["", "it broke"])
+def test_peers_have_an_exit_code_and_a_picture(
+    run: Run, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"ttft_seconds": 1.0, "seconds_per_token": 0.0, "text": "a", "full_text": "a"}
+    result: dict[str, Any] = {"failure": failure}
+    if not failure:
+        answers = [{"visit": visit, **answer} for visit in VISITS]
+        result = {"settings": "s", "version": "1", "peak_bytes": 5, "answers": answers}
+    monkeypatch.setattr(measuring, "_in_a_process", lambda *_: result)
+    picture = tmp_path / "rows.png"
+    asked = ("bench", "peers", "--model", "kvrag-tiny", "--peers", "transformers")
+    assert run(*asked, "--picture", picture).code == int(bool(failure))
+    assert picture.exists() is not bool(failure)
+    assert run(*asked, "--json").code == int(bool(failure))
+
+
+def test_quality(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
+    done = run(
+        *("bench", "quality", "--model", model_folder, "--data", data, "--questions", 1),
+        *("--policies", "boundary", "--ratios", "1", "--max-tokens", 3, "--no-chat"),
+    )
+    assert done.code == 0, done.err
+    # The policy, and the question without its documents.
+    for expected in (
+        *("overall, 1 questions", "full prefill", "boundary 100%", "+0.0 (+0.0 to +0.0)"),
+        "2.0 contestants a question took",
+    ):
+        assert expected in done.out
+    one = {"question": "Who keeps it?", "answers": ["unknown"], "document_answers": ["Ines"]}
+    one["ctxs"] = [{**CONTEXTS[1], "before": [CONTEXTS[0]["text"]]}]
+    data.write_text(json.dumps([one]))
+    common = ("bench", "quality", "--model", model_folder, "--data", data, "--policies", "none")
+    done = run(*common, "--context", "none,document", "--max-tokens", 2)
+    assert "none, document" in done.out
+    assert "by documents" in done.out
+    compress = ("--compress", "none,drop:0.5")
+    refused = run(*common, *compress, "--picture", tmp_path / "p.png")
+    assert refused.code == 1
+    assert "--picture shows one compression" in refused.err
+    assert "none, drop:0.5" in run(*common, *compress, "--max-tokens", 2).out
+
+
+@pytest.mark.parametrize(("found", "why"), [(None, "not installed"), ("0.11.0", "was not tested")])
+def test_only_tested_versions_of_vllm(
+    run: Run, monkeypatch: pytest.MonkeyPatch, found: str | None, why: str
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: found)
+    ran = run("bench", "vllm")
+    assert ran.code == 1
+    assert why in ran.err
+    assert versions.TESTED_VERSIONS[-1] in ran.err
+
+
+# -- inspect ---------------------------------------------------------------------------------
+
+
+def test_pictures_and_numbers(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("inspect", "--model", model_folder, "--data", data, "--out", tmp_path / "out")
+    assert len(run(*arguments, "--json").json["spans"]) == 2
+    assert len(list((tmp_path / "out").glob("*.png"))) == 3
+    assert "deviation computes again:" in run(*arguments, "--policies", "deviation").out
+
+
+@pytest.mark.slow
+def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("inspect", "--model", model_folder, "--data", data)
+    picture = tmp_path / "kept.png"
+    policy = ("--eviction-policy", "corm:window=4:recent=3")
+    done = run(*arguments, "--eviction", picture, *policy)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "corm(window=4, recent=3, threshold=1.0) keeps" in done.out
+    assert "with the full cache:" in done.out
+    found = run(*arguments, "--eviction", picture, *policy, "--json").json["eviction"]
+    last = list(range(len(found["tokens"]) - 3, len(found["tokens"])))
+    assert [len(layer) for layer in found["kept"]] == [2] * 4
+    assert all(head[-3:] == last for layer in found["kept"] for head in layer)
+    both = run(*arguments, "--eviction", picture, "--out", tmp_path / "out", "--json").json
+    assert both["spans"]
+    assert both["eviction"]["policy"] == "corm(window=16, recent=16, threshold=1.0)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "give --out DIR, or --eviction FILE.png"),
+        ("--eviction kept.jpg", "expected a name that ends in .png"),
+        ("--eviction k.png --eviction-policy none", "forgets nothing"),
+        ("--eviction k.png --eviction-policy lru", "unknown eviction 'lru'"),
+        ("--eviction nowhere/k.png", "there is no folder"),
+        ("--out . --question 5", "has 4, from 0"),
+        ("--out . --policies best", "unknown policy 'best'"),
+    ],
+)
+def test_what_cannot_be_inspected(
+    run: Run, model_folder: Path, data: Path, options: str, message: str
+) -> None:
+    done = run("inspect", "--model", model_folder, "--data", data, *options.split())
+    assert done.code == 1
+    assert message in done.err
+
+
+# -- train -----------------------------------------------------------------------------------
+
+
+class Trained:
+    """Trains over `data`, and answers over documents with what came of it."""
+
+    def __init__(self, run: Run, documents: Path, data: Path, folder: Path) -> None:
+        self.run, self.documents, self.data, self.folder = run, documents, data, folder
+
+    def train(self, what: str, model: Path, name: str, *options: object) -> Any:
+        out = self.folder / name
+        of_links = ("--links", 2) if what == "links" else ()
+        done = self.run(
+            *("train", what, "--model", model, "--data", self.data, "--out", out, "--json"),
+            *(*TRAIN, *of_links, *options),
+        )
+        assert done.code == 0, done.err
+        return done.json
+
+    def index(self, model: Path, name: str, *options: object) -> Path:
+        made = ("ingest", self.documents, "--index", self.folder / name, "--model", model)
+        done = self.run(*made, "--embedding", "hashing", *options)
+        assert done.code == 0, done.err
+        return self.folder / name
+
+    def report(self, index: Path, *options: object) -> Any:
+        ask = ("query", "Who repairs the clock?", "--index", index, "--max-tokens", 2, "--json")
+        return self.run(*ask, *options).json["report"]
+
+
+@pytest.fixture
+def trained(run: Run, documents: Path, data: Path, tmp_path: Path) -> Trained:
+    return Trained(run, documents, data, tmp_path)
+
+
+def test_links(trained: Trained, model_folder: Path, index_folder: Path) -> None:
+    told = trained.train("links", model_folder, "tuned")
+    assert told["steps"] == 2
+    assert {"linked/overall", "plain/overall"} <= told["scores"].keys()
+    index = trained.index(trained.folder / "tuned", "of-tuned")
+    assert trained.report(index)["num_links"] > 0
+    assert trained.report(index, "--links", "off")["num_links"] == 0
+    # Frozen ones serve an index that was there before.
+    frozen = ("--mode", "frozen", "--loss", "distill", "--rank", 2)
+    trained.train("links", model_folder, "frozen", *frozen)
+    links = trained.folder / "frozen" / LINKS_NAME
+    assert LinkTokens.load(links).header.way == "adapter"
+    assert trained.report(index_folder, "--links", links)["num_links"] > 0
+    assert trained.report(index_folder)["num_links"] == 0
+
+
+def test_anchors_and_links_on_them(run: Run, trained: Trained, model_folder: Path) -> None:
+    told = trained.train("anchors", model_folder, "anchored")
+    anchored = trained.folder / "anchored"
+    assert told["anchors"] == str(anchored / FILE_NAME)
+    assert {f"anchors:{rate}/linked/overall" for rate in (0.5, 0.75)} <= told["scores"].keys()
+    assert not (anchored / LINKS_NAME).exists()
+    assert Anchors.load(anchored / FILE_NAME).rates == (0.5, 0.75)
+    sizes = []
+    for compress in ("none", "anchors:0.5", "anchors:0.75"):
+        index = trained.index(anchored, compress, "--compress", compress)
+        sizes.append(run("stats", "--index", index, "--json").json["size_bytes"])
+        report = trained.report(index)
+        assert (report["num_compressed"] > 0) == (compress != "none")
+        assert not report["misses"]
+    assert sizes == sorted(sizes, reverse=True)
+    for mode in ("tuned", "frozen"):
+        trained.train("links", anchored, mode, "--anchors", "0.5,0.75", "--mode", mode)
+        out = trained.folder / mode
+        assert (out / FILE_NAME).exists() == (mode == "tuned")
+        model = out if mode == "tuned" else anchored
+        index = trained.index(model, f"{mode}-index", "--compress", "anchors:0.75")
+        report = trained.report(index, "--links", out / LINKS_NAME)
+        assert report["num_links"] > 0
+        assert report["num_compressed"] > 0
+    wrong = ("--anchors", "0.5", "--links", 2, *TRAIN)
+    of_anchored = ("train", "links", "--model", anchored, "--data", trained.data)
+    refused = run(*of_anchored, "--out", trained.folder / "x", *wrong)
+    assert "holds anchors of the rates (0.5, 0.75)" in refused.err
+    for model, rate, said in (
+        (anchored, 0.6, "trained for anchors:0.5, anchors:0.75, not for anchors:0.6"),
+        (model_folder, 0.5, "no anchors at"),
+    ):
+        other = trained.folder / "other"
+        ingest = ("ingest", trained.documents, "--index", other, "--model", model)
+        refused = run(*ingest, "--embedding", "hashing", "--compress", f"anchors:{rate}")
+        assert refused.code == 1
+        assert said in refused.err
+        assert not (other / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("links --mode thawed", "mode 'thawed': expected one of tuned, frozen"),
+        ("links --way kv", "way 'kv': expected one of embeddings, adapter"),
+        ("links --loss none", "loss 'none'"),
+        ("links --rank 4", "--rank 4 is of --way adapter"),
+        ("links --mode frozen --plain-share 0.5", "--plain-share 0.5 is of --mode tuned"),
+        (
+            "links --mode frozen --way embeddings --learning-rate 0.1",
+            "--learning-rate 0.1 is of --mode tuned and --way adapter",
+        ),
+        ("links --device toaster", "device 'toaster' cannot be used"),
+        ("links --seed 99999999999999999999", "expected 0 to 2**63 - 1"),
+        ("links --data absent.json", "no data set at 'absent.json'"),
+        ("links --model ./absent", "no model at './absent'"),
+        ("anchors --plain-share 2", "error: training: plain_share 2.0"),
+        ("anchors --learning-rate nan", "learning_rate nan"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(
+    run: Run, model_folder: Path, tmp_path: Path, options: str, message: str
+) -> None:
+    what, *given = options.split()
+    out = tmp_path / "out"
+    done = run("train", what, "--model", model_folder, "--out", out, *TRAIN, *given)
+    assert done.code == 1
+    assert message in done.err
+    assert not out.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -67,11 +66,6 @@ def test_what_is_no_markup_is_told_what_was_expected(run: Run, tmp_path: Path, t
     assert "no XML; expected markup that begins with <schema name=...>" in ran.err
 
 
-def test_one_of_a_kind_is_singular(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "s.xml").write_text("<schema name='x'><module name='a'>b</module></schema>")
-    assert "schema x, 1 module, 0 scaffolds\n" in run("pml", "check", tmp_path / "s.xml").out
-
-
 def test_encode_then_run(run: Run, files: tuple[Path, Path], folder: Path) -> None:
     schema, prompt = files
     first = run("pml", "encode", schema, "--index", folder, "--json")
@@ -91,17 +85,3 @@ def test_encode_then_run(run: Run, files: tuple[Path, Path], folder: Path) -> No
     assert "cached chunks" in told.out
     told = run("pml", "encode", schema, "--index", folder).out
     assert "passages; 0 tokens computed" in told
-
-
-def test_bench_pml_prints_every_figure(run: Run) -> None:
-    sizes = ("--modules", 2, "--module-tokens", 20, "--text-tokens", 5, "--repeats", 1)
-    ran = run("bench", "pml", "--random-shape", "test", *sizes, "--json")
-    assert ran.code == 0
-    (row,) = json.loads(ran.out)
-    assert row["num_tokens"] == 1 + 2 * 20 + 5
-    assert row["speedup"] == pytest.approx(row["plain_ttft_seconds"] / row["ttft_seconds"])
-    assert row["floor_ratio"] > 1
-    assert row["encode_share"] > 0
-    assert row["batch"] == 8
-    assert row["kv_bytes"] > 0
-    assert "floor" in run("bench", "pml", "--random-shape", "test", *sizes).out

@@ -76,35 +76,3 @@ def test_what_cannot_be_served(
     ran = run("serve", "--engine", "vllm", "-i", index_path, "--show", *arguments)
     assert ran.code == 1
     assert why in ran.err
-
-
-@pytest.mark.usefixtures("tested")
-def test_there_must_be_an_index(run: Run, tmp_path: Path) -> None:
-    ran = run("serve", "--engine", "vllm", "-i", tmp_path, "--show")
-    assert ran.code == 1
-    assert "there is no index" in ran.err
-
-
-@pytest.mark.parametrize(("found", "why"), [(None, "not installed"), ("0.11.0", "was not tested")])
-def test_only_tested_versions_of_vllm(
-    run: Run,
-    index_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    found: str | None,
-    why: str,
-) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda: found)
-    for arguments in (("serve", "--engine", "vllm", "-i", index_path, "--show"), ("bench", "vllm")):
-        ran = run(*arguments)
-        assert ran.code == 1
-        assert why in ran.err
-        assert versions.TESTED_VERSIONS[-1] in ran.err
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--parts", "magic"), ("--context-tokens", "0"), ("--context-tokens", "x")]
-)
-def test_what_the_bench_refuses(run: Run, arguments: tuple[str, ...]) -> None:
-    ran = run("bench", "vllm", *arguments)
-    assert ran.code == 1
-    assert arguments[0] in ran.err

@@ -179,21 +179,6 @@ def test_names_of_indexes_that_no_folder_can_have(run: Run, tmp_path: Path) -> N
         assert message(run, "ls", "-i", name).startswith(f"error: path '{str(name)[:100]}")
 
 
-def test_ingest_into_memory(run: Run, tmp_path: Path, documents: Path, model_folder: Path) -> None:
-    from kvrag.ingest.index import Index
-
-    folder = tmp_path / "index"
-    asked = ("ingest", documents, "-i", folder, "--model", model_folder, "--embedding", "hashing")
-    for url in ("memory:", "memory:?limit=1GB", f"tiered:file:{tmp_path / 'kv'}|memory:"):
-        said = message(run, *asked, "--store", url)
-        assert "memory is lost when the command ends" in said
-        assert not folder.exists()
-    Index.create(folder, model=model_folder, embedding="hashing", store="memory:").close()
-    assert "memory: is gone when the process ends" in message(
-        run, "ingest", documents, "-i", folder
-    )
-
-
 def test_ingest_with_a_type(run: Run, tmp_path: Path, documents: Path, model_folder: Path) -> None:
     folder = tmp_path / "index"
     asked = ("ingest", documents, "-i", folder, "--model", model_folder, "--embedding", "hashing")
@@ -207,11 +192,3 @@ def test_ingest_with_a_type(run: Run, tmp_path: Path, documents: Path, model_fol
     assert "made with dtype=bfloat16, asked for float16" in said
     answer = run("query", QUESTION, "-i", folder, "--max-tokens", 2, "--json")
     assert answer.code == 0, answer.err
-
-
-def test_training_anchors_speaks_of_training(run: Run, tmp_path: Path) -> None:
-    said = message(run, "train", "anchors", "--out", tmp_path / "run", "--plain-share", "2")
-    assert said.startswith("error: training: plain_share 2.0")
-    assert "links" not in said.split("expected")[0]
-    rate = message(run, "train", "anchors", "--out", tmp_path / "run", "--learning-rate", "nan")
-    assert "learning_rate nan" in rate
