@@ -46,22 +46,23 @@ def test_adopt(run: Run, module: str, model_folder: Path, tmp_path: Path) -> Non
     assert [hit["source"] for hit in hits] == ["b"]
 
 
-def test_adopt_refuses_what_lists_nothing(run: Run, module: str, tmp_path: Path) -> None:
-    for name, why in (
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
         ("nothing", "does not list"),
         ("absent", "no attribute"),
-        ("x.y", "expected MODULE:NAME"),
-        ("broken", "failed with RuntimeError: no such server"),
         ("broken", "my_adopted_store.py, line 10)"),
         ("leaving", "failed with SystemExit: 3"),
         ("lacking", "No module named 'no_such_library_of_mine'"),
         ("needy", "called without arguments: missing a required argument: 'place'"),
-    ):
-        done = run("adopt", f"{module}:{name}", "-i", tmp_path / "i", "-m", "kvrag-tiny")
-        assert done.code == 1
-        assert why in " ".join(done.err.split())
-        assert "report it" not in done.err
-        assert not (tmp_path / "i").exists()
+    ],
+)
+def test_what_lists_nothing(run: Run, module: str, tmp_path: Path, name: str, why: str) -> None:
+    done = run("adopt", f"{module}:{name}", "-i", tmp_path / "i", "-m", "kvrag-tiny")
+    assert done.code == 1
+    assert why in " ".join(done.err.split())
+    assert "report it" not in done.err
+    assert not (tmp_path / "i").exists()
 
 
 @pytest.mark.parametrize(
@@ -70,36 +71,16 @@ def test_adopt_refuses_what_lists_nothing(run: Run, module: str, tmp_path: Path)
         ("def store(:\n", "failed with SyntaxError: invalid syntax"),
         ("\nraise OSError(5)", "failed with OSError: 5"),
         ("import sys\nsys.exit(3)", "failed with SystemExit: 3"),
-        ("x = None.y", "failed with AttributeError"),
     ],
 )
-@pytest.mark.parametrize("command", ["adopt", "search"])
+@pytest.mark.parametrize("command", ["adopt", "search fox --embedding"])
 def test_a_module_that_fails_is_named_with_its_place(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, text: str, why: str
 ) -> None:
     (tmp_path / "my_broken_module.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    name = "my_broken_module:store"
-    given = ("fox", "--embedding", name) if command == "search" else (name,)
-    done = run(command, *given, "-i", tmp_path / "i")
+    done = run(*command.split(), "my_broken_module:store", "-i", tmp_path / "i")
     assert done.code == 1
     assert why in " ".join(done.err.split())
-    assert f"my_broken_module.py, line {text.count(chr(10)) + (text[-1] != chr(10))}" in done.err
+    assert f"my_broken_module.py, line {len(text.splitlines())}" in done.err
     assert "report it" not in done.err
-
-
-@pytest.mark.parametrize("name", ["../x:y", ".x:y", "x..y:z", ":y", "x:", "x:y.z", "a b:c"])
-def test_what_names_no_object(run: Run, tmp_path: Path, name: str) -> None:
-    done = run("adopt", name, "-i", tmp_path / "i", "-m", "kvrag-tiny")
-    assert done.code == 1
-    assert "expected MODULE:NAME" in done.err
-    assert not (tmp_path / "i").exists()
-
-
-def test_adopt_refuses_a_store_that_ends(run: Run, module: str, tmp_path: Path) -> None:
-    common = ("adopt", f"{module}:store", "-i", tmp_path / "i", "-m", "kvrag-tiny", "--store")
-    for url, why in (("memory:", "memory is lost"), ("nowhere://h", "found 'nowhere://h'")):
-        done = run(*common, url)
-        assert done.code == 1
-        assert why in " ".join(done.err.split())
-        assert not (tmp_path / "i").exists()

@@ -59,19 +59,6 @@ def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
     assert elsewhere["expected_load_seconds"] is None
 
 
-@pytest.mark.slow
-def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: Path) -> None:
-    """With the options that nobody has to name."""
-    done = run("calibrate", "-i", index_folder, "--questions", 2, "--max-tokens", "2", "--json")
-    assert done.code == 0, done.err
-    measured = {(one["policy"], one["ratio"]) for one in done.json["policies"]}
-    assert {("none", None), ("boundary", 0.1), ("query:shift=1", 0.3)} <= measured
-    asked = ("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2, "--json")
-    answered = run(*asked)
-    assert answered.code == 0, answered.err
-    assert answered.json["report"]["expected_loss"] is not None
-
-
 def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path) -> None:
     auto = run("calibrate", "-i", index_folder, "--policies", "auto")
     assert auto.code == 1

@@ -17,27 +17,9 @@ import kvrag
 from kvrag.cli.chat import first_line, is_usable
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
-from kvrag.errors import StoreError
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
-
-
-def test_a_conversation_from_a_pipe(run: Run, index_folder: Path) -> None:
-    lines = "Who keeps the ledger?\n\n/new\n/help\nAnd the clock?\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
-    assert done.code == 0, done.err
-    assert done.out.count("first token") == 2
-
-
-def test_json_is_one_document(run: Run, index_folder: Path) -> None:
-    lines = "Who keeps the ledger?\nAnd the clock?\n/quit\nNever asked\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
-    assert done.code == 0, done.err
-    assert [turn["question"] for turn in done.json["turns"]] == [
-        "Who keeps the ledger?",
-        "And the clock?",
-    ]
 
 
 def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
@@ -47,14 +29,6 @@ def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
     together = run(*common, "--history", 2, stdin=lines).json["turns"]
     assert alone[0]["usage"]["prompt_tokens"] == together[0]["usage"]["prompt_tokens"]
     assert alone[1]["usage"]["prompt_tokens"] < together[1]["usage"]["prompt_tokens"]
-
-
-def test_a_question_too_long_is_said_and_survived(run: Run, index_folder: Path) -> None:
-    lines = "why " * 3000 + "\nWho keeps the ledger?\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
-    assert done.code == 1
-    assert done.err.startswith("error: ")
-    assert done.out.count("first token") == 1
 
 
 def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) -> None:
@@ -196,11 +170,6 @@ def test_wrong_commands_get_one_line(
     assert expected in done.err
 
 
-def test_a_policy_without_a_ratio_says_so(run: Run, index_folder: Path) -> None:
-    command = ("chat", "--index", index_folder, "--policy", "none")
-    assert "policy none takes none" in run(*command, stdin="/ratio 0.5\n").err
-
-
 def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
     run: Run, index_folder: Path
 ) -> None:
@@ -231,24 +200,6 @@ def test_turns_come_back_from_the_store(
         kept.append([turn["report"]["num_kept"] for turn in done.json["turns"]])
     assert kept[0] == [0, 0]
     assert kept[1][1] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--temperature", "1e-9"), "temperature"),
-        (("--seed", "-1"), "seed"),
-        (("--policy", "nonsense"), "unknown policy 'nonsense'"),
-        (("--history", "2", "--no-chat"), "--history 2"),
-        (("--device", "nonsense"), "device 'nonsense'"),
-    ],
-)
-def test_bad_values_are_named_before_any_question(
-    run: Run, index_folder: Path, arguments: tuple[str, ...], expected: str
-) -> None:
-    done = run("chat", "--index", index_folder, *arguments, stdin="")
-    assert (done.code, done.out) in ((1, ""), (2, ""))
-    assert expected in done.err
 
 
 @pytest.mark.slow
@@ -300,29 +251,3 @@ def test_bytes_that_are_no_text_are_one_bad_question(
         "And the clock?",
     ]
     assert "is not valid Unicode" in turns[1]["error"]
-
-
-def test_an_error_of_one_question_leaves_the_others(
-    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    search = Index.search
-
-    def failing(index: Index, question: str, k: int, **options: Any) -> list[SearchHit]:
-        if "clock" in question:
-            raise StoreError("the store is gone")
-        return search(index, question, k, **options)
-
-    monkeypatch.setattr(Index, "search", failing)
-    lines = "And the clock?\nWho keeps the ledger?\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
-    assert done.code == 1
-    assert done.err.count("error: the store is gone\n") == 1
-    assert done.json["turns"][0] == {"question": "And the clock?", "error": "the store is gone"}
-    assert "answer" in done.json["turns"][1]
-
-
-def test_session_bytes_are_sizes(run: Run, index_folder: Path) -> None:
-    done = run("chat", "--index", index_folder, "--session-bytes", "much", stdin="")
-    assert done.code != 0
-    assert "expected bytes as in 20GB or 512MiB" in " ".join(done.err.split())
-    assert run("chat", "--index", index_folder, "--session-bytes", "64MiB", stdin="").code == 0

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.cli import console
 from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES
 from kvrag.cli.demo_view import DemoQuestion, read_questions
 from kvrag.errors import KVRagError
@@ -88,43 +87,16 @@ def test_first_places_are_stored_for_what_prompts_begin_with(
 def test_for_a_person(run: Run, documents: Path, questions: Path, model_folder: Path) -> None:
     done = run("demo", "--documents", documents, "--questions", questions, "--model", model_folder)
     assert done.code == 0, done.err
-    assert "3 documents" in done.out
-    assert "1. Who keeps the harbour ledger?" in done.out
-    assert "The river" in done.out  # a page's title
-    assert "fox" in done.out  # the name of a file without one
-    assert "right: Ines" in done.out
-    assert "0 of 1" in done.out
-    assert "reused" in done.out
+    # A page's title, and the name of a file without one.
+    for expected in (
+        *("3 documents", "1. Who keeps the harbour ledger?", "The river", "fox", "right: Ines"),
+        *("0 of 1", "reused", "━"),
+    ):
+        assert expected in done.out
     assert "\x1b" not in done.out
-
-
-def test_a_terminal_of_80_columns(
-    run: Run,
-    documents: Path,
-    questions: Path,
-    model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(console, "_PIPE_WIDTH", 80)
-    done = run("demo", "--documents", documents, "--questions", questions, "--model", model_folder)
-    assert done.code == 0, done.err
-    bars = [line for line in done.out.splitlines() if "━" in line]
-    assert len(bars) == 4
-    assert all(len(line) <= 80 for line in bars)
-    assert max(line.count("━") for line in bars[:2]) == max(line.count("━") for line in bars[2:])
-
-
-def test_the_index_is_where_chat_looks(
-    run: Run, documents: Path, questions: Path, model_folder: Path
-) -> None:
-    arguments = ("--documents", documents, "--questions", questions, "--model", model_folder)
-    first = run("demo", *arguments, "--json")
-    assert first.code == 0, first.err
-    assert first.json["ingest"]["num_tokens_computed"] > 0
+    # The index is where chat looks.
     chat = run("chat", "--max-tokens", 2, stdin="Who keeps the harbour ledger?\n")
     assert chat.code == 0, chat.err
-    again = run("demo", *arguments, "--json")
-    assert again.json["ingest"]["num_tokens_computed"] == 0
 
 
 def test_documents_of_others_are_left_alone(
@@ -165,10 +137,6 @@ def test_the_real_model_answers_from_the_handbook(run: Run) -> None:
     assert fused["median_ttft_seconds"] < plain["median_ttft_seconds"]
 
 
-def test_the_shipped_questions_can_be_read() -> None:
-    assert all(question.answers for question in read_questions(EXAMPLES / "questions.json"))
-
-
 def test_the_handbook_answers_its_questions() -> None:
     pages = [page.read_text("utf-8") for page in (EXAMPLES / "handbook").glob("*.md")]
     questions = read_questions(EXAMPLES / "handbook-questions.json")
@@ -195,7 +163,3 @@ def test_bad_question_files_are_refused(tmp_path: Path, text: str) -> None:
 )
 def test_answers_are_judged_by_their_words(text: str, right: bool) -> None:
     assert DemoQuestion("Who?", ("Ines",)).is_right(text) is right
-
-
-def test_nobody_judges_without_a_known_answer() -> None:
-    assert DemoQuestion("Who?", ()).is_right("Ines") is None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,16 +57,6 @@ def test_the_kernels_in_use_are_named(run: Run) -> None:
     assert detail.startswith("scalar, for the codec and for attention (this processor runs: scalar")
 
 
-def test_it_says_what_is_lost_without_compiled_kernels(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.native.instruction_set", lambda: REFERENCE)
-    found = findings(run)["kernels"]
-    assert found.status == "warning"
-    assert found.detail.startswith("reference: numpy and torch compute")
-    assert "C++ compiler" in found.remedy
-
-
 def test_index_and_model(run: Run, index_folder: Path) -> None:
     found = findings(run, "--index", index_folder)
     assert found["index"].status == "ok"
@@ -93,31 +84,34 @@ def test_what_is_stored_is_named_whatever_the_processor_computes_in(
     assert found["compute"].detail.startswith("float32; ")
 
 
-def test_missing_index_is_a_problem_with_a_remedy(run: Run, tmp_path: Path) -> None:
-    done = run("doctor", "--index", tmp_path / "nowhere")
-    assert done.code == 1
-    assert "problem" in done.out
-    assert "kvrag ingest" in done.out
+@pytest.mark.parametrize(
+    ("changed", "name", "status", "remedy"),
+    [
+        (("torch.get_num_threads", lambda: 1000), "threads", "warning", "set OMP_NUM_THREADS="),
+        (("kvrag.native.instruction_set", lambda: REFERENCE), "kernels", "warning", "C++ compiler"),
+        (
+            ("kvrag.cli.checkup.MINIMUM_VERSIONS", {"numpy": (99, 0)}),
+            "numpy",
+            "problem",
+            "pip install 'numpy>=99.0'",
+        ),
+    ],
+)
+def test_what_is_wrong_has_a_remedy(
+    run: Run, monkeypatch: pytest.MonkeyPatch, changed: Any, name: str, status: str, remedy: str
+) -> None:
+    monkeypatch.setattr(*changed)
+    found = findings(run)[name]
+    assert found.status == status
+    assert remedy in found.remedy
 
 
-def test_missing_model_is_a_problem(run: Run, tmp_path: Path) -> None:
-    found = findings(run, "--model", tmp_path / "gone")
-    assert found["model"].status == "problem"
+def test_a_missing_index_and_model_are_problems(run: Run, tmp_path: Path) -> None:
+    found = findings(run, "--index", tmp_path / "nowhere", "--model", tmp_path / "gone")
+    assert (found["index"].status, found["model"].status) == ("problem", "problem")
+    assert "kvrag ingest" in found["index"].detail
     assert "gone" in found["model"].detail
-
-
-def test_too_many_threads_are_warned_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1000)
-    found = findings(run)["threads"]
-    assert found.status == "warning"
-    assert "OMP_NUM_THREADS" in found.remedy
-
-
-def test_an_old_package_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MINIMUM_VERSIONS, "numpy", (99, 0))
-    found = findings(run)["numpy"]
-    assert found.status == "problem"
-    assert found.remedy == "pip install 'numpy>=99.0'"
+    assert run("doctor", "--index", tmp_path / "nowhere").code == 1
 
 
 def test_without_torch_the_rest_is_still_checked(tmp_path: Path) -> None:
@@ -134,12 +128,6 @@ def test_without_torch_the_rest_is_still_checked(tmp_path: Path) -> None:
         assert found[name]["status"] == "problem"
         assert "torch" in found[name]["detail"]
     assert found["numpy"]["status"] == "ok"
-
-
-def test_an_empty_index_is_not_this_folder(run: Run) -> None:
-    done = run("doctor", "--index", "")
-    assert done.code == 2
-    assert "expected a folder, found an empty path" in " ".join(done.err.split())
 
 
 def test_what_other_distributions_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

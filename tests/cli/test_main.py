@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +15,6 @@ from tests.cli.conftest import Run
 
 def test_version(run: Run) -> None:
     assert run("--version").out == f"kvrag {kvrag.__version__}\n"
-
-
-def test_no_arguments_show_help(run: Run) -> None:
-    assert "ingest" in run().out
 
 
 @pytest.mark.parametrize(
@@ -71,18 +66,3 @@ def test_triton_says_nothing_at_the_end() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("kvrag ")
     assert done.stderr == ""
-
-
-def test_runs_as_a_module(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvrag.cli", "ls", "--index", str(tmp_path / "nowhere")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(kvrag.__file__).parent.parent,
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr

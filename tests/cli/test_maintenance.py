@@ -11,17 +11,11 @@ import pytest
 from tests.cli.conftest import TEXTS, Run
 
 
-def test_ls_lists_every_document(run: Run, index_folder: Path) -> None:
-    done = run("ls", "--index", index_folder)
-    assert done.code == 0, done.err
-    for name in TEXTS:
-        assert name in done.out
-
-
-def test_ls_json(run: Run, index_folder: Path) -> None:
+def test_ls(run: Run, index_folder: Path) -> None:
     rows = run("ls", "--index", index_folder, "--json").json
-    assert len(rows) == len(TEXTS)
     assert all(row["num_chunks"] > 0 and row["num_tokens"] > 0 for row in rows)
+    shown = run("ls", "--index", index_folder).out
+    assert all(name in shown for name in TEXTS)
 
 
 def test_stats(run: Run, index_folder: Path) -> None:
@@ -39,11 +33,6 @@ def test_stats(run: Run, index_folder: Path) -> None:
     again = run("stats", "--index", index_folder, "--json").json
     for name in ("num_vectors", "vectors_memory_bytes"):
         assert again[name] == values[name]
-
-
-def test_verify_of_a_sound_index(run: Run, index_folder: Path) -> None:
-    done = run("verify", "--index", index_folder)
-    assert done.code == 0, done.err
 
 
 def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
@@ -110,16 +99,6 @@ def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None
     told = run("gc", "--index", index_folder).out
     assert told == "deleted: 0 records (0 B), 0 codec profiles, 0 temporary files\n"
     assert run("verify", "--index", index_folder).code == 0
-
-
-@pytest.mark.parametrize("command", ["ls", "stats", "verify", "gc"])
-def test_missing_index(run: Run, tmp_path: Path, command: str) -> None:
-    done = run(command, "--index", tmp_path / "nowhere")
-    assert done.code == 1
-    assert done.out == ""
-    assert done.err.startswith("error: ")
-    assert "nowhere" in done.err
-    assert not (tmp_path / "nowhere").exists()
 
 
 def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:

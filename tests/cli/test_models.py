@@ -128,18 +128,6 @@ def test_pull_says_what_needs_none(run: Run) -> None:
         assert f"'{name}' needs no pull: --model {name} takes the file itself" in said
 
 
-def test_only_what_is_absent_is_to_be_pulled(run: Run, tmp_path: Path) -> None:
-    assert "models pull smollm2-135m" in run("models", "list").err
-    make_converted(tmp_path, "smollm2-135m")
-    assert "models pull gemma-3-270m" in run("models", "list").err
-    make_converted(tmp_path, "gemma-3-270m")
-    assert "pull" not in run("models", "list").err
-
-
-def test_a_misspelt_option_means_one(run: Run) -> None:
-    assert "(Possible options: --index)" in run("query", "who?", "--indx", "x").err
-
-
 def test_check_shows_what_was_measured(run: Run) -> None:
     done = run("models", "check", "kvrag-tiny")
     assert done.code == 0, done.err

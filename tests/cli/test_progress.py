@@ -68,17 +68,6 @@ def test_ingestion_tells_tokens(
     assert lines[-1] == "computing: 1,500 of 6,000 tokens, 125 tokens/s, 36.00 s left"
 
 
-def test_the_end_tells_no_time_left(
-    now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with console.progress("reading") as say:
-        bar = IngestBar(tmp_path, say)
-        now[0] = 6.0
-        bar.update(IngestProgress("compute", 3, 3, 900, 900, 0, 0, 6.0, 150.0, 0.0))
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "computing: 900 of 900 tokens, 150 tokens/s"
-
-
 @pytest.mark.parametrize(
     "command", [("verify",), ("recode", "--codec", "raw"), ("ingest", "DOCUMENTS")]
 )
@@ -96,10 +85,3 @@ def test_long_commands_tell_how_far_they_are(
     done = run(*command, "-i", index_folder)
     assert done.code == 0, done.err
     assert " of " in done.err
-
-
-def test_short_work_says_nothing(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with console.progress("working") as say:
-        now[0] = 4.9
-        say("nearly done")
-    assert capsys.readouterr() == ("", "")

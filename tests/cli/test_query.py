@@ -6,7 +6,6 @@ import pytest
 
 from kvrag.ingest.index import Index
 from tests.cli.conftest import Run
-from tests.support.models import make_model, make_tokenizer
 
 QUESTION = "Who keeps the harbour ledger?"
 
@@ -69,40 +68,6 @@ def test_a_time_to_first_token(run: Run, index_folder: Path) -> None:
         assert (done.code, "ttft" in done.err) == (2, True)
 
 
-def test_plain_for_a_person(run: Run, index_folder: Path) -> None:
-    done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--plain")
-    assert done.code == 0, done.err
-    assert "full prefill" in done.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--eviction", "lru"), "none, corm, streaming, h2o, snapkv"),
-        (("--eviction", "corm:window=0"), "expected 1 or more"),
-        (("--policy", "none:scale=2.0"), "scale of reused keys left kvrag with 0.3"),
-        (("--policy", "none", "--ratio", "0.5"), "none"),
-        (("--boundary-tokens", "3"), "boundary_tokens"),
-        (("--device", "nonsense"), "device 'nonsense'"),
-    ],
-)
-def test_bad_values_are_named(
-    run: Run, index_folder: Path, arguments: tuple[str, ...], expected: str
-) -> None:
-    done = run("query", "--index", index_folder, QUESTION, *arguments)
-    assert done.code == 1
-    assert done.out == ""
-    assert done.err.startswith("error: ")
-    assert expected in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_empty_question(run: Run, index_folder: Path) -> None:
-    done = run("query", "--index", index_folder, "  ")
-    assert done.code == 1
-    assert "question" in done.err
-
-
 def test_an_empty_index_is_told(
     run: Run, index_folder: Path, documents: Path, model_folder: Path
 ) -> None:
@@ -113,50 +78,3 @@ def test_an_empty_index_is_told(
     done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
     assert done.code == 0
     assert "empty" in done.err
-
-
-def test_missing_index(run: Run, tmp_path: Path) -> None:
-    done = run("query", "--index", tmp_path / "nowhere", QUESTION)
-    assert done.code == 1
-    assert "nowhere" in done.err
-    assert "kvrag ingest" in done.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(("--max-tokens", "many"), ("-k", "0"), ("--bogus",), ("--policy", "magic")),
-        *(
-            ("--ratio", "nan"),
-            ("--ratio", "1.5"),
-            ("--ratio", "-0.1"),
-            ("--max-tokens", "0"),
-            ("--temperature", "-1"),
-        ),
-    ],
-)
-def test_what_help_rules_out_is_a_usage_error(
-    run: Run, index_folder: Path, arguments: tuple[str, ...]
-) -> None:
-    assert run("query", "--index", index_folder, QUESTION, *arguments).code == 2
-
-
-def test_device(run: Run, index_folder: Path) -> None:
-    done = run("query", "--index", index_folder, QUESTION, "--device", "cpu", "--max-tokens", 2)
-    assert done.code == 0, done.err
-
-
-def test_another_model_is_refused(run: Run, index_folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other-model"
-    make_model("llama", seed=1).save_pretrained(other)
-    make_tokenizer().save_pretrained(other)
-    done = run("query", "--index", index_folder, QUESTION, "--model", other)
-    assert done.code == 1
-    assert "model" in done.err
-    assert "Traceback" not in done.err
-
-
-def test_prompt_longer_than_the_context(run: Run, index_folder: Path) -> None:
-    done = run("query", "--index", index_folder, "why " * 3000)
-    assert done.code == 1
-    assert "tokens" in done.err

@@ -10,7 +10,6 @@ import pytest
 
 from kvrag.cli.rm import matching_documents
 from kvrag.errors import ParameterError
-from kvrag.ingest.index import Index
 from kvrag.ingest.rows import DocumentRow
 from tests.cli.conftest import Run
 
@@ -115,12 +114,6 @@ def test_a_file_named_like_a_row_is_no_row(
     assert names() == {"a.csv#1"}
 
 
-def test_parts_of_a_given_id_are_named_by_it() -> None:
-    rows = [DocumentRow(one, None, 1, 1, 1, {}) for one in ("book#1", "book#2", "books", "#3")]
-    assert matching_documents("book", rows) == rows[:2]
-    assert matching_documents("#3", rows) == rows[3:]
-
-
 def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = ["/d/a[1].txt", "/d/a1.txt", "/d/t.csv#1", "/d/t.csv#2", "/d/t.csv.bak", "id-7"]
     assert matching_sources("/d/a[1].txt", sources) == ["/d/a[1].txt"]
@@ -186,17 +179,6 @@ def test_a_star_stays_within_its_folder(monkeypatch: pytest.MonkeyPatch) -> None
     assert matching_sources("**/*.md", sources) == sources[:3]
 
 
-@pytest.mark.parametrize("blank", ["", " "])
-def test_an_empty_source_removes_nothing(
-    run: Run, index_folder: Path, documents: Path, monkeypatch: pytest.MonkeyPatch, blank: str
-) -> None:
-    monkeypatch.chdir(documents)
-    done = run("rm", "river.md", blank, "-i", index_folder)
-    assert done.code == 1
-    assert done.err.startswith("error: SOURCE is empty")
-    assert len(names_in(run, index_folder)) == 3
-
-
 def test_a_refused_name_is_not_suggested(run: Run, index_folder: Path, documents: Path) -> None:
     done = run("rm", "fox.txt", "-i", index_folder)
     assert done.code == 1
@@ -204,15 +186,6 @@ def test_a_refused_name_is_not_suggested(run: Run, index_folder: Path, documents
     assert "notes/fox.txt'" in done.err
     suggested = done.err.partition("is it '")[2].partition("'")[0]
     assert run("rm", suggested, "-i", index_folder).code == 0
-
-
-def test_documents_without_a_file_are_removed_by_their_id(run: Run, index_folder: Path) -> None:
-    from kvrag.chunk import Document
-
-    with Index.open(index_folder) as index:
-        index.add(Document("row 17", "Varn has a tall clock and a keeper of the light."))
-    assert run("rm", "row 17", "-i", index_folder).code == 0
-    assert "row 17" not in names_in(run, index_folder)
 
 
 def test_an_emptied_index_names_its_folder(run: Run, index_folder: Path, documents: Path) -> None:
@@ -232,14 +205,3 @@ def test_a_damaged_document_is_not_passed_over_in_silence(
     assert done.code == 1
     assert "removed 2 documents" in done.out
     assert "1 damaged row of the index could not be compared" in done.err
-
-
-def test_a_pattern_means_the_parts_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = ["/d/a.csv#1", "/d/a.csv#2", "/d/b#c.md", "/d/old/z.jsonl#1", "row #1"]
-    monkeypatch.chdir("/")
-    assert matching_sources("d/*.csv", sources) == sources[:2]
-    assert matching_sources("/d/*.csv#2", sources) == sources[1:2]
-    assert matching_sources("/d/*.md", sources) == sources[2:3]
-    assert matching_sources("/d/**/*.jsonl", sources) == sources[3:4]
-    assert matching_sources("/d/*", sources) == sources[:3]
-    assert matching_sources("/d/?", sources) == []  # "b" is no file

@@ -61,14 +61,6 @@ def test_the_catalog_is_named_repaired_and_healed(run: Run, index: Path, documen
     assert run("verify", "--index", index).code == 0
 
 
-def test_a_new_ingestion_alone_heals_the_catalog(run: Run, index: Path, documents: Path) -> None:
-    spoil_schema(index / "catalog.sqlite")
-    healed = run("ingest", documents, "--index", index)
-    assert "unexpected" not in healed.err
-    assert run("ingest", documents, "--index", index).code == 0
-    assert run("verify", "--index", index).code == 0
-
-
 def test_the_table_of_records_is_made_anew(run: Run, index: Path) -> None:
     pack_all(index / "kv")  # as 0.2 wrote it
     spoil_schema(index / "kv" / "records.sqlite")

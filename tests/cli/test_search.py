@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrag.chunk import Chunk
 from kvrag.cli import console
-from kvrag.cli.search import _place
-from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
 
 
@@ -39,19 +36,6 @@ def test_search_as_json(run: Run, index_folder: Path) -> None:
     assert scores[-1] > 0
 
 
-def test_the_path_of_headings_is_shown() -> None:
-    for metadata, shown in (
-        (
-            {"heading": "Refunds", "headings": ["Guide", "Refunds"], "page": 3},
-            " p.3 Guide > Refunds",
-        ),
-        ({"heading": "Refunds"}, " Refunds"),  # indexed before chunks kept the path
-        ({}, ""),
-    ):
-        chunk = Chunk("id", "text", (1,), (0,), "a.md", 2, metadata)
-        assert _place(SearchHit(chunk, 1.0)) == f"a.md#2{shown}"
-
-
 @pytest.mark.parametrize("columns", [50, 80])
 def test_a_narrow_terminal_shows_rank_score_and_chunk(
     run: Run, index_folder: Path, columns: int, monkeypatch: pytest.MonkeyPatch
@@ -77,15 +61,6 @@ def test_search_that_finds_nothing(run: Run, index_folder: Path) -> None:
     blank = run("search", "  ", "-i", index_folder)
     assert blank.code == 1
     assert "the question is empty" in blank.err
-
-
-@pytest.mark.parametrize(("options", "mode"), [([], "hybrid"), (["--dense"], "dense")])
-def test_modes(run: Run, index_folder: Path, options: list[str], mode: str) -> None:
-    found = run("search", "the river bank", "-i", index_folder, *options, "--json").json
-    assert found["mode"] == mode
-    assert Path(found["hits"][0]["source"]).name == "river.md"
-    (score, *_) = [hit["score"] for hit in found["hits"]]
-    assert (score == 1.0) == (mode == "hybrid")  # first by words and by meaning
 
 
 @pytest.mark.parametrize(
@@ -152,12 +127,6 @@ def test_times_of_json_lines_are_compared(run: Run, model_folder: Path, tmp_path
             *("search", "fox", *index, "--filter", json.dumps({"when": wanted}), "--json")
         ).json["hits"]
         assert sorted(hit["text"].strip() for hit in hits) == expected
-
-
-def test_query_takes_a_filter(run: Run, index_folder: Path) -> None:
-    asked = ("query", "Who keeps the harbour ledger?", "-i", index_folder, "--max-tokens", 1)
-    done = run(*asked, "--filter", '{"source": "nowhere"}')
-    assert "without documents" in done.err
 
 
 def test_modes_exclude_each_other(run: Run, index_folder: Path) -> None:

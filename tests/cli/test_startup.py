@@ -153,12 +153,6 @@ def test_a_fault_in_another_distribution_is_not_taken_for_its_absence(
     assert found.name == "kvrag_bench.cli.inspect"
 
 
-def test_a_command_loads_no_other(index_folder: Path) -> None:
-    own = ran("ls", "--index", index_folder)[2]
-    assert "kvrag.cli.upkeep" in own
-    assert not {"kvrag.cli.ingest", "kvrag.cli.serve", "kvrag.cli.demo"} & set(own)
-
-
 @pytest.fixture(scope="module")
 def lists() -> dict[tuple[str, ...], list[str]]:
     """The lines that each group of commands shows of itself."""
@@ -181,8 +175,3 @@ def test_every_command_is_there_and_described(
     words = listed.split()[1:4]
     assert words
     assert " ".join(words) in " ".join(shown.out.split())
-
-
-def test_a_wrong_name_is_told_its_neighbours(run: Run) -> None:
-    assert "ingest" in run("ingset").err
-    assert "links" in run("train", "lnks").err
