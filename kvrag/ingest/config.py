@@ -8,14 +8,16 @@ import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
 from kvrag.checksum import checksum
+from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError
-from kvrag.fusion.compression.spec import parse_compression
+from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import read_regular
@@ -142,9 +144,31 @@ class IndexConfig:
 
     @property
     def expected_bytes_per_token(self) -> int:
-        """Approximate bytes of a token's KV in the codec, before any compression of chunks."""
+        """Approximate size of a token's KV in the store, in bytes."""
         size = DTYPE_BYTES[self.dtype]
-        return expected_bytes_per_token(self.codec, self.bytes_per_token, size)
+        per_row = expected_bytes_per_token(self.codec, self.bytes_per_token, size)
+        return per_row if self.compressing is None else round(per_row * self.compressing.share)
+
+    @cached_property
+    def compressing(self) -> Compression | None:
+        """How chunks are stored as fewer rows than they have tokens; None if they are not."""
+        return parse_compression(self.compression)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
+        return num_tokens if self.compressing is None else self.compressing.num_rows(num_tokens)
+
+    def key_of(self, chunk: Chunk) -> ChunkKey:
+        """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
+        return chunk_key(
+            tenant_salt=bytes.fromhex(self.tenant_salt),
+            model_fingerprint=self.model_fingerprint,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            prefix_ids=self.prefix_ids,
+            token_ids=chunk.token_ids,
+            context_ids=chunk.contexts[0],
+            options=key_options(self.compressing, self.anchors),
+        )
 
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the write fails."""

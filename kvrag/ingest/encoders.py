@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.errors import AnchorsError, IndexMismatchError, ModelLoadError, ParameterError
-from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
 from kvrag.models.control import KEEP, ControlTokens
@@ -59,7 +58,7 @@ class Encoders:
         self._given_embedding = embedding
         self._device = device
         self._compute = compute
-        self._compression = parse_compression(config.compression)
+        self._compression = config.compressing
         self._loading = threading.RLock()
 
     @cached_property

@@ -43,7 +43,7 @@ class CodecFitter:
         storage = self._storage
         if not storage.coding.needs_profile:
             return storage.coding.codec
-        lengths = [storage.num_rows(len(chunk.token_ids)) for chunk in chunks]
+        lengths = [storage.config.num_rows(len(chunk.token_ids)) for chunk in chunks]
         if sum(lengths) < LEAST_TOKENS:
             return storage.coding.present_codec
         codec = storage.config.codec
@@ -53,7 +53,7 @@ class CodecFitter:
             )
         except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
             return storage.coding.present_codec
-        storage.use_profile(codec, profile)
+        self._record(codec, profile)
         return storage.coding.codec
 
     def note(self) -> str:
@@ -105,7 +105,7 @@ class CodecFitter:
     def compute(self, key: ChunkKey) -> ChunkKV:
         """Compute the KV of a record with the model."""
         storage = self._storage
-        return self._encoders.prefill(storage.catalog.stored.chunk_with(key, storage.key_of))
+        return self._encoders.prefill(storage.catalog.stored.chunk_with(key, storage.config.key_of))
 
     def repair(self, key: ChunkKey) -> None:
         """Compute the KV of a record again, and put it into the store."""
@@ -121,10 +121,10 @@ class CodecFitter:
         Optional records are among them if the store has them.
         """
         storage = self._storage
-        audit = audit_rows(storage.catalog, storage.key_of)
+        audit = audit_rows(storage.catalog, storage.config.key_of)
         found = {key: n for key, n in audit.optional.items() if storage.store.contains(key)}
         found |= audit.needed
-        return {key: storage.num_rows(found[key]) for key in sorted(found)}
+        return {key: storage.config.num_rows(found[key]) for key in sorted(found)}
 
     def present_profile(self, choice: CodecChoice, num_tokens: int) -> Profile | None:
         """Return the index's best profile for a codec, or None if none is good enough.
@@ -156,7 +156,12 @@ class CodecFitter:
             _ = storage.coding.codec
         except ProfileError:
             codec = storage.config.codec
-            storage.use_profile(codec, self.fit(codec, self.needed(), lambda _: None))
+            self._record(codec, self.fit(codec, self.needed(), lambda _: None))
+
+    def _record(self, codec: str, profile: Profile) -> None:
+        """Write records with a profile of the index's codec, if it has that codec still."""
+        self._storage.profiles.add(profile)
+        self._storage.save_config({"profile": profile.hash}, codec)
 
     def _fit(
         self,

@@ -91,7 +91,7 @@ class Held:
 
 def audit_catalog(storage: Storage) -> Audit:
     """Check the whole catalog: SQLite's own check, then every row."""
-    found = audit_rows(storage.catalog, storage.key_of)
+    found = audit_rows(storage.catalog, storage.config.key_of)
     found.problems[:0] = damage_of(storage.catalog)
     return found
 
@@ -185,7 +185,7 @@ def mend_catalog(storage: Storage, encoders: Encoders) -> list[str]:
         separator = separator_ids(encoders.tokenizer)
     paths = salvage(
         storage.catalog,
-        storage.key_of,
+        storage.config.key_of,
         lambda text: encoders.embedding.embed_windows([text])[0],
         separator,
     )

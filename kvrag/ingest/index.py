@@ -68,7 +68,7 @@ class Index(Search):
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
         super().__init__(storage, encoders)
         self.path = storage.path
-        self.compression: Compression | None = storage.compression
+        self.compression: Compression | None = storage.config.compressing
         self.counters = storage.counters
         fitter = CodecFitter(storage, encoders)
         self._follower: Follower | None = None
@@ -254,7 +254,7 @@ class Index(Search):
     @property
     def expected_bytes_per_token(self) -> int:
         """Approximate size of a token's KV in the store, in bytes."""
-        return self._storage.expected_bytes_per_token
+        return self._storage.config.expected_bytes_per_token
 
     @property
     def url(self) -> str | None:
@@ -269,7 +269,7 @@ class Index(Search):
 
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
-        return self._storage.num_rows(num_tokens)
+        return self._storage.config.num_rows(num_tokens)
 
     def stats(self) -> IndexStats:
         """Return the sizes and counts of the index."""
@@ -425,7 +425,7 @@ class Index(Search):
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
-        return self._storage.key_of(chunk)
+        return self._storage.config.key_of(chunk)
 
     @cached_property
     def on_demand(self) -> OnDemand:

@@ -107,7 +107,7 @@ def first_of(problems: list[str]) -> tuple[str, ...]:
 
 def _read_record(storage: Storage, key: ChunkKey, num_tokens: int) -> tuple[int, str | None]:
     """Return the number of bytes read, and what is wrong with the record, or None."""
-    spec, num_rows = storage.config.spec, storage.num_rows(num_tokens)
+    spec, num_rows = storage.config.spec, storage.config.num_rows(num_tokens)
     try:
         record = storage.store.open(key)
         if record is None:
@@ -418,7 +418,7 @@ def stats_of(storage: Storage) -> IndexStats:
         key.digest: size
         for key, size in storage.store.sizes()
         # Other indexes' records in a shared store do not count.
-        if not storage.is_store_shared or key.digest in needed
+        if not storage.config.store or key.digest in needed
     }
     stored = sorted(sizes)
     size_bytes = sum(sizes.values())

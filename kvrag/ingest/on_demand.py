@@ -148,14 +148,14 @@ class OnDemand:
         """Make a chunk's optional records that the store lacks; return their bytes."""
         num_bytes = 0
         for alone in chunk.encodings():
-            key = self._storage.key_of(alone)
+            key = self._storage.config.key_of(alone)
             if chunk.is_optional(alone.contexts[0]) and not self._storage.store.contains(key):
                 more = () if check is None else (check,)
                 num_bytes += self._store(key, alone, self._encoders.prefill(alone, *more))
         return num_bytes
 
     def _make(self, alone: Chunk, open_kv: OpenKV) -> EncodedChunk | None:
-        key = self._storage.key_of(alone)
+        key = self._storage.config.key_of(alone)
         # One after the other, as the model computes. A prompt that waited finds what another made.
         with self._making:
             kv = self._waiting.get(key)

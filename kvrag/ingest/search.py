@@ -217,7 +217,7 @@ class Search(OfProcess):
             return None
         chunk, stored_keys = found
         # Derived from the tokens: a damaged name must not lead to the KV of other tokens.
-        keys = {one.contexts[0]: self._storage.key_of(one) for one in chunk.encodings()}
+        keys = {one.contexts[0]: self._storage.config.key_of(one) for one in chunk.encodings()}
         if stored_keys != [key.digest for key in keys.values()]:
             raise RecordError(
                 f"chunk {arguments.cut(chunk_id)} names the KV "
@@ -240,7 +240,7 @@ class Search(OfProcess):
             return None
         try:
             encoded = self._storage.coding.open(key, record, self._storage.config.spec)
-            expected = self._storage.num_rows(len(chunk.token_ids))
+            expected = self._storage.config.num_rows(len(chunk.token_ids))
             if encoded.num_tokens != expected:
                 raise RecordError(
                     f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
@@ -271,7 +271,7 @@ class Search(OfProcess):
             return None
         for one in found[0].encodings() if found is not None else ():
             if wanted is None or one.contexts[0] == wanted:
-                return tiers.tier_of(self._storage.key_of(one))
+                return tiers.tier_of(self._storage.config.key_of(one))
         return None
 
     def pin(self, sources: Sequence[str]) -> int:
@@ -283,7 +283,7 @@ class Search(OfProcess):
         catalog = self._storage.catalog
         chunk_ids = [chunk_id for one in sources for chunk_id in catalog.chunk_ids_of(one)]
         keys = {
-            self._storage.key_of(one)
+            self._storage.config.key_of(one)
             for chunk in catalog.chunks(chunk_ids)
             for one in chunk.encodings()
         }

@@ -366,7 +366,11 @@ class Committer:
                 continue
             path = None if one.file is None else one.file.path
             rows = [
-                ChunkRow(chunk, [self._storage.key_of(each) for each in chunk.encodings()], vectors)
+                ChunkRow(
+                    chunk,
+                    [self._storage.config.key_of(each) for each in chunk.encodings()],
+                    vectors,
+                )
                 for chunk, vectors in zip(one.chunks, one.vectors, strict=True)
             ]
             change.put.append((one.source, path, one.digest, one.metadata, rows))

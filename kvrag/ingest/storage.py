@@ -14,17 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvrag.chunk import Chunk, ChunkKey, chunk_key
-from kvrag.codec.names import parse_codec
+from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexClosedError
-from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
 from kvrag.ingest import profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.catalogfile import next_path, write_copy
-from kvrag.ingest.checks import check_unencrypted
-from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, IndexConfig
+from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.counting import IndexCounters
-from kvrag.ingest.encryption import catalog_key
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.rows import Change, Encoding
@@ -33,7 +28,6 @@ from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
-    from kvrag.codec.profile import Profile
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.vectors import CurrentVectors
 
@@ -51,8 +45,6 @@ class Storage(OfProcess):
         The settings of the index.
     store
         The store of the KV.
-    compression
-        How chunks are stored as fewer rows than they have tokens; None if they are not.
     counters
         The counters of this process's use of the index.
     lost
@@ -69,7 +61,6 @@ class Storage(OfProcess):
         self.path = path
         self.config = config
         self.store = store
-        self.compression = parse_compression(config.compression)
         self.counters = IndexCounters(path, lambda: self.store.counts())
         self.lost = lost
         self.log: ChangeLog | None = None
@@ -77,7 +68,7 @@ class Storage(OfProcess):
         self._is_closed = False
         self._is_damage_told = False
         catalog.on_damage = self._note_damage
-        catalog.encoding = Encoding(self.key_of, config.chunk_context)
+        catalog.encoding = Encoding(config.key_of, config.chunk_context)
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
@@ -108,19 +99,6 @@ class Storage(OfProcess):
         """Write a change to the catalog, or to a shared index's log; as `Catalog.write`."""
         return self.catalog.write(change) if self.log is None else self.log.commit(change)
 
-    def refresh_caches(self) -> None:
-        """Bring the files beside the catalog up to date: no removed text stays in one.
-
-        The caller has changed the catalog, and holds the writer's lock.
-        """
-        from kvrag.ingest.run_finder import forget_removed
-
-        self.catalog.words.refresh()
-        self.refresh_vectors()
-        forget_removed(self.catalog)
-        if self.log is not None:
-            self.log.compact(is_forced=False)
-
     def refresh(self) -> int:
         """Bring the view of a shared index up to date; return the catalog's generation."""
         self.require_open()
@@ -146,10 +124,6 @@ class Storage(OfProcess):
 
         return CurrentVectors(self.path, self.catalog, self.config.embedding_dim)
 
-    def forget_vectors(self) -> None:
-        """Read the vectors again when they are next needed: the catalog's file was replaced."""
-        self.__dict__.pop("vectors", None)
-
     @cached_property
     def profiles(self) -> ProfileFolder:
         """The codec profiles in the index folder."""
@@ -158,22 +132,10 @@ class Storage(OfProcess):
     @cached_property
     def coding(self) -> RecordCoding:
         """The codec and profiles; not needed for counting and listing."""
-        return self._make_coding()
+        from kvrag.ingest.coding import RecordCoding
 
-    @property
-    def is_store_shared(self) -> bool:
-        """Whether the store is outside the index folder, where others may keep their KV too."""
-        return bool(self.config.store)
-
-    @property
-    def expected_bytes_per_token(self) -> int:
-        """Approximate size of a token's KV in the store, in bytes."""
-        per_row = self.config.expected_bytes_per_token
-        return per_row if self.compression is None else round(per_row * self.compression.share)
-
-    def num_rows(self, num_tokens: int) -> int:
-        """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
-        return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
+        config = self.config
+        return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
 
     @property
     def home(self) -> Store:
@@ -184,67 +146,33 @@ class Storage(OfProcess):
         """
         return self.store if self.log is None else tiers_of(self.store)[-1]
 
-    def key_of(self, chunk: Chunk) -> ChunkKey:
-        """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
-        return key_of(self.config, self.compression, chunk)
-
     # -- changes; the caller holds the writer's lock -----------------------------------------
 
-    def use_codec(self, codec: str, profile: Profile | None) -> None:
-        """Write records with another codec from now on."""
-        if profile is not None:
-            self.profiles.add(profile)
-        name = parse_codec(codec).label
-        self.save_config({"codec": name, "profile": "" if profile is None else profile.hash})
-        self.coding = self._make_coding()
-
-    def use_profile(self, codec: str, profile: Profile) -> None:
-        """Write records with a profile of the index's codec, if it has that codec still."""
-        self.profiles.add(profile)
-        self.save_config({"profile": profile.hash}, codec)
-        self.coding = self._make_coding()
-
     def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
-        """Record some settings; `codec` as in `ChangeLog.save_config`."""
+        """Record some settings, and use them from now on; `codec` as in `ChangeLog.save_config`."""
         config = replace(self.config, **changes)
         if self.log is None:
             config.save(self.path)
-            self.config = config
-            return
-        self.log.save_config(changes, codec)
-        self.config = config
-        self.reload_codec()  # another machine may have changed that
+        else:
+            self.log.save_config(changes, codec)
+        self._use(config)
+        if self.log is not None:
+            self.reload_codec()  # another machine may have changed that
 
     def reload_codec(self) -> None:
         """Adopt a change of the index's codec, or its filler, by another process or object."""
         config = IndexConfig.load(self.path)
-        # Also where the file has none: what a dry run chose is not recorded.
-        self.config = replace(self.config, corpus_filler=config.corpus_filler)
-        if (config.codec, config.profile) != (self.config.codec, self.config.profile):
-            self.config = replace(self.config, codec=config.codec, profile=config.profile)
-            self.coding = self._make_coding()
-
-    def use_key_of(self, store: Store, config: IndexConfig) -> None:
-        """Write the catalog under a store's key, or none, and record the configuration."""
-        if config.key_check == self.config.key_check:
-            self.save_config({"store": config.store})
-            return
-        check_unencrypted(config)
-        key = catalog_key(store) if config.key_check else None
-        write_copy(self.catalog, next_path(self.catalog.path), key)
-        config.save(self.path)
-        self.config = config
-        self.catalog.use_next(key)
-        for name in (VECTORS_NAME, RUNS_NAME):
-            (self.path / name).unlink(missing_ok=True)
+        # The filler also where the file has none: what a dry run chose is not recorded.
+        changed = {name: getattr(config, name) for name in ("corpus_filler", "codec", "profile")}
+        self._use(replace(self.config, **changed))
 
     # -- private -----------------------------------------------------------------------------
 
-    def _make_coding(self) -> RecordCoding:
-        from kvrag.ingest.coding import RecordCoding
-
-        config = self.config
-        return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
+    def _use(self, config: IndexConfig) -> None:
+        is_same = (config.codec, config.profile) == (self.config.codec, self.config.profile)
+        self.config = config
+        if not is_same:
+            self.__dict__.pop("coding", None)
 
     def _note_damage(self, what: str) -> None:
         """Count a row that was left out, and log it once."""
@@ -256,19 +184,6 @@ class Storage(OfProcess):
                 "'kvrag ingest' mends it)",
                 what,
             )
-
-
-def key_of(config: IndexConfig, compression: Compression | None, chunk: Chunk) -> ChunkKey:
-    """Return the name of a chunk's KV in an index with these settings, the first of several."""
-    return chunk_key(
-        tenant_salt=bytes.fromhex(config.tenant_salt),
-        model_fingerprint=config.model_fingerprint,
-        tokenizer_fingerprint=config.tokenizer_fingerprint,
-        prefix_ids=config.prefix_ids,
-        token_ids=chunk.token_ids,
-        context_ids=chunk.contexts[0],
-        options=key_options(compression, config.anchors),
-    )
 
 
 class ChangeLog(Protocol):

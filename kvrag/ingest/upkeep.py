@@ -13,10 +13,11 @@ from kvrag.chunk import Chunk, ChunkKey, is_key
 from kvrag.errors import AnchorsError, IndexFormatError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.calibrations import calibration_problem, keep_calibration
-from kvrag.ingest.checks import check_lasting, check_limit
-from kvrag.ingest.config import KV_FOLDER
+from kvrag.ingest.catalogfile import next_path, write_copy
+from kvrag.ingest.checks import check_lasting, check_limit, check_unencrypted
+from kvrag.ingest.config import KV_FOLDER, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.encryption import key_check
+from kvrag.ingest.encryption import catalog_key, key_check
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
     audit_catalog,
@@ -192,9 +193,13 @@ class Upkeep:
             if profile is not None:
                 config = storage.config
                 check_profile(profile, codec, config.spec, config.model_fingerprint)
-            if not storage.is_store_shared:
+            if not storage.config.store:
                 check_room(storage, needed, choice.label)
-            storage.use_codec(codec, profile)
+            profile_hash = ""
+            if profile is not None:
+                storage.profiles.add(profile)
+                profile_hash = profile.hash
+            storage.save_config({"codec": choice.label, "profile": profile_hash})
             return recode_records(storage, needed, fitter.compute, on_progress)
 
     def codec_for(self, chunks: list[Chunk]) -> Codec:
@@ -243,7 +248,7 @@ class Upkeep:
             try:
                 check_lasting(target)
                 needed = {ChunkKey(one) for one in self._needed_keys()}
-                optional = audit_rows(storage.catalog, storage.key_of).optional
+                optional = audit_rows(storage.catalog, storage.config.key_of).optional
                 report = copy_records(needed, storage.store, target, on_progress, optional)
                 own = f"file:{storage.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
@@ -251,7 +256,7 @@ class Upkeep:
                 if left is not None and is_same_store(left, target):
                     left = None
                 config = replace(storage.config, store=url, key_check=key_check(target))
-                storage.use_key_of(target, config)
+                _use_key_of(target, storage, config)
             except BaseException:
                 target.close()
                 raise
@@ -296,7 +301,7 @@ class Upkeep:
                     all_records=delete_shared or storage.log.owns(storage.config.store),
                 )
             needed = self._needed_keys()
-            keeps_unknown = storage.is_store_shared and not delete_shared
+            keeps_unknown = bool(storage.config.store) and not delete_shared
             report = collect_garbage(storage, needed, keeps_unknown=keeps_unknown)
             if storage.config.store:
                 report = self._tidy_left(report, needed)
@@ -371,7 +376,7 @@ class Upkeep:
         """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
         noted = set(filter(is_key, catalog.stored.keys()))
-        audit = audit_rows(catalog, self._storage.key_of)
+        audit = audit_rows(catalog, self._storage.config.key_of)
         must_be = {key.digest for key in (*audit.needed, *audit.optional)}
         return noted | must_be | kept_keys(self._storage.path).keys()
 
@@ -401,3 +406,18 @@ class Upkeep:
     def _restore(self, digest: str) -> None:
         with contextlib.suppress(IndexFormatError):  # it is not needed any more
             self._fitter.repair(ChunkKey(digest))
+
+
+def _use_key_of(store: Store, storage: Storage, config: IndexConfig) -> None:
+    """Write the catalog under a store's key, or none, and record the configuration."""
+    if config.key_check == storage.config.key_check:
+        storage.save_config({"store": config.store})
+        return
+    check_unencrypted(config)
+    key, catalog = catalog_key(store) if config.key_check else None, storage.catalog
+    write_copy(catalog, next_path(catalog.path), key)
+    config.save(storage.path)
+    storage.config = config
+    catalog.use_next(key)
+    for name in (VECTORS_NAME, RUNS_NAME):
+        (storage.path / name).unlink(missing_ok=True)

@@ -431,6 +431,11 @@ class CurrentVectors:
             self._found = found
             return found
 
+    def forget(self) -> None:
+        """Read the vectors again when they are next needed: the catalog's file was replaced."""
+        with self._refreshing:
+            self._found = None
+
     def refresh(self, cached: bytes | None) -> None:
         """Bring a graph and its cache up to date, or make them (`Storage.refresh_vectors`).
 

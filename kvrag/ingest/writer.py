@@ -123,7 +123,7 @@ class Writer:
             if chunk_ids:
                 found = catalog.find_chunks(filter(is_storable, chunk_ids))
                 num_removed += storage.apply(Change(remove_chunks=list(found)))
-            storage.refresh_caches()
+            _refresh_caches(storage)
             return num_removed
 
     # -- private -----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Writer:
         """Bring what is beside the catalog up to date; return a note for the user, or ""."""
         storage = self._storage
         self._restore_removed()
-        storage.refresh_caches()
+        _refresh_caches(storage)
         said: list[str] = []
         if storage.lost:
             said.append(f"{storage.lost}: all documents were lost; ingest all the others again")
@@ -186,7 +186,7 @@ class Writer:
                 num_records=len(plan.missing),
                 num_tokens_computed=num_tokens,
                 num_context_tokens=plan.num_context_tokens,
-                size_bytes=num_tokens * self._storage.expected_bytes_per_token,
+                size_bytes=num_tokens * self._storage.config.expected_bytes_per_token,
             )
         num_before, seconds = outcome.num_context_tokens, outcome.seconds
         if num_before and run.config.chunk_context.is_filler:  # once, for all chunks
@@ -282,6 +282,20 @@ def choose_passages(
     return join_passages(texts, num_tokens)
 
 
+def _refresh_caches(storage: Storage) -> None:
+    """Bring the files beside a changed catalog up to date: no removed text stays in one.
+
+    The caller holds the writer's lock.
+    """
+    from kvrag.ingest.run_finder import forget_removed
+
+    storage.catalog.words.refresh()
+    storage.refresh_vectors()
+    forget_removed(storage.catalog)
+    if storage.log is not None:
+        storage.log.compact(is_forced=False)
+
+
 # A record's header and the fixed part of a catalog row, in bytes.
 _BYTES_PER_CHUNK = 4096
 # Text, token ids and token starts.
@@ -324,7 +338,7 @@ def _plan(run: Run) -> Plan:
             )
 
     def missing_key(chunk: Chunk) -> str | None:
-        key = storage.key_of(chunk)
+        key = storage.config.key_of(chunk)
         return None if storage.home.contains(key) else key.digest
 
     known = storage.catalog.documents
@@ -338,7 +352,7 @@ def _check_space(plan: Plan, run: Run) -> None:
     """Raise StoreError if the disk has no room for what a plan will write."""
     storage = run.storage
     # A shared store does not use this disk.
-    per_token = 0 if storage.is_store_shared else storage.expected_bytes_per_token
+    per_token = 0 if storage.config.store else storage.config.expected_bytes_per_token
     needed = (
         plan.num_tokens_to_compute * per_token
         + (plan.num_tokens + plan.num_context_tokens) * _CATALOG_BYTES_PER_TOKEN
@@ -405,7 +419,7 @@ class _Computing:
         bad, after = self._make(window, writer)
 
         def commit() -> None:
-            stages.refuse(window, self._run.storage.key_of, bad)
+            stages.refuse(window, self._run.storage.config.key_of, bad)
             self._committer.commit(window, Change(after=after))
             for document in window:  # they are held only as long as needed
                 document.chunks, document.vectors = [], []
@@ -420,7 +434,7 @@ class _Computing:
         """Encode chunks of the index that have no context after their nearest."""
         self._num_tokens += sum(one.num_tokens for one in window)
         bad, after = self._make(window, writer)
-        key_of = self._run.storage.key_of
+        key_of = self._run.storage.config.key_of
 
         def commit() -> None:
             encode = {
@@ -445,7 +459,7 @@ class _Computing:
         after = {} if companions is None else companions.choose(window)
         by_context = companions is not None
         missing = stages.lacking(
-            window, run.storage.key_of, run.storage.home, by_context=by_context
+            window, run.storage.config.key_of, run.storage.home, by_context=by_context
         )
         if missing and maker.codec is None:
             maker.codec = run.codec_for([chunk for _, chunk in missing], self._report_profile)
@@ -475,7 +489,7 @@ class _Computing:
             num_tokens_done=done,
             num_tokens=total,
             size_bytes_done=self._run.outcome.size_bytes,
-            size_bytes_estimate=total * self._run.storage.expected_bytes_per_token,
+            size_bytes_estimate=total * self._run.storage.config.expected_bytes_per_token,
             seconds=seconds,
             tokens_per_second=done / seconds if seconds > 0 else 0.0,
             eta_seconds=seconds * (total - done) / done if done else None,

@@ -316,7 +316,9 @@ def test_a_tier_of_one_machine_is_no_place_for_others(
         one.delete(sources=["d1"])
         one.upkeep.gc(grace_seconds=0)
         assert cached.add([page(1), page(2)]).num_records == 2
-        lost = cached._storage.key_of(cached.catalog.chunks(cached.catalog.chunk_ids_of("d0"))[0])
+        lost = cached._storage.config.key_of(
+            cached.catalog.chunks(cached.catalog.chunk_ids_of("d0"))[0]
+        )
         home.delete(lost)
         assert cached._storage.store.contains(lost)
         assert not cached.upkeep.verify().ok

@@ -293,7 +293,7 @@ class RayRunner:
             with contextlib.closing(packets()) as made:
                 documents = assemble(one for packet in made for one in packet.plan.documents)
                 for window in windows(documents):
-                    if missing := lacking(window, storage.key_of, home):
+                    if missing := lacking(window, storage.config.key_of, home):
                         run.codec_for([chunk for _, chunk in missing], lambda _: None)
                         break
         coding = storage.coding

@@ -236,7 +236,7 @@ class Collector:
         if part is None:
             return
         # What was stored now, if anything was: the first chunk may be on all machines already.
-        key = ChunkKey(packet.stored) if packet.stored else storage.key_of(part.chunks[0])
+        key = ChunkKey(packet.stored) if packet.stored else storage.config.key_of(part.chunks[0])
         store = tiers_of(storage.store)[-1]
         if not store.contains(key):
             raise StoreError(

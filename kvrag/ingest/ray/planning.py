@@ -124,7 +124,7 @@ class _Planning:
         def missing_key(chunk: Chunk) -> str | None:
             if self._store is None:
                 return None
-            key = self.job.key_of(chunk)
+            key = self.job.config.key_of(chunk)
             return None if self._store.contains(key) else key.digest
 
         planner = Planner(

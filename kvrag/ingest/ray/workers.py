@@ -18,14 +18,12 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.codec.base import Codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
-from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.ray.packets import Packet, pack, unpack
 from kvrag.ingest.stages import BackgroundWriter, RecordMaker, embed, lacking, refuse
-from kvrag.ingest.storage import key_of
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store
 
@@ -93,10 +91,6 @@ class Job:
     def parser(self) -> Parser:
         """Return a parser of files."""
         return Parser(self.limits, dict(self.loaders))
-
-    def key_of(self, chunk: Chunk) -> ChunkKey:
-        """Return the name of a chunk's KV, the first of several."""
-        return key_of(self.config, parse_compression(self.config.compression), chunk)
 
 
 class Embedder:
@@ -174,7 +168,7 @@ class Encoder:
         is_careful = bool(name) and self._begin(name) > 0
         bad: dict[ChunkKey, str] = {}
         # Others may have stored some of it since it was planned.
-        missing = lacking(documents, self._job.key_of, self._store)
+        missing = lacking(documents, self._job.config.key_of, self._store)
         with BackgroundWriter() as writer:
             for key, chunk in missing:
                 if is_careful:
@@ -185,7 +179,7 @@ class Encoder:
         packet.stored = next((key.digest for key, _ in reversed(missing) if key not in bad), "")
         if name:
             self._end(name)
-        refuse(documents, self._job.key_of, bad)
+        refuse(documents, self._job.config.key_of, bad)
         packet.cpu_seconds += time.process_time() - started
         return pack(packet, self._job.config.embedding_dim)
 

@@ -255,7 +255,7 @@ class SharedLog:
             for cache in made.iterdir():
                 cache.replace(storage.path / cache.name)
         note_applied(storage.path, head.names())
-        storage.forget_vectors()
+        storage.vectors.forget()
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class SharedLog:
             self._commit(pack(change))
         collecting = self._log.collecting()
         if collecting != self._collecting or collecting.startswith(RUNNING):
-            key_of = self._storage.key_of
+            key_of = self._storage.config.key_of
             for *_, rows in change.put:
                 self._in_doubt |= {key_of(one) for row in rows for one in row.chunk.required()}
         return len(change.remove_chunks)
