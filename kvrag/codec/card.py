@@ -4,8 +4,7 @@ The host reads and checks bytes and finds the streams in them; the card gets the
 stored. There, one launch for each plane decodes the streams of all blocks and records, and one
 transforms all numbers back to keys and values (kernels: ``cuda/triton/codec.py``).
 
-This is for profiles whose rows are principal components or channels. Others are decoded by the
-host, as all are where the kernels cannot run, or decode otherwise than the host does.
+The host decodes instead where the kernels cannot run, or decode otherwise than it does.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.codec.decoding import CodedPart, PipelineChunk
 from kvrag.codec.level import LevelCoder
+from kvrag.codec.pca import Components
 from kvrag.codec.pipeline import NAME, PipelineCodec
 from kvrag.codec.planes import NUM_CONTEXTS
-from kvrag.codec.profile import Profile
-from kvrag.codec.transform.base import KINDS, Analysis
-from kvrag.codec.transform.none import ChannelRows
-from kvrag.codec.transform.pca import Components
+from kvrag.codec.transforms import KINDS, ChannelRows
 from kvrag.kvcache import KVSpec
 from kvrag.native.entropy import decode_tables
 from kvrag.native.gpu import tiled
@@ -73,8 +70,8 @@ class CardLevel:
         ]
         classes = torch.from_numpy(level.classes.astype(np.int16))
         self.classes = classes.to(device), (classes * NUM_CONTEXTS).to(device)
-        self.num_rows = [of_block[0] for of_block in level.planes[last].num_rows]
-        given = [(last, block, 0, num) for block, num in enumerate(self.num_rows)]
+        self.num_rows = level.planes[last].num_rows
+        given = [(last, block, num) for block, num in enumerate(self.num_rows)]
         self.shrink = [coder.shrink(*one).to(device) for one in given]
         self.steps = [coder.steps(*one).contiguous().to(device) for one in given]
         self.means = [mean.to(device) for mean in transform.means]
@@ -239,7 +236,7 @@ class _Work:
         first = {}
         for block in level.coder.blocks_of(self._layers):
             first[block] = self.num_numbers
-            rows = max(plane.num_rows[block][0] for plane in level.coder.level.planes)
+            rows = max(plane.num_rows[block] for plane in level.coder.level.planes)
             self._add_entries(read, level, block, num_tokens)
             self.num_numbers += rows * num_tokens
         for part in read.parts:
@@ -276,10 +273,10 @@ class _Work:
     def _add_streams(
         self, read: Coded, level: CardLevel, part: CodedPart, place: int, num_tokens: int
     ) -> None:
-        rows = [plane.num_rows[part.block][0] for plane in level.coder.level.planes]
+        rows = [plane.num_rows[part.block] for plane in level.coder.level.planes]
         jobs, num_streams = self.streams[part.plane], len(part.streams) - 1
         first_job = len(jobs)
-        first_class = level.coder.level.class_slices[part.block][0].start
+        first_class = level.coder.level.class_slices[part.block].start
         for stream in range(num_streams):
             start, stop = (one * rows[part.plane] // num_streams for one in (stream, stream + 1))
             where, end = (read.begin + int(one) for one in part.streams[stream : stream + 2])
@@ -328,18 +325,8 @@ class _Work:
             )
 
 
-def has_kernels(profile: Profile) -> bool:
-    """Return whether there are kernels for a profile."""
-    return (
-        isinstance(profile.transform, Components | ChannelRows)
-        and not profile.config.quantiser.scales_tokens
-    )
-
-
 def can_decode(coder: LevelCoder, num_planes: int, device: torch.device) -> bool:
     """Return whether a card decodes records of a level; kernels are tried once for each kind."""
-    if not has_kernels(coder.profile):
-        return False
     spec, transform = coder.profile.spec, coder.profile.transform
     sums, refines = int(isinstance(transform, Components)), num_planes > 1
     needed: list[tuple[str, dict[str, int]]] = [("synthesise", _constants(spec, sums))]
@@ -384,13 +371,13 @@ def _difference(coder: LevelCoder, num_planes: int, device: torch.device) -> flo
     for block in range(len(transform.plans)):
         payloads: list[list[bytes | memoryview]] = [[b"\0"] for _ in planes]
         if block in first:
-            steps, (plan,) = coder.level.steps[block][0], transform.matrices(block)
-            rows = torch.zeros(plan.num_rows, _TRIAL_TOKENS)
+            steps, num_rows = coder.level.steps[block], len(transform.row_layers(block))
+            rows = torch.zeros(num_rows, _TRIAL_TOKENS)
             rows[: len(steps)] = 2 * torch.randn(len(steps), _TRIAL_TOKENS, generator=made)
             rows[: len(steps)] *= steps[:, None]
             rows[:1, 3] = 5000 * steps[:1]  # an escape
             rows[:, 5] *= 1000  # a token that is kept
-            channels = transform.synthesise(block, Analysis([rows]), _TRIAL_TOKENS)
+            channels = transform.synthesise(block, rows)
             payloads = codec.encode_block(coder, block, channels)
         for plane, payload in zip(planes, payloads, strict=True):
             plane.append(payload)

@@ -11,11 +11,9 @@ import torch
 
 from kvrag.arguments import shown
 from kvrag.codec.names import parse_codec
-from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Quantiser, Uniform
-from kvrag.codec.transform.anchor_delta import AnchorDelta
-from kvrag.codec.transform.base import Transform
-from kvrag.codec.transform.none import NoTransform
-from kvrag.codec.transform.pca import PCA
+from kvrag.codec.pca import PCA
+from kvrag.codec.quantiser import Exact, PerChannel, Quantiser, Uniform
+from kvrag.codec.transforms import NoTransform, Transform
 from kvrag.errors import ParameterError
 
 # Bit allocation between layers and rows (channels, components): relative quantiser steps.
@@ -146,11 +144,12 @@ class Rans:
 
 
 _STAGES: dict[str, dict[str, type[Any]]] = {
-    "transform": {stage.name: stage for stage in (NoTransform, AnchorDelta, PCA)},
+    "transform": {stage.name: stage for stage in (NoTransform, PCA)},
     "allocation": {stage.name: stage for stage in (LayerGroups, RateDistortion)},
-    "quantiser": {stage.name: stage for stage in (Uniform, PerChannel, PerToken, Exact)},
+    "quantiser": {stage.name: stage for stage in (Uniform, PerChannel, Exact)},
     "coder": {Rans.name: Rans},
 }
+_GONE = ("anchor_delta", "per_token")
 
 
 @dataclass(frozen=True)
@@ -200,6 +199,11 @@ def _make_stage(kind: str, values: Any) -> Any:
     parameters = dict(values)
     name = parameters.pop("name")
     stage = _STAGES[kind].get(name)
+    if name in _GONE:
+        raise ParameterError(
+            f"{kind} {name!r} left kvrag with 0.3: ingest the documents again, in an index with "
+            "another codec"
+        )
     if stage is None:
         raise ParameterError(
             f"there is no {kind} {shown(name)}; known: {', '.join(sorted(_STAGES[kind]))}"

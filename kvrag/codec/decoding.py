@@ -15,9 +15,9 @@ from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
 from kvrag.codec.block import COUNT, MATRIX, BlockReader, place_channels
 from kvrag.codec.container import RecordReader
 from kvrag.codec.level import CodedBlock, LevelCoder
+from kvrag.codec.pca import Components
 from kvrag.codec.planes import NUM_CONTEXTS
-from kvrag.codec.transform.base import KINDS
-from kvrag.codec.transform.pca import Components
+from kvrag.codec.transforms import KINDS
 from kvrag.errors import RecordError
 from kvrag.native import Points, Rotation, contexts, reconstruct, refine
 from kvrag.native.entropy import stream_offsets
@@ -88,7 +88,7 @@ class PipelineChunk(OpenedRecord):
         return sum(index[one].padded_bytes for some in self._coded_blocks(layers) for one in some)
 
     def read_coded(self, layers: range, memory: memoryview) -> list[CodedPart]:
-        """Read the blocks of some layers as they are stored (one matrix a block, no scales).
+        """Read the blocks of some layers as they are stored.
 
         Raises RecordError and StoreError as `read_layer` does, except for streams that are not what
         was written although their checksums are right.
@@ -126,7 +126,7 @@ class PipelineChunk(OpenedRecord):
         escaped = begin + fields.position
         fields.take(2 * num_escaped)
         first = begin + fields.position
-        num_rows = coder.level.planes[plane].num_rows[block][0]
+        num_rows = coder.level.planes[plane].num_rows[block]
         content = fields.streams(num_rows * self.num_tokens, num_bytes)
         streams = np.zeros(1, np.int64)
         if num_rows:
@@ -201,10 +201,10 @@ class PipelineChunk(OpenedRecord):
         transform = coder.profile.transform
         block = coder.block_of(layer_index, kind)
         coded = self.block(block)
-        if not isinstance(transform, Components) or coded.scales[0] is not None:
+        if not isinstance(transform, Components):
             spec = coder.profile.spec
             which = transform.plans[block].channels_of(spec, layer_index, kind)
-            channels = coder.channels(plane, block, coded, self.num_tokens)[which, tokens]
+            channels = coder.channels(plane, block, coded)[which, tokens]
             place_channels(channels.to(out.device), out, positions)
             return
         if out.device.type != "cpu" or (positions is not None and positions.in_pairs):
@@ -218,7 +218,7 @@ class PipelineChunk(OpenedRecord):
         synthesis = coder.synthesis(plane, layer_index, kind)
         rotation = None if positions is None else Rotation(positions.cos, positions.sin)
         reconstruct(
-            Points(coded.values[0], synthesis.shrink),
+            Points(coded.values, synthesis.shrink),
             synthesis.basis,
             synthesis.mean,
             out,
@@ -251,29 +251,17 @@ class PipelineChunk(OpenedRecord):
 
     def _read_block(self, block: int) -> CodedBlock:
         # Each length below is checked against the rest of the block before it is used.
-        coder, num_tokens = self._coder, self.num_tokens
-        transform = coder.profile.transform
+        coder = self._coder
         fields = BlockReader(self._reader, block)
-        plans = transform.matrices(block)
         (num_raw,) = fields.unpack(COUNT)
-        sizes = [fields.unpack(MATRIX) for _ in plans]
+        sizes = fields.unpack(MATRIX)
         raw_tokens, raw = self._raw(fields, block, num_raw)
-        num_side = transform.num_side(block, num_tokens)
-        side = fields.floats(num_side) if num_side else None
-        values, scales = [], []
-        widths = transform.widths(num_tokens)
-        num_rows = coder.level.planes[0].num_rows[block]
-        for index, (plan, width) in enumerate(zip(plans, widths, strict=True)):
-            scale = None
-            if coder.profile.config.quantiser.scales_tokens and not plan.is_exact:
-                scale = fields.floats(plan.num_segments * width).view(plan.num_segments, width)
-            scales.append(scale)
-            classes = coder.classes(block, index)[: num_rows[index]]
-            values.append(fields.values(coder.models[0], classes, width, *sizes[index]))
+        classes = coder.classes(block)[: coder.level.planes[0].num_rows[block]]
+        values = fields.values(coder.models[0], classes, self.num_tokens, *sizes)
         fields.end()
         for number in range(1, self._num_planes):
             values = self._refine(number, block, values)
-        return CodedBlock(tuple(values), tuple(scales), side, torch.from_numpy(raw_tokens), raw)
+        return CodedBlock(values, torch.from_numpy(raw_tokens), raw)
 
     def _raw(
         self, fields: BlockReader, block: int, num_raw: int
@@ -291,29 +279,18 @@ class PipelineChunk(OpenedRecord):
             fields.refuse("tokens kept raw", "finite numbers", "NaN or infinity")
         return tokens, raw
 
-    def _refine(
-        self, number: int, block: int, coarse: list[NDArray[np.int16]]
-    ) -> list[NDArray[np.int16]]:
+    def _refine(self, number: int, block: int, known: NDArray[np.int16]) -> NDArray[np.int16]:
         """Return the numbers of a plane, given those of the plane before it."""
         coder = self._coder
         fields = BlockReader(self._reader, number * len(coder.profile.transform.plans) + block)
-        finer = []
-        for index, known in enumerate(coarse):
-            num_rows = coder.level.planes[number].num_rows[block][index]
-            (num_bytes,) = fields.unpack(COUNT)
-            if coder.profile.transform.matrices(block)[index].is_exact:
-                fields.symbols(coder.models[number], coder.classes(block, index)[:0], 0, num_bytes)
-                finer.append(known)
-                continue
-            values = np.zeros((num_rows, known.shape[1]), dtype=np.int16)
-            values[: len(known)] = known[:num_rows]
-            context = np.empty(values.shape, dtype=np.uint8)
-            contexts(values, context)
-            classes = coder.classes(block, index)[:num_rows] * NUM_CONTEXTS
-            symbols = fields.symbols(
-                coder.models[number], classes, values.shape[1], num_bytes, context
-            )
-            refine(values, symbols)
-            finer.append(values)
+        num_rows = coder.level.planes[number].num_rows[block]
+        (num_bytes,) = fields.unpack(COUNT)
+        values = np.zeros((num_rows, known.shape[1]), dtype=np.int16)
+        values[: len(known)] = known[:num_rows]
+        context = np.empty(values.shape, dtype=np.uint8)
+        contexts(values, context)
+        classes = coder.classes(block)[:num_rows] * NUM_CONTEXTS
+        symbols = fields.symbols(coder.models[number], classes, values.shape[1], num_bytes, context)
+        refine(values, symbols)
         fields.end()
-        return finer
+        return values

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,17 +17,8 @@ from numpy.typing import NDArray
 
 from kvrag.codec.base import check_kv
 from kvrag.codec.config import PipelineConfig
-from kvrag.codec.entropy.tables import (
-    ESCAPE,
-    NUM_SYMBOLS,
-    bits_of,
-    cluster,
-    count_symbols,
-    empirical_bits,
-    fit_digit_frequencies,
-    fit_frequencies,
-)
-from kvrag.codec.exponents import rest_bits, split
+from kvrag.codec.lossless import rest_bits, split
+from kvrag.codec.pca import Components
 from kvrag.codec.planes import (
     NUM_CONTEXTS,
     RADIX,
@@ -38,23 +28,22 @@ from kvrag.codec.planes import (
     value_costs,
 )
 from kvrag.codec.profile import Level, Plane, Profile
-from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise, token_scales
-from kvrag.codec.transform.base import Analysis, FittedTransform, greatest_tame
-from kvrag.codec.transform.pca import Components
+from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise
+from kvrag.codec.tables import (
+    ESCAPE,
+    NUM_SYMBOLS,
+    bits_of,
+    cluster,
+    count_symbols,
+    empirical_bits,
+    fit_digit_frequencies,
+    fit_frequencies,
+)
+from kvrag.codec.transforms import FittedTransform, greatest_tame
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 # Fits classes and probability tables to whole numbers, plane by plane.
-
-
-@dataclass(frozen=True)
-class SampleMatrix:
-    """One matrix of one block over all kept tokens, in units of the tokens' scales."""
-
-    rows: torch.Tensor
-    units: torch.Tensor
-    layers: torch.Tensor
-    is_exact: bool
 
 
 class FittedPlanes:
@@ -63,44 +52,31 @@ class FittedPlanes:
     Attributes
     ----------
     values
-        For each plane, from coarse to fine, the numbers ``[R, T]`` of each matrix.
+        For each plane, from coarse to fine, the numbers ``[R, T]`` of each block.
     num_rows
-        For each matrix, how many rows are coded in the finest plane.
+        For each plane, how many rows of each block are coded.
     classes
-        For each matrix, the class of each of those rows.
+        For each block, int64: the class of each row that is coded in the finest plane.
     frequencies
         The tables of each plane.
     bits
         The size of each plane in bits.
     """
 
-    def __init__(
-        self, config: PipelineConfig, matrices: list[SampleMatrix], values: list[torch.Tensor]
-    ) -> None:
-        self._matrices = matrices
+    def __init__(self, config: PipelineConfig, values: list[torch.Tensor]) -> None:
         self.values = [values]
         for _ in range(config.quantiser.refinements):
-            finer = zip(matrices, self.values[0], strict=True)
-            self.values.insert(0, [v if m.is_exact else coarser(v) for m, v in finer])
-        self.num_rows = [_last_used(v) for v in values]
-        counts = [count_symbols(v[:n]) for v, n in zip(values, self.num_rows, strict=True)]
+            self.values.insert(0, [coarser(of_block) for of_block in self.values[0]])
+        self.num_rows = [[_last_used(of_block) for of_block in plane] for plane in self.values]
+        coded = self.num_rows[-1]
+        counts = [count_symbols(v[:n]) for v, n in zip(values, coded, strict=True)]
         classes = cluster(np.concatenate(counts), config.coder.classes)
         self.num_classes = int(classes.max()) + 1 if len(classes) else 1
-        self.classes = np.split(classes, np.cumsum(self.num_rows)[:-1])
+        self.classes = np.split(classes, np.cumsum(coded)[:-1])
         self.frequencies: list[NDArray[np.uint16]] = []
         self.bits: list[float] = []
         for plane in range(len(self.values)):
             self._fit_plane(plane)
-
-    def num_rows_of(self, plane: int, matrix: int) -> int:
-        """Return how many rows of a matrix are coded in a plane."""
-        if self._matrices[matrix].is_exact:
-            return self.num_rows[matrix] if plane == 0 else 0
-        return _last_used(self.values[plane][matrix])
-
-    def classes_of(self, matrix: int) -> NDArray[np.int64]:
-        """Return int64 ``[R']``: the classes of a matrix's coded rows."""
-        return self.classes[matrix].astype(np.int64)
 
     @property
     def costs(self) -> torch.Tensor:
@@ -110,13 +86,13 @@ class FittedPlanes:
     def _fit_plane(self, plane: int) -> None:
         num_contexts = 1 if plane == 0 else NUM_CONTEXTS
         counts = np.zeros((self.num_classes * num_contexts, NUM_SYMBOLS), dtype=np.int64)
-        for index, values in enumerate(self.values[plane]):
-            n = self.num_rows_of(plane, index)
-            classes = torch.from_numpy(self.classes_of(index)[:n])
+        for block, values in enumerate(self.values[plane]):
+            n = self.num_rows[plane][block]
+            classes = torch.from_numpy(self.classes[block][:n])
             if plane == 0:
                 np.add.at(counts, classes.numpy(), count_symbols(values[:n]))
             elif n:
-                known = self.values[plane - 1][index][:n]
+                known = self.values[plane - 1][block][:n]
                 symbols = digit_symbols(values[:n], known).long()
                 which = classes[:, None] * num_contexts + digit_contexts(known).long()
                 flat = (which * NUM_SYMBOLS + symbols).flatten()
@@ -165,31 +141,21 @@ class Sample:
         self._spec = spec
         num_tokens = sum(kv.num_tokens for kv in kept)
         self._num_elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_tokens
-        self.blocks: list[list[SampleMatrix]] = []
+        self.rows: list[torch.Tensor] = []  # of each block, all tokens
+        self._units: list[torch.Tensor] = []
+        self._layers: list[torch.Tensor] = []
         self._lost: list[float] = []  # a token's squared error without any quantising
         self._energy = 0.0  # a token's squared distance from the mean, in the same metric
         for block, plan in enumerate(transform.plans):
-            channels = [plan.gather(kv) for kv in kept]
-            analyses = [transform.analyse(block, rows) for rows in channels]
-            self.blocks.append(self._matrices(transform, block, analyses))
-            self._lost.append(_mean_error(transform, block, channels, analyses))
-            every = torch.cat(channels, dim=1)
+            every = torch.cat([plan.gather(kv) for kv in kept], dim=1)
+            rows = transform.analyse(block, every)
+            self.rows.append(rows)
+            self._units.append(config.quantiser.units(rows.square().mean(1).sqrt()))
+            self._layers.append(transform.row_layers(block))
+            found = transform.synthesise(block, rows)
+            self._lost.append(float(transform.errors(block, found, every).mean()))
             middle = every.mean(1, keepdim=True).expand_as(every)
             self._energy += float(transform.errors(block, middle, every).mean())
-
-    def _matrices(
-        self, transform: FittedTransform, block: int, analyses: list[Analysis]
-    ) -> list[SampleMatrix]:
-        found = []
-        for index, plan in enumerate(transform.matrices(block)):
-            parts = [analysis.matrices[index] for analysis in analyses]
-            if self._config.quantiser.scales_tokens and not plan.is_exact:
-                parts = [part / token_scales(plan, part).float()[plan.segments] for part in parts]
-            rows = torch.cat(parts, dim=1)
-            spread = rows.square().mean(1).sqrt()
-            units = self._config.quantiser.units(plan, spread)
-            found.append(SampleMatrix(rows, units, plan.layers, plan.is_exact))
-        return found
 
     def fit_level(self, level: int, name: str) -> Level:
         """Return the level called `name`, at its target if the allocation has one."""
@@ -218,16 +184,14 @@ class Sample:
                 factor = max(finest, factor * min(max(step, 0.5), 2.0))
         return found
 
-    def _steps(self, level: int, matrix: SampleMatrix, factor: float) -> torch.Tensor:
-        if matrix.is_exact:
-            return torch.ones(len(matrix.rows))
+    def _steps(self, level: int, block: int, factor: float) -> torch.Tensor:
         relative = self._config.allocation.relative_steps(
-            level, matrix.layers, self._spec.num_layers
+            level, self._layers[block], self._spec.num_layers
         )
-        return matrix.units * relative * factor
+        return self._units[block] * relative * factor
 
     def _greatest(self) -> float:
-        return max(float(m.rows.abs().max()) for b in self.blocks for m in b)
+        return max(float(rows.abs().max()) for rows in self.rows)
 
     def _find_factor(self, level: int, target: float, finest: float) -> float:
         """Return the factor at which the rows' empirical entropies add up to the target."""
@@ -235,62 +199,52 @@ class Sample:
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
             bits = 0.0
-            for matrix in (m for block in self.blocks for m in block):
-                rows = matrix.rows / self._steps(level, matrix, middle)[:, None]
-                bits += empirical_bits(count_symbols(quantise(rows)))
+            for block, rows in enumerate(self.rows):
+                scaled = rows / self._steps(level, block, middle)[:, None]
+                bits += empirical_bits(count_symbols(quantise(scaled)))
             low, high = (middle, high) if bits > target * self._num_elements else (low, middle)
         return math.sqrt(low * high)
 
     def _fit(self, level: int, name: str, factor: float) -> Level:
-        matrices = [m for block in self.blocks for m in block]
-        steps = [self._steps(level, m, factor) for m in matrices]
-        rows = [m.rows / step[:, None] for m, step in zip(matrices, steps, strict=True)]
-        coded = [self._worth_coding(level, m, r) for m, r in zip(matrices, rows, strict=True)]
-        values = [quantise(r) for r in coded]
+        steps = [self._steps(level, block, factor) for block in range(len(self.rows))]
+        rows = [one / step[:, None] for one, step in zip(self.rows, steps, strict=True)]
+        coded = [self._worth_coding(level, one) for one in rows]
+        values = [quantise(one) for one in coded]
         weight = self._config.quantiser.rate_weight
-        fitted = FittedPlanes(self._config, matrices, values)
+        fitted = FittedPlanes(self._config, values)
         for _ in range(_ROUNDS if weight else 0):
-            for index, (matrix, n) in enumerate(zip(matrices, fitted.num_rows, strict=True)):
-                if not matrix.is_exact:
-                    classes = torch.from_numpy(fitted.classes_of(index))
-                    values[index][:n] = quantise(coded[index][:n], fitted.costs, classes, weight)
-                    values[index][n:] = 0
-            fitted = FittedPlanes(self._config, matrices, values)
+            for block, n in enumerate(fitted.num_rows[-1]):
+                classes = torch.from_numpy(fitted.classes[block])
+                values[block][:n] = quantise(coded[block][:n], fitted.costs, classes, weight)
+                values[block][n:] = 0
+            fitted = FittedPlanes(self._config, values)
         planes = self._planes(fitted, rows)
-        last = planes[-1]
-        distortion, all_steps, index = [], [], 0
-        for block, lost in zip(self.blocks, self._lost, strict=True):
-            error, of_block = lost, []
-            for matrix in block:
-                n = fitted.num_rows[index]
-                v = fitted.values[-1][index].float()
-                v[:n] -= (
-                    v[:n].sign() * last.shrink[torch.from_numpy(fitted.classes_of(index)), None]
-                )
-                if not matrix.is_exact:
-                    squares = (v - rows[index]).square() * steps[index][:, None].square()
-                    error += float(squares.sum(0).mean())
-                of_block.append(steps[index][:n].contiguous())
-                index += 1
-            distortion.append(error)
-            all_steps.append(tuple(of_block))
+        distortion = []
+        for block, (n, lost) in enumerate(zip(fitted.num_rows[-1], self._lost, strict=True)):
+            v = fitted.values[-1][block].float()
+            shrink = planes[-1].shrink[torch.from_numpy(fitted.classes[block])]
+            v[:n] -= v[:n].sign() * shrink[:, None]
+            squares = (v - rows[block]).square() * steps[block][:, None].square()
+            distortion.append(lost + float(squares.sum(0).mean()))
         return Level(
             name=name,
-            steps=tuple(all_steps),
+            steps=tuple(
+                step[:n].contiguous() for step, n in zip(steps, fitted.num_rows[-1], strict=True)
+            ),
             classes=np.concatenate(fitted.classes).astype(np.uint16),
             planes=planes,
             distortion=torch.tensor(distortion),
             relative_error=sum(distortion) / max(self._energy, 1e-30),
         )
 
-    def _worth_coding(self, level: int, matrix: SampleMatrix, rows: torch.Tensor) -> torch.Tensor:
+    def _worth_coding(self, level: int, rows: torch.Tensor) -> torch.Tensor:
         """Return rows in units of their step, with zeros for rows that are not worth coding.
 
         In rows that spread less than a third of a step, few numbers do not round to 0, and those
         cost more bits than they save in distortion. Measured: without such rows, which are half of
         all, the rate falls by 1 to 2 % at equal distortion.
         """
-        if matrix.is_exact or self._config.allocation.target_bits(level) is None:
+        if self._config.allocation.target_bits(level) is None:
             return rows
         spread = rows.square().mean(1, keepdim=True).sqrt()
         # At very low rates all rows spread less; then the widest are kept.
@@ -301,45 +255,23 @@ class Sample:
         for number, values in enumerate(fitted.values):
             bits += fitted.bits[number]
             scale = float(RADIX ** (len(fitted.values) - 1 - number))
-            num_rows, index = [], 0
             gaps, hits = np.zeros(fitted.num_classes), np.zeros(fitted.num_classes)
-            for block in self.blocks:
-                of_block = []
-                for matrix in block:
-                    n = fitted.num_rows_of(number, index)
-                    of_block.append(n)
-                    if not matrix.is_exact:
-                        used = values[index][:n] != 0
-                        gap = values[index][:n].abs() - rows[index][:n].abs() / scale
-                        classes = fitted.classes_of(index)[:n]
-                        np.add.at(gaps, classes, (gap * used).sum(1).double().numpy())
-                        np.add.at(hits, classes, used.sum(1).double().numpy())
-                    index += 1
-                num_rows.append(tuple(of_block))
+            for block, n in enumerate(fitted.num_rows[number]):
+                used = values[block][:n] != 0
+                gap = values[block][:n].abs() - rows[block][:n].abs() / scale
+                classes = fitted.classes[block][:n]
+                np.add.at(gaps, classes, (gap * used).sum(1).double().numpy())
+                np.add.at(hits, classes, used.sum(1).double().numpy())
             shrink = torch.from_numpy(gaps / np.maximum(hits, 1)).float().clamp(-0.5, 0.5)
             planes.append(
                 Plane(
                     frequencies=fitted.frequencies[number],
-                    num_rows=tuple(num_rows),
+                    num_rows=tuple(fitted.num_rows[number]),
                     shrink=shrink,
                     bits=bits / self._num_elements,
                 )
             )
         return tuple(planes)
-
-
-def _mean_error(
-    transform: FittedTransform,
-    block: int,
-    channels: list[torch.Tensor],
-    analyses: list[Analysis],
-) -> float:
-    """Return a token's mean squared error if rows are not quantised at all."""
-    total = 0.0
-    for rows, analysis in zip(channels, analyses, strict=True):
-        found = transform.synthesise(block, analysis, rows.shape[1])
-        total += float(transform.errors(block, found, rows).sum())
-    return total / sum(rows.shape[1] for rows in channels)
 
 
 MIN_TOKENS = 256
@@ -403,7 +335,7 @@ def fit_profile(
         levels.append(sample.fit_level(level, name))
     if isinstance(transform, Components):
         # Components that no level codes would be most of the file.
-        most = [max(len(level.steps[b][0]) for level in levels) for b in range(len(sample.blocks))]
+        most = [max(len(level.steps[b]) for level in levels) for b in range(len(sample.rows))]
         transform = transform.keep_rows(most)
     return Profile(config, spec, model_fingerprint, transform, tuple(levels), num_tokens)
 
@@ -429,7 +361,7 @@ def _fit_exponents(
         typical = numbers.float().abs().median(dim=1).values.clamp(min=2.0**-14, max=2.0**15)
         step = torch.exp2(typical.log2().floor())
         centres, _ = split(step.to(spec.dtype))
-        steps.append((step,))
+        steps.append(step)
         counts.append(count_symbols(exponents - centres[:, None]))
     rows = np.concatenate(counts)
     classes = cluster(rows, config.coder.classes)
@@ -439,7 +371,7 @@ def _fit_exponents(
     cost = with_escapes(bits_of(frequencies))
     plane = Plane(
         frequencies=frequencies,
-        num_rows=tuple((len(step),) for (step,) in steps),
+        num_rows=tuple(map(len, steps)),
         shrink=torch.zeros(len(frequencies)),
         bits=float((pooled * cost).sum() / pooled.sum()) + rest_bits(spec.dtype),
     )

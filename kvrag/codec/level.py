@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrag.codec.pca import Components
 from kvrag.codec.planes import RADIX
 from kvrag.codec.profile import Level, Profile
 from kvrag.codec.quantiser import MAX_MAGNITUDE
-from kvrag.codec.transform.base import Analysis
-from kvrag.codec.transform.pca import Components
 from kvrag.native import RansModel
 
 
@@ -25,20 +24,14 @@ class CodedBlock:
     Attributes
     ----------
     values
-        int16 ``[R, T']`` for each matrix.
-    scales
-        float16 ``[segments, T']`` for each matrix, or None.
-    side
-        Further numbers of the transform, or None.
+        int16 ``[R', T]``.
     raw_tokens
         int64: tokens that are not quantised, ascending.
     raw
         The channels of those tokens, ``[raw tokens, N]`` in the model's dtype.
     """
 
-    values: tuple[NDArray[np.int16], ...]
-    scales: tuple[torch.Tensor | None, ...]
-    side: torch.Tensor | None
+    values: NDArray[np.int16]
     raw_tokens: torch.Tensor
     raw: torch.Tensor
 
@@ -93,50 +86,41 @@ class LevelCoder:
         """The coding tables of each plane."""
         return [RansModel(plane.frequencies) for plane in self.level.planes]
 
-    def classes(self, block: int, matrix: int) -> NDArray[np.uint16]:
-        """Return the class of every coded row of a matrix."""
-        return self.level.classes[self.level.class_slices[block][matrix]]
+    def classes(self, block: int) -> NDArray[np.uint16]:
+        """Return the class of every coded row of a block."""
+        return self.level.classes[self.level.class_slices[block]]
 
-    def limits(self, block: int, matrix: int) -> torch.Tensor:
+    def limits(self, block: int) -> torch.Tensor:
         """Return int32 ``[R']``: the greatest magnitude that the planes of each row can express.
 
         A row that the coarsest planes omit has only the digits of the others.
         """
-        limits = torch.full((len(self.level.steps[block][matrix]),), MAX_MAGNITUDE)
+        limits = torch.full((len(self.level.steps[block]),), MAX_MAGNITUDE)
         num_planes = len(self.level.planes)
         for number, plane in enumerate(self.level.planes[:-1]):
             digits = num_planes - 1 - number
-            limits[plane.num_rows[block][matrix] :] = (RADIX**digits - 1) // 2
+            limits[plane.num_rows[block] :] = (RADIX**digits - 1) // 2
         return limits
 
-    def shrink(self, plane: int, block: int, matrix: int, num_rows: int) -> torch.Tensor:
-        """Return the shrinkage, float32 ``[R]``; zeros if the transform quantised the matrix."""
-        classes = torch.from_numpy(self.classes(block, matrix)[:num_rows].astype(np.int64))
-        if self.profile.transform.matrices(block)[matrix].is_exact:
-            return torch.zeros(len(classes))
+    def shrink(self, plane: int, block: int, num_rows: int) -> torch.Tensor:
+        """Return the shrinkage of a block's first rows, float32 ``[R]``."""
+        classes = torch.from_numpy(self.classes(block)[:num_rows].astype(np.int64))
         return self.level.planes[plane].shrink[classes]
 
-    def steps(self, plane: int, block: int, matrix: int, num_rows: int) -> torch.Tensor:
+    def steps(self, plane: int, block: int, num_rows: int) -> torch.Tensor:
         """Return float32 ``[R]``: the step of each row when `plane` is the last that is read."""
-        steps = self.level.steps[block][matrix][:num_rows]
-        if self.profile.transform.matrices(block)[matrix].is_exact:
-            return steps
-        return steps * float(RADIX ** (len(self.level.planes) - 1 - plane))
+        scale = float(RADIX ** (len(self.level.planes) - 1 - plane))
+        return self.level.steps[block][:num_rows] * scale
 
-    def channels(self, plane: int, block: int, coded: CodedBlock, num_tokens: int) -> torch.Tensor:
+    def channels(self, plane: int, block: int, coded: CodedBlock) -> torch.Tensor:
         """Return a block's channels float32 ``[N, T]``."""
         transform = self.profile.transform
-        matrices = []
-        for index, plan in enumerate(transform.matrices(block)):
-            rows = torch.from_numpy(coded.values[index]).float()
-            num_rows = len(rows)
-            rows -= rows.sign() * self.shrink(plane, block, index, num_rows)[:, None]
-            rows *= self.steps(plane, block, index, num_rows)[:, None]
-            scale = coded.scales[index]
-            if scale is not None:
-                rows *= scale.float()[plan.segments[:num_rows]]
-            matrices.append(torch.nn.functional.pad(rows, (0, 0, 0, plan.num_rows - num_rows)))
-        found = transform.synthesise(block, Analysis(matrices, coded.side), num_tokens)
+        rows = torch.from_numpy(coded.values).float()
+        num_rows = len(rows)
+        rows -= rows.sign() * self.shrink(plane, block, num_rows)[:, None]
+        rows *= self.steps(plane, block, num_rows)[:, None]
+        missing = len(transform.row_layers(block)) - num_rows
+        found = transform.synthesise(block, torch.nn.functional.pad(rows, (0, 0, 0, missing)))
         if len(coded.raw_tokens):
             found[:, coded.raw_tokens] = coded.raw.T.float()
         return found
@@ -154,11 +138,11 @@ class LevelCoder:
             transform = self.profile.transform
             assert isinstance(transform, Components)
             block = self.block_of(layer_index, kind)
-            num_rows = self.level.planes[plane].num_rows[block][0]
-            steps = self.steps(plane, block, 0, num_rows)
+            num_rows = self.level.planes[plane].num_rows[block]
+            steps = self.steps(plane, block, num_rows)
             found = Synthesis(
                 channels=transform.plans[block].channels_of(self.profile.spec, layer_index, kind),
-                shrink=self.shrink(plane, block, 0, num_rows),
+                shrink=self.shrink(plane, block, num_rows),
                 basis=transform.synthesis_basis(block, layer_index, kind, steps),
                 mean=transform.mean_of(block, layer_index, kind).contiguous(),
             )

@@ -14,7 +14,6 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.base import OpenedRecord, check_kv, check_layer_index
 from kvrag.codec.block import MATRIX, BlockReader, pack_streams
 from kvrag.codec.container import ByteSource, RecordReader, write_record
-from kvrag.codec.exponents import greatest_exponent, join, rest_bits, split
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import to_symbols
@@ -22,6 +21,12 @@ from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 NAME = "lossless"
+# dtype: signed integer of its width, bits of the exponent, bits of the mantissa
+_LAYOUTS = {
+    torch.float32: (torch.int32, 8, 23),
+    torch.bfloat16: (torch.int16, 8, 7),
+    torch.float16: (torch.int16, 5, 10),
+}
 
 
 class LosslessCodec:
@@ -51,7 +56,7 @@ class LosslessCodec:
         for block, plan in enumerate(self.profile.transform.plans):
             exponents, rest = split(plan.stack(kv.keys, kv.values))
             values = exponents - _centres(self._coder, block)[:, None]
-            classes = self._coder.classes(block, 0)
+            classes = self._coder.classes(block)
             symbols = to_symbols(values, self._coder.level.planes[0].frequencies, classes)
             streams = pack_streams(self._coder.models[0], symbols.symbols, classes)
             head = MATRIX.pack(len(symbols.escaped), len(streams))
@@ -111,7 +116,7 @@ class LosslessChunk(OpenedRecord):
         dtype = self._reader.header.spec.dtype
         fields = BlockReader(self._reader, layer_index)
         num_escaped, num_bytes = fields.unpack(MATRIX)
-        classes = self._coder.classes(layer_index, 0)
+        classes = self._coder.classes(layer_index)
         numbers = fields.values(
             self._coder.models[0], classes, self.num_tokens, num_escaped, num_bytes
         )
@@ -126,7 +131,7 @@ class LosslessChunk(OpenedRecord):
 
 def _centres(coder: LevelCoder, block: int) -> torch.Tensor:
     """Return int32 ``[R]``: the exponent field of a typical number in each row."""
-    steps = coder.level.steps[block][0]
+    steps = coder.level.steps[block]
     return split(steps.to(coder.profile.spec.dtype))[0]
 
 
@@ -153,3 +158,31 @@ def _unpack_rest(fields: BlockReader, shape: tuple[int, ...], num_bits: int) -> 
         bits = np.unpackbits(packed)[: count * (num_bits % 8)].reshape(count, -1).astype(np.int32)
         numbers |= (bits << np.arange(num_bits % 8)).sum(axis=1) << (num_bits - num_bits % 8)
     return torch.from_numpy(numbers).view(shape)
+
+
+def split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return exponent fields int32, and sign and mantissa int32 (sign above the mantissa)."""
+    integer, exponent_bits, mantissa_bits = _LAYOUTS[numbers.dtype]
+    bits = numbers.view(integer).int()
+    exponents = (bits >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    sign = (bits >> (exponent_bits + mantissa_bits)) & 1
+    return exponents, sign << mantissa_bits | bits & ((1 << mantissa_bits) - 1)
+
+
+def join(exponents: torch.Tensor, rest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers that `split` was given."""
+    integer, exponent_bits, mantissa_bits = _LAYOUTS[dtype]
+    sign = rest >> mantissa_bits
+    mantissa = rest & ((1 << mantissa_bits) - 1)
+    bits = sign << (exponent_bits + mantissa_bits) | exponents << mantissa_bits | mantissa
+    return bits.to(integer).view(dtype)
+
+
+def greatest_exponent(dtype: torch.dtype) -> int:
+    """Return the exponent field that only NaN and infinity have."""
+    return (1 << _LAYOUTS[dtype][1]) - 1
+
+
+def rest_bits(dtype: torch.dtype) -> int:
+    """Return the bits of sign and mantissa."""
+    return 1 + _LAYOUTS[dtype][2]

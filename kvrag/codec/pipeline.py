@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import check_kv
@@ -20,8 +19,8 @@ from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.level import CodedBlock, LevelCoder
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import quantise, to_symbols, token_scales
-from kvrag.codec.transform.base import greatest_tame
+from kvrag.codec.quantiser import quantise, to_symbols
+from kvrag.codec.transforms import greatest_tame
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -132,7 +131,7 @@ class PipelineCodec:
         tame = torch.where(wild, 0.0, channels) if bool(wild.any()) else channels
         coded = self._quantise(coder, block, tame, torch.zeros(0, dtype=torch.int64))
         finest = len(coder.level.planes) - 1
-        found = coder.channels(finest, block, coded, channels.shape[1])
+        found = coder.channels(finest, block, coded)
         errors = self.profile.transform.errors(block, found, tame)
         most = _OUTLIER_FACTOR * float(coder.level.distortion[block]) + 1e-12
         outliers = (wild | (errors > most)).nonzero()[:, 0]
@@ -145,69 +144,44 @@ class PipelineCodec:
         self, coder: LevelCoder, block: int, channels: torch.Tensor, left_out: torch.Tensor
     ) -> CodedBlock:
         """Return a block's whole numbers. Tokens in `left_out` become zeros, which cost least."""
-        transform, level = self.profile.transform, coder.level
-        quantiser = self.profile.config.quantiser
-        analysis = transform.analyse(block, channels)
-        all_values: list[NDArray[np.int16]] = []
-        scales: list[torch.Tensor | None] = []
-        for index, plan in enumerate(transform.matrices(block)):
-            steps = level.steps[block][index]
-            rows = analysis.matrices[index]
-            scale = None
-            if quantiser.scales_tokens and not plan.is_exact:
-                scale = token_scales(plan, rows)
-                rows = rows / scale.float()[plan.segments]
-            rows = rows[: len(steps)] / steps[:, None]
-            if len(left_out) and rows.shape[1] == channels.shape[1]:
-                rows[:, left_out] = 0.0
-            classes = torch.from_numpy(coder.classes(block, index).astype(np.int64))
-            costs = None if plan.is_exact else level.costs
-            values = quantise(rows, costs, classes, quantiser.rate_weight)
-            if not plan.is_exact:
-                limits = coder.limits(block, index)[:, None]
-                values = values.clamp(-limits, limits)
-            all_values.append(values.to(torch.int16).numpy())
-            scales.append(scale)
+        level, quantiser = coder.level, self.profile.config.quantiser
+        steps = level.steps[block]
+        rows = self.profile.transform.analyse(block, channels)[: len(steps)] / steps[:, None]
+        rows[:, left_out] = 0.0
+        classes = torch.from_numpy(coder.classes(block).astype(np.int64))
+        limits = coder.limits(block)[:, None]
+        values = quantise(rows, level.costs, classes, quantiser.rate_weight).clamp(-limits, limits)
         nothing = torch.zeros(0, dtype=torch.int64)
-        return CodedBlock(
-            tuple(all_values), tuple(scales), analysis.side, nothing, torch.zeros(0, 0)
-        )
+        return CodedBlock(values.to(torch.int16).numpy(), nothing, torch.zeros(0, 0))
 
     def _write_block(
         self, coder: LevelCoder, block: int, coded: CodedBlock
     ) -> list[list[bytes | memoryview]]:
-        planes: list[list[bytes | memoryview]] = [[] for _ in coder.level.planes]
-        body: list[bytes | memoryview] = [
-            coded.raw_tokens.numpy().astype("<u4").tobytes(),
-            coded.raw.flatten().view(torch.uint8).numpy().data,
+        known = [torch.from_numpy(coded.values).int()]
+        for _ in coder.level.planes[1:]:
+            known.insert(0, coarser(known[0]))
+        classes = coder.classes(block)
+        n = coder.level.planes[0].num_rows[block]
+        symbols = to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
+        streams = pack_streams(coder.models[0], symbols.symbols, classes[:n])
+        planes: list[list[bytes | memoryview]] = [
+            [
+                COUNT.pack(len(coded.raw_tokens)),
+                MATRIX.pack(len(symbols.escaped), len(streams)),
+                coded.raw_tokens.numpy().astype("<u4").tobytes(),
+                coded.raw.flatten().view(torch.uint8).numpy().data,
+                symbols.escaped.tobytes(),
+                streams,
+            ]
         ]
-        if coded.side is not None:
-            body.append(coded.side.numpy().astype("<f2").tobytes())
-        planes[0].append(COUNT.pack(len(coded.raw_tokens)))
-        for index, values in enumerate(coded.values):
-            is_exact = self.profile.transform.matrices(block)[index].is_exact
-            known = [torch.from_numpy(values).int()]
-            for _ in coder.level.planes[1:]:
-                known.insert(0, known[0] if is_exact else coarser(known[0]))
-            scale = coded.scales[index]
-            if scale is not None:
-                body.append(scale.numpy().astype("<f2").tobytes())
-            classes = coder.classes(block, index)
-            for number, plane in enumerate(coder.level.planes):
-                n = plane.num_rows[block][index]
-                if number == 0:
-                    symbols = to_symbols(known[0][:n], plane.frequencies, classes[:n])
-                    streams = pack_streams(coder.models[0], symbols.symbols, classes[:n])
-                    body += [symbols.escaped.tobytes(), streams]
-                    planes[0].append(MATRIX.pack(len(symbols.escaped), len(streams)))
-                else:
-                    before = known[number - 1][:n]
-                    streams = pack_streams(
-                        coder.models[number],
-                        digit_symbols(known[number][:n], before).numpy(),
-                        classes[:n] * NUM_CONTEXTS,
-                        digit_contexts(before).numpy(),
-                    )
-                    planes[number] += [COUNT.pack(len(streams)), streams]
-        planes[0] += body
+        for number, plane in enumerate(coder.level.planes[1:], 1):
+            n = plane.num_rows[block]
+            before = known[number - 1][:n]
+            streams = pack_streams(
+                coder.models[number],
+                digit_symbols(known[number][:n], before).numpy(),
+                classes[:n] * NUM_CONTEXTS,
+                digit_contexts(before).numpy(),
+            )
+            planes.append([COUNT.pack(len(streams)), streams])
         return planes

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.entropy.tables import NUM_SYMBOLS, ZERO_SYMBOL, bits_of, symbols_of
+from kvrag.codec.tables import NUM_SYMBOLS, ZERO_SYMBOL, bits_of, symbols_of
 
 RADIX = 3
 NUM_CONTEXTS = 3

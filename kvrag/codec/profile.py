@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,10 @@ from safetensors.torch import save as save_tensors
 
 from kvrag.arguments import shown
 from kvrag.codec.config import PipelineConfig
-from kvrag.codec.entropy.tables import NUM_SYMBOLS, TOTAL
 from kvrag.codec.planes import NUM_CONTEXTS, value_costs
 from kvrag.codec.quantiser import Exact
-from kvrag.codec.transform.base import FittedTransform, take_tensor
-from kvrag.codec.transform.none import NoTransform
+from kvrag.codec.tables import NUM_SYMBOLS, TOTAL
+from kvrag.codec.transforms import FittedTransform, NoTransform, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import DTYPES, KVSpec
 from kvrag.native.entropy import MAX_CLASSES
@@ -52,7 +52,7 @@ class Plane:
     frequencies
         uint16: ``[C, 256]`` in the coarsest plane, ``[3 C, 256]`` (class times context) in others.
     num_rows
-        How many rows of each matrix of each block are coded.
+        How many rows of each block are coded.
     shrink
         float32 ``[C]``: for each class, how much nearer to zero values are than their whole number,
         on average, if this plane is the last that is read.
@@ -61,7 +61,7 @@ class Plane:
     """
 
     frequencies: NDArray[np.uint16]
-    num_rows: tuple[tuple[int, ...], ...]
+    num_rows: tuple[int, ...]
     shrink: torch.Tensor
     bits: float
 
@@ -75,10 +75,10 @@ class Level:
     name
         The level's name on the command line.
     steps
-        For each matrix of each block, float32 ``[R']``: the steps of the finest plane for the rows
-        that are coded, which are the first R' of the matrix.
+        For each block, float32 ``[R']``: the steps of the finest plane for the rows that are coded,
+        which are the block's first R'.
     classes
-        uint16: the class of every coded row, block by block, matrix by matrix.
+        uint16: the class of every coded row, block by block.
     planes
         The planes, from coarse to fine.
     distortion
@@ -88,7 +88,7 @@ class Level:
     """
 
     name: str
-    steps: tuple[tuple[torch.Tensor, ...], ...]
+    steps: tuple[torch.Tensor, ...]
     classes: NDArray[np.uint16]
     planes: tuple[Plane, ...]
     distortion: torch.Tensor
@@ -114,17 +114,10 @@ class Level:
         return value_costs(tables[0], tables[1:], self.num_classes)
 
     @cached_property
-    def class_slices(self) -> tuple[tuple[slice, ...], ...]:
-        """For each matrix of each block, the slice of `classes` that belongs to its rows."""
-        start = 0
-        slices = []
-        for matrices in self.steps:
-            of_block = []
-            for steps in matrices:
-                of_block.append(slice(start, start + len(steps)))
-                start += len(steps)
-            slices.append(tuple(of_block))
-        return tuple(slices)
+    def class_slices(self) -> tuple[slice, ...]:
+        """For each block, the slice of `classes` that belongs to its rows."""
+        ends = list(accumulate((len(steps) for steps in self.steps), initial=0))
+        return tuple(slice(*ends_of) for ends_of in pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -160,9 +153,8 @@ class Profile:
         tensors = self.transform.tensors()
         levels = []
         for number, level in enumerate(self.levels):
-            for block, matrices in enumerate(level.steps):
-                for matrix, steps in enumerate(matrices):
-                    tensors[f"level.{number}.steps.{block}.{matrix}"] = steps
+            for block, steps in enumerate(level.steps):
+                tensors[f"level.{number}.steps.{block}.0"] = steps
             tensors[f"level.{number}.classes"] = torch.from_numpy(level.classes.astype(np.int16))
             tensors[f"level.{number}.distortion"] = level.distortion
             for index, plane in enumerate(level.planes):
@@ -171,9 +163,7 @@ class Profile:
                     plane.frequencies.astype(np.int16)
                 )
                 tensors[f"{where}.shrink"] = plane.shrink
-                tensors[f"{where}.num_rows"] = torch.tensor(
-                    [count for counts in plane.num_rows for count in counts], dtype=torch.int32
-                )
+                tensors[f"{where}.num_rows"] = torch.tensor(plane.num_rows, dtype=torch.int32)
             bits = [plane.bits for plane in level.planes]
             levels.append(
                 {"name": level.name, "bits": bits, "relative_error": level.relative_error}
@@ -308,16 +298,14 @@ def _load_level(
 ) -> Level:
     name, bits = str(found["name"]), list(found["bits"])
     steps = []
-    for block in range(len(transform.plans)):
-        of_block = []
-        for matrix, plan in enumerate(transform.matrices(block)):
-            where = f"level.{number}.steps.{block}.{matrix}"
-            tensor = take_tensor(tensors, where, [-1], torch.float32)
-            if len(tensor) > plan.num_rows or not bool((tensor > 0).all()):
-                raise ProfileError(f"the profile's {where!r} does not fit its rows; {_REMEDY}")
-            of_block.append(tensor)
-        steps.append(tuple(of_block))
-    num_rows = sum(len(tensor) for of_block in steps for tensor in of_block)
+    most_rows = [len(transform.row_layers(block)) for block in range(len(transform.plans))]
+    for block, most in enumerate(most_rows):
+        where = f"level.{number}.steps.{block}.0"
+        tensor = take_tensor(tensors, where, [-1], torch.float32)
+        if len(tensor) > most or not bool((tensor > 0).all()):
+            raise ProfileError(f"the profile's {where!r} does not fit its rows; {_REMEDY}")
+        steps.append(tensor)
+    num_rows = sum(map(len, steps))
     classes = _unsigned(tensors, f"level.{number}.classes", [num_rows])
     planes: list[Plane] = []
     if not 1 <= len(bits) <= MAX_PLANES:
@@ -334,33 +322,19 @@ def _load_level(
             raise ProfileError(f"the tables of {where!r} do not match its classes; {_REMEDY}")
         shrink = take_tensor(tensors, f"{where}.shrink", [num_classes], torch.float32)
         counts = _unsigned(tensors, f"{where}.num_rows", [-1], torch.int32).tolist()
-        planes.append(
-            Plane(frequencies, _by_block(counts, steps, where), shrink, float(plane_bits))
-        )
+        coded = list(map(len, steps))
+        if len(counts) != len(coded) or any(c > m for c, m in zip(counts, coded, strict=True)):
+            raise ProfileError(f"the rows of {where!r} do not match its matrices; {_REMEDY}")
+        planes.append(Plane(frequencies, tuple(counts), shrink, float(plane_bits)))
     if not num_classes or (len(classes) and int(classes.max()) >= num_classes):
         raise ProfileError(f"the profile's level {name!r} names a class it lacks; {_REMEDY}")
     distortion = take_tensor(tensors, f"level.{number}.distortion", [len(steps)], torch.float32)
     error = float(found["relative_error"])
     if isinstance(config.quantiser, Exact):
-        whole = all(
-            len(of_matrix) == plan.num_rows
-            for block, of_block in enumerate(steps)
-            for of_matrix, plan in zip(of_block, transform.matrices(block), strict=True)
-        )
+        whole = list(map(len, steps)) == most_rows
         if not isinstance(config.transform, NoTransform) or len(planes) > 1 or not whole:
             raise ProfileError(f"the profile's level {name!r} is not lossless; {_REMEDY}")
     return Level(name, tuple(steps), classes, tuple(planes), distortion, error)
-
-
-def _by_block(
-    counts: list[int], steps: list[tuple[torch.Tensor, ...]], where: str
-) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of coded rows by block and matrix, after checking them."""
-    most = [len(tensor) for of_block in steps for tensor in of_block]
-    if len(counts) != len(most) or any(c > m for c, m in zip(counts, most, strict=True)):
-        raise ProfileError(f"the rows of {where!r} do not match its matrices; {_REMEDY}")
-    left = iter(counts)
-    return tuple(tuple(next(left) for _ in of_block) for of_block in steps)
 
 
 def _unsigned(

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.entropy.tables import ESCAPE, NUM_SYMBOLS, ZERO_SYMBOL, symbols_of
-from kvrag.codec.transform.base import MatrixPlan
+from kvrag.codec.tables import ESCAPE, NUM_SYMBOLS, ZERO_SYMBOL, symbols_of
 from kvrag.errors import ParameterError
 
 ESCAPE_BITS = 28.0
 """About what a number outside its table costs: the escape's code and the number itself."""
 MAX_MAGNITUDE = 32767
 """The greatest magnitude of a whole number: escaped ones are stored in 16 bits."""
-_TOKEN_STEPS = 16.0  # as for the middle bins in CacheGen's public code
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class Quantiser:
     """
 
     name: ClassVar[str]
-    scales_tokens: ClassVar[bool] = False
     rate_weight: float = 0.1
     refinements: int = 0
 
@@ -53,7 +50,7 @@ class Quantiser:
                 f"quantiser {self.name}: refinements must be 0 to 4, found {self.refinements}"
             )
 
-    def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
+    def units(self, spread: torch.Tensor) -> torch.Tensor:
         """Return float32 ``[R]``: the step of each row before allocation scales it.
 
         Parameters
@@ -70,9 +67,9 @@ class Uniform(Quantiser):
 
     name: ClassVar[str] = "uniform"
 
-    def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
+    def units(self, spread: torch.Tensor) -> torch.Tensor:
         """Return ones."""
-        return torch.ones(plan.num_rows)
+        return torch.ones(len(spread))
 
 
 @dataclass(frozen=True)
@@ -81,22 +78,10 @@ class PerChannel(Quantiser):
 
     name: ClassVar[str] = "per_channel"
 
-    def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
+    def units(self, spread: torch.Tensor) -> torch.Tensor:
         """Return the spread; the mean of all rows for a row that never varied."""
         mean = spread.mean().clamp(min=1e-6)
         return torch.where(spread > 1e-3 * mean, spread, mean)
-
-
-@dataclass(frozen=True)
-class PerToken(Quantiser):
-    """Steps in proportion to a token's greatest magnitude in a layer and kind, which is stored."""
-
-    name: ClassVar[str] = "per_token"
-    scales_tokens: ClassVar[bool] = True
-
-    def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
-        """Return a sixteenth of the greatest magnitude."""
-        return torch.full((plan.num_rows,), 1.0 / _TOKEN_STEPS)
 
 
 @dataclass(frozen=True)
@@ -106,19 +91,9 @@ class Exact(Quantiser):
     name: ClassVar[str] = "exact"
     rate_weight: float = 0.0
 
-    def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
+    def units(self, spread: torch.Tensor) -> torch.Tensor:
         """Return the power of two below each row's spread."""
         return torch.exp2(spread.clamp(min=2.0**-100).log2().floor())
-
-
-def token_scales(plan: MatrixPlan, rows: torch.Tensor) -> torch.Tensor:
-    """Return float16 ``[segments, T]``: each token's greatest magnitude in each segment."""
-    num_segments = plan.num_segments
-    scales = torch.zeros(num_segments, rows.shape[1])
-    index = plan.segments[: len(rows), None].expand(rows.shape)
-    scales.scatter_reduce_(0, index, rows.abs(), "amax")
-    # The scale of zero rows must not be 0: rows are divided by it.
-    return scales.clamp(2.0**-14, 65504.0).half()
 
 
 @dataclass(frozen=True)

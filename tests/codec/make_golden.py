@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.quantiser import Exact, PerToken, Uniform
-from kvrag.codec.transform.anchor_delta import AnchorDelta
-from kvrag.codec.transform.none import NoTransform
-from kvrag.codec.transform.pca import PCA
+from kvrag.codec.quantiser import Exact, Uniform
+from kvrag.codec.transforms import NoTransform
 from kvrag.kvcache import KVSpec
 from kvrag_testing.codec_contract import KEY, decode
 from tests.support.codecs import fit, smooth_kv
@@ -28,7 +27,6 @@ CONFIGS = {
     "transform": PipelineConfig(
         PCA(group_layers=1), RateDistortion((2.0, 4.0)), Uniform(refinements=2), Rans(3)
     ),
-    "anchors": PipelineConfig(AnchorDelta(), LayerGroups(), PerToken(refinements=1), Rans(3)),
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(3)),
 }
 

@@ -97,10 +97,10 @@ class _Setting:
         end = 0
         for chunk in self.chunks:
             for block in range(len(self.profile.transform.plans)):
-                rows = max(plane.num_rows[block][0] for plane in chunk.coder.level.planes)
+                rows = max(plane.num_rows[block] for plane in chunk.coder.level.planes)
                 of_block = self.numbers[end : end + rows * chunk.num_tokens]
                 end += len(of_block)
-                expected = torch.from_numpy(chunk.block(block).values[0])
+                expected = torch.from_numpy(chunk.block(block).values)
                 found = of_block.view(rows, chunk.num_tokens)[: len(expected)]
                 assert torch.equal(found, expected)
         assert end == len(self.numbers)

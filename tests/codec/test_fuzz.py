@@ -14,12 +14,11 @@ from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.container import header_size
 from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
+from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.raw import RawCodec
-from kvrag.codec.transform.anchor_delta import AnchorDelta
-from kvrag.codec.transform.none import NoTransform
-from kvrag.codec.transform.pca import PCA
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag_testing.codec_contract import KEY, BytesSource, same_bits
@@ -34,7 +33,6 @@ CONFIGS = {
     "transform": PipelineConfig(
         PCA(group_layers=1), RateDistortion((3.0, 1.0)), Uniform(refinements=1), Rans(4)
     ),
-    "anchors": PipelineConfig(AnchorDelta(), LayerGroups(), PerToken(0.0), Rans(4)),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0), Rans(4)),
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(4)),
 }

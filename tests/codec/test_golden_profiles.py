@@ -15,6 +15,7 @@ from safetensors.numpy import load
 
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import codec_of
+from kvrag.errors import ProfileError
 from kvrag_testing.codec_contract import KEY, decode
 from tests.codec.make_golden import CONFIGS, GOLDEN, SPEC
 
@@ -193,60 +194,6 @@ def test_the_documented_layout_of_lossless() -> None:
             assert torch.equal(found, expected("lossless")[kind][layer])
 
 
-def test_the_documented_layout_of_anchors() -> None:
-    record = Record("anchors")
-    assert len(record.blocks) == 2 * L
-    is_anchor = np.arange(T) % 10 == 0
-    num_anchors = int(is_anchor.sum())
-    widths = (num_anchors, T - num_anchors)
-    first_class = 0
-    for layer in range(L):
-        reader = Reader(record.blocks[layer])
-        (num_raw,) = reader.take("<u4", 1)
-        sizes = [reader.take("<u4", 2) for _ in range(2)]
-        raw_tokens = reader.take("<u4", num_raw).astype(np.int64)
-        raw = reader.take("<f4", num_raw * N).reshape(num_raw, N)
-        anchor_scales = reader.take("<f2", 2 * num_anchors).reshape(2, num_anchors)
-        found = []
-        for matrix, width in enumerate(widths):
-            steps = record.of_level(f"steps.{layer}.{matrix}")
-            classes = record.classes[first_class : first_class + len(steps)]
-            first_class += len(steps)
-            scales = reader.take("<f2", 2 * width).reshape(2, width) if matrix else None
-            rows = int(record.of_level("plane.0.num_rows")[2 * layer + matrix])
-            numbers = np.zeros((len(steps), width), dtype=np.int64)
-            numbers[:rows] = read_numbers(
-                reader, *sizes[matrix], (rows, width), record.tables(0), classes[:rows]
-            )
-            found.append((numbers, steps, classes, scales))
-        assert reader.content == b""
-        anchors = np.zeros((N, num_anchors))
-        anchors[: len(found[0][0])] = found[0][0]
-        anchors = anchors * np.repeat(anchor_scales.astype(np.float64), H * D, axis=0)
-        numbers, steps, classes, scales = found[1]
-        reader = Reader(record.blocks[L + layer])
-        assert reader.take("<u4", 1).tolist() == [0]  # anchors are not refined
-        (size,) = reader.take("<u4", 1)
-        rows = int(record.of_level("plane.1.num_rows")[2 * layer + 1])
-        known = numbers[:rows]
-        symbols = read_streams(
-            bytes(reader.take("u1", size)),
-            known.shape,
-            record.tables(1),
-            3 * classes[:rows],
-            np.minimum(np.abs(known), 2),
-        )
-        assert reader.content == b""
-        numbers[:rows] = 3 * known + np.where(known < 0, -1, 1) * (symbols - 128)
-        shrink = record.of_level("plane.1.shrink")[classes][:, None]
-        differences = np.zeros((N, widths[1]))
-        differences[: len(steps)] = (numbers - np.sign(numbers) * shrink) * steps[:, None]
-        differences *= np.repeat(scales.astype(np.float64), H * D, axis=0)
-        channels = np.zeros((N, T))
-        channels[:, is_anchor] = anchors
-        channels[:, ~is_anchor] = differences + anchors[:, np.arange(T)[~is_anchor] // 10]
-        channels += record.tensors[f"mean.{layer}"][:, None]
-        channels[:, raw_tokens] = raw.T
-        for kind, placed in kv_of_channels(channels).items():
-            true = expected("anchors")[kind][layer]
-            torch.testing.assert_close(placed, true, rtol=1e-3, atol=1e-3)
+def test_a_profile_of_a_codec_that_left() -> None:
+    with pytest.raises(ProfileError, match=r"'anchor_delta' left kvrag with 0.3: ingest the doc"):
+        Profile.from_bytes((GOLDEN / "anchors-v2.profile").read_bytes())

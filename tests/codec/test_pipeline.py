@@ -8,12 +8,11 @@ import torch
 
 from kvrag.codec.base import Codec, Destination
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
-from kvrag.codec.transform.anchor_delta import AnchorDelta
-from kvrag.codec.transform.none import NoTransform
-from kvrag.codec.transform.pca import PCA
+from kvrag.codec.quantiser import Exact, PerChannel, Uniform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.positions.rotary import RotaryTable
@@ -31,8 +30,6 @@ CONFIGS = {
         "3",
     ),
     "cachegen": (CACHEGEN, "1"),
-    "anchors": (PipelineConfig(AnchorDelta(), LayerGroups(), PerChannel(refinements=1)), "1"),
-    "per_token": (PipelineConfig(NoTransform(), LayerGroups(), PerToken(0.0)), "1"),
 }
 
 

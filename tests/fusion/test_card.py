@@ -19,11 +19,11 @@ from kvrag import process
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
 from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
 from kvrag.codec.raw import RawCodec
-from kvrag.codec.transform.none import NoTransform
-from kvrag.codec.transform.pca import PCA
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import StoreError
 from kvrag.fusion import card, staging
 from kvrag.fusion.layout import RecordId, ReusedSpan

@@ -176,7 +176,7 @@ def use(device: QueueDevice, patch: Any, num_readers: int = 1) -> None:
     patch.setattr(loader, "_is_on_card", lambda _: True)
     decoding, decode, alive = device.stream(), codec_card.CardDecoding.decode, []
     patch.setattr(card, "decode_stream", lambda _: decoding)
-    patch.setattr(staging, "can_decode", lambda coder, *_: codec_card.has_kernels(coder.profile))
+    patch.setattr(staging, "can_decode", lambda *_: True)
 
     def started(_: object, name: str, grid: Any, *given: Any, **more: Any) -> None:
         device.queue(lambda: None if 0 in grid else play(name, *given, **more))

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 
 from kvrag.codec.config import LayerGroups, PipelineConfig
 from kvrag.codec.fitting import fit_profile
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Uniform
-from kvrag.codec.transform.anchor_delta import AnchorDelta
-from kvrag.codec.transform.base import Transform
-from kvrag.codec.transform.none import NoTransform
-from kvrag.codec.transform.pca import PCA
+from kvrag.codec.transforms import NoTransform, Transform
 from kvrag_bench.codec.curves import TARGETS, bits_at
 from kvrag_bench.codec.presets import NO_MODEL
 from kvrag_bench.codec.records import bytes_per_token, measure_codec
@@ -29,10 +27,7 @@ _STEPS = {"channels": (0.2, 0.42, 0.9), "components": (0.3, 0.75, 1.6, 2.7, 4.5)
 
 def designs(num_layers: int) -> dict[str, tuple[Transform, int]]:
     """Return transforms and numbers of refinements by what tables call them."""
-    found: dict[str, tuple[Transform, int]] = {
-        "none": (NoTransform(), 0),
-        "anchor deltas": (AnchorDelta(), 0),
-    }
+    found: dict[str, tuple[Transform, int]] = {"none": (NoTransform(), 0)}
     for size in _GROUPS:
         if size < num_layers:
             name = "pca, each layer" if size == 1 else f"pca, {size} layers"

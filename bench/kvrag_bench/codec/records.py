@@ -12,9 +12,8 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import RecordReader
 from kvrag.codec.decoding import PipelineChunk
-from kvrag.codec.exponents import rest_bits, split
 from kvrag.codec.level import LevelCoder
-from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.lossless import LosslessCodec, rest_bits, split
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
 from kvrag.codec.quantiser import to_symbols
@@ -153,24 +152,22 @@ def _pipeline_entropy(coder: LevelCoder, chunk: PipelineChunk, num_blocks: int) 
     num_planes = num_blocks // len(transform.plans)
     bits = 0.0
     for block in range(len(transform.plans)):
-        for matrix, values in enumerate(chunk.block(block).values):
-            exact = transform.matrices(block)[matrix].is_exact
-            known = [torch.from_numpy(values).int()]
-            for _ in range(num_planes - 1):
-                known.insert(0, known[0] if exact else coarser(known[0]))
-            classes = coder.classes(block, matrix)
-            n = coder.level.planes[0].num_rows[block][matrix]
-            symbols = to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
-            bits += ideal_bits(coder.models[0], symbols.symbols, classes[:n])
-            for number in range(1, num_planes):
-                n = coder.level.planes[number].num_rows[block][matrix]
-                before = known[number - 1][:n]
-                bits += ideal_bits(
-                    coder.models[number],
-                    digit_symbols(known[number][:n], before).numpy(),
-                    (classes[:n] * NUM_CONTEXTS).astype(np.uint16),
-                    context=digit_contexts(before).numpy(),
-                )
+        known = [torch.from_numpy(chunk.block(block).values).int()]
+        for _ in range(num_planes - 1):
+            known.insert(0, coarser(known[0]))
+        classes = coder.classes(block)
+        n = coder.level.planes[0].num_rows[block]
+        symbols = to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
+        bits += ideal_bits(coder.models[0], symbols.symbols, classes[:n])
+        for number in range(1, num_planes):
+            n = coder.level.planes[number].num_rows[block]
+            before = known[number - 1][:n]
+            bits += ideal_bits(
+                coder.models[number],
+                digit_symbols(known[number][:n], before).numpy(),
+                (classes[:n] * NUM_CONTEXTS).astype(np.uint16),
+                context=digit_contexts(before).numpy(),
+            )
     return bits
 
 
@@ -180,8 +177,8 @@ def _lossless_entropy(coder: LevelCoder, kv: ChunkKV) -> float:
     bits = 0.0
     for block, plan in enumerate(coder.profile.transform.plans):
         exponents, rest = split(plan.stack(kv.keys, kv.values))
-        centres, _ = split(coder.level.steps[block][0].to(dtype))
-        classes = coder.classes(block, 0)
+        centres, _ = split(coder.level.steps[block].to(dtype))
+        classes = coder.classes(block)
         frequencies = coder.level.planes[0].frequencies
         symbols = to_symbols(exponents - centres[:, None], frequencies, classes)
         bits += ideal_bits(coder.models[0], symbols.symbols, classes)

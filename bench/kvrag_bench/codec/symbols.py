@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.entropy.tables import NUM_SYMBOLS, TOTAL, ZERO_SYMBOL, fit_frequencies
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.planes import NUM_CONTEXTS, digit_contexts
 from kvrag.codec.profile import Level, Profile
+from kvrag.codec.tables import NUM_SYMBOLS, TOTAL, ZERO_SYMBOL, fit_frequencies
 from kvrag.native import RansModel, ideal_bits
 
 _SPREAD = 1.95  # of normal numbers that take about 3 bits each
@@ -100,7 +100,6 @@ def _coded_rows(level: Level, plane: int) -> NDArray[np.bool_]:
     """Return which of a level's rows are coded in a plane."""
     is_coded = np.zeros(len(level.classes), dtype=bool)
     counts = level.planes[plane].num_rows
-    for slices, of_block in zip(level.class_slices, counts, strict=True):
-        for rows, count in zip(slices, of_block, strict=True):
-            is_coded[rows.start : rows.start + count] = True
+    for rows, count in zip(level.class_slices, counts, strict=True):
+        is_coded[rows.start : rows.start + count] = True
     return is_coded

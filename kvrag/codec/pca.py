@@ -17,8 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from kvrag.codec.transform.base import KINDS, Analysis, BlockPlan, MatrixPlan, take_tensor
-from kvrag.codec.transform.none import load_means
+from kvrag.codec.transforms import KINDS, BlockPlan, load_means, take_tensor
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.process import memory_bytes
@@ -185,32 +184,18 @@ class Components:
         self._spec = spec
         self._wide: dict[int, torch.Tensor] = {}
         self._on_device: dict[torch.device, list[torch.Tensor]] = {}
-        self._matrices = [self._matrix(len(basis)) for basis in bases]
 
-    @staticmethod
-    def _matrix(num_rows: int) -> tuple[MatrixPlan, ...]:
-        nothing = torch.zeros(num_rows, dtype=torch.int64)
-        return (MatrixPlan(num_rows, nothing, nothing - 1),)
+    def row_layers(self, block: int) -> torch.Tensor:
+        """Return -1 for each component: it mixes the layers of its block."""
+        return torch.full((len(self.bases[block]),), -1)
 
-    def matrices(self, block: int) -> tuple[MatrixPlan, ...]:
-        """Return the one matrix of a block."""
-        return self._matrices[block]
-
-    def widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the number of columns of each matrix of a block."""
-        return (num_tokens,)
-
-    def num_side(self, block: int, num_tokens: int) -> int:
-        """Return 0: a block is its matrix."""
-        return 0
-
-    def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
+    def analyse(self, block: int, channels: torch.Tensor) -> torch.Tensor:
         """Return the components of the weighted channels, minus their means."""
-        return Analysis([self._basis(block) @ self._weighted(block, channels)])
+        centred = channels - self.means[block][:, None]
+        return self._basis(block) @ (centred * self.weights[block][:, None])
 
-    def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
+    def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the channels. The last rows, if not decoded, may be missing."""
-        rows = analysis.matrices[0]
         channels = self._basis(block)[: len(rows)].T @ rows
         return channels / self.weights[block][:, None] + self.means[block][:, None]
 
@@ -267,7 +252,3 @@ class Components:
         if found is None:
             found = self._wide[block] = self.bases[block].float()
         return found
-
-    def _weighted(self, block: int, channels: torch.Tensor) -> torch.Tensor:
-        centred = channels - self.means[block][:, None]
-        return centred * self.weights[block][:, None]

@@ -1,8 +1,9 @@
-"""The protocol of transforms: a chunk's KV to rows of numbers that are cheap to code, and back.
+"""Transforms: a chunk's KV to rows of numbers that are cheap to code, and back.
 
 A *block* covers some layers and one or both kinds (keys, values). Its N channels are numbered
 layer by layer, then kind by kind, then head by head. A transform turns the channels ``[N, T]`` of
-a block into one or more matrices of rows. A quantiser and an entropy coder follow.
+a block into a matrix of rows. A quantiser and an entropy coder follow. `kvrag.codec.pca` has the
+transform to principal components.
 """
 
 from __future__ import annotations
@@ -65,41 +66,6 @@ class BlockPlan:
         return self.stack(kv.keys, kv.values).float()
 
 
-@dataclass(frozen=True)
-class MatrixPlan:
-    """The rows of one matrix of a block.
-
-    Attributes
-    ----------
-    num_rows
-        R.
-    segments
-        int64 ``[R]``: quantisers that scale tokens use one scale for the rows of a segment.
-    layers
-        int64 ``[R]``: the layer of a row, or -1 if it mixes several.
-    is_exact
-        Whether the transform has already quantised these rows, to whole numbers -127 to 127.
-    """
-
-    num_rows: int
-    segments: torch.Tensor
-    layers: torch.Tensor
-    is_exact: bool = False
-
-    @property
-    def num_segments(self) -> int:
-        """How many segments there are."""
-        return int(self.segments.max()) + 1 if len(self.segments) else 0
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """A block's matrices, float32 ``[R, T']`` each, and further numbers, float16 (`side`)."""
-
-    matrices: Sequence[torch.Tensor]
-    side: torch.Tensor | None = None
-
-
 class FittedTransform(Protocol):
     """A transform that has been fitted to a model."""
 
@@ -108,24 +74,16 @@ class FittedTransform(Protocol):
         """The blocks, in the order in which they are stored."""
         ...
 
-    def matrices(self, block: int) -> tuple[MatrixPlan, ...]:
-        """Return the matrices of a block."""
+    def row_layers(self, block: int) -> torch.Tensor:
+        """Return int64 ``[R]``: the layer of each of a block's rows, or -1 if it mixes several."""
         ...
 
-    def widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the number of columns T' of each matrix of a block of T tokens."""
+    def analyse(self, block: int, channels: torch.Tensor) -> torch.Tensor:
+        """Return the rows float32 ``[R, T]`` of a block's channels ``[N, T]``."""
         ...
 
-    def num_side(self, block: int, num_tokens: int) -> int:
-        """Return how many numbers a block has besides its matrices."""
-        ...
-
-    def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
-        """Return the matrices of a block's channels ``[N, T]``."""
-        ...
-
-    def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
-        """Return the channels float32 ``[N, T]`` of decoded matrices."""
+    def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the channels float32 ``[N, T]`` of decoded rows."""
         ...
 
     def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
@@ -201,3 +159,99 @@ def take_tensor(
             f"the profile's {name!r} holds NaN or infinity; fit it again with 'kvrag profile'"
         )
     return tensor
+
+
+@dataclass(frozen=True)
+class NoTransform:
+    """No transform: one block for each layer, one row for each channel minus its mean.
+
+    Means are subtracted: those of key channels are large and would cost bits in every token.
+    """
+
+    name: ClassVar[str] = "none"
+
+    def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
+        """Return one block for each layer."""
+        return tuple(BlockPlan(range(index, index + 1)) for index in range(spec.num_layers))
+
+    def fitter(self, spec: KVSpec) -> MeanFitter:
+        """Return an empty fitter."""
+        return MeanFitter(spec, self.plans(spec))
+
+    def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> ChannelRows:
+        """Return the fitted transform that a profile stores. Raises ProfileError."""
+        plans = self.plans(spec)
+        return ChannelRows(spec, plans, load_means(spec, plans, tensors))
+
+
+class MeanFitter:
+    """Learns the mean of every channel."""
+
+    def __init__(self, spec: KVSpec, plans: tuple[BlockPlan, ...]) -> None:
+        self._spec = spec
+        self._plans = plans
+        self._sums = [torch.zeros(plan.num_channels(spec), dtype=torch.float64) for plan in plans]
+        self._count = 0
+
+    def update(self, kv: ChunkKV) -> None:
+        """Add one chunk."""
+        for plan, total in zip(self._plans, self._sums, strict=True):
+            total += plan.gather(kv).double().sum(1)
+        self._count += kv.num_tokens
+
+    def means(self) -> list[torch.Tensor]:
+        """Return the means, float32 ``[N]`` for each block."""
+        return [(total / max(1, self._count)).float() for total in self._sums]
+
+    def finish(self) -> ChannelRows:
+        """Return the fitted transform."""
+        return ChannelRows(self._spec, self._plans, self.means())
+
+
+def load_means(
+    spec: KVSpec, plans: tuple[BlockPlan, ...], tensors: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return a profile's means, float32 ``[N]`` for each block. Raises ProfileError."""
+    return [
+        take_tensor(tensors, f"mean.{block}", [plan.num_channels(spec)], torch.float32)
+        for block, plan in enumerate(plans)
+    ]
+
+
+class ChannelRows:
+    """Rows are channels minus their means (a `FittedTransform`).
+
+    Attributes
+    ----------
+    means
+        float32 ``[N]`` for each block.
+    """
+
+    def __init__(
+        self, spec: KVSpec, plans: tuple[BlockPlan, ...], means: list[torch.Tensor]
+    ) -> None:
+        self.plans = plans
+        self.means = means
+        self._spec = spec
+
+    def row_layers(self, block: int) -> torch.Tensor:
+        """Return the layer of each channel."""
+        plan = self.plans[block]
+        width = len(plan.kinds) * self._spec.num_kv_heads * self._spec.head_dim
+        return torch.arange(plan.num_channels(self._spec)) // width + plan.layers.start
+
+    def analyse(self, block: int, channels: torch.Tensor) -> torch.Tensor:
+        """Subtract the means."""
+        return channels - self.means[block][:, None]
+
+    def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
+        """Add the means."""
+        return rows + self.means[block][:, None]
+
+    def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+        """Return each token's squared error ``[T]``."""
+        return (found - true).square().sum(0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the means by name."""
+        return {f"mean.{block}": mean for block, mean in enumerate(self.means)}

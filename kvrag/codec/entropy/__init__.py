@@ -1,1 +1,0 @@
-"""Entropy coding: probability tables fitted once per model, and rANS streams that use them."""
