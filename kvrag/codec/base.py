@@ -6,8 +6,8 @@ A codec does not know about stores. It writes one self-contained record, and rea
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -45,7 +45,11 @@ class Destination:
 
 
 class EncodedChunk(Protocol):
-    """One opened record. Its header has been read and checked, its blocks have not."""
+    """One opened record. Its header has been read and checked, its blocks have not.
+
+    A class of records inherits what it does not do otherwise than a record in one plane that is
+    read layer by layer.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -62,11 +66,13 @@ class EncodedChunk(Protocol):
         """Bytes fetched from the source so far, header included."""
         ...
 
+    @abstractmethod
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
 
         The tensors may be views of a scratch buffer that the thread's next call overwrites (each
-        thread has one). Raises RecordError if the layer's bytes are not what was written.
+        thread has one). Raises RecordError if the layer's bytes are not what was written,
+        StoreError if the store cannot deliver them, and ParameterError if there is no such layer.
         """
         ...
 
@@ -75,7 +81,8 @@ class EncodedChunk(Protocol):
 
         A codec that stores heads apart reads only these; others decode the whole layer.
         """
-        ...
+        keys, values = self.read_layer(layer_index)
+        return keys[heads], values[heads]
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer's keys, rotated to their positions, and its values to each of `into`.
@@ -83,7 +90,10 @@ class EncodedChunk(Protocol):
         Several are stretches of the chunk that a prompt has apart. Raises as `read_layer` does;
         `into` then holds garbage.
         """
-        ...
+        keys, values = self.read_layer(layer_index)
+        for one in into:
+            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
+            one.values.copy_(values[:, one.tokens])
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
@@ -91,22 +101,22 @@ class EncodedChunk(Protocol):
 
         The first planes alone are a coarser chunk. Codecs without planes have one.
         """
-        ...
+        return (0,)
 
-    def fetch(self, num_planes: int) -> None:
+    def fetch(self, num_planes: int) -> None:  # noqa: ARG002
         """Read the first `num_planes` planes into memory, those that are missing, in one read.
 
         Raises as `read_layer` does. `use` then lets layers be decoded from memory.
         """
-        ...
+        return
 
-    def use(self, num_planes: int) -> None:
+    def use(self, num_planes: int) -> None:  # noqa: ARG002
         """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
-        ...
+        return
 
     def cancel(self) -> None:
         """Cancel reads of other threads, if the store can; they raise StoreError."""
-        ...
+        return
 
 
 @runtime_checkable
@@ -128,27 +138,37 @@ class Codec(Protocol):
         ...
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`. Raises ParameterError for NaN, infinity or no tokens."""
+        """Return the record of `kv`.
+
+        Parameters
+        ----------
+        kv
+            Keys and values ``[L, H, T, D]``, float32, bfloat16 or float16, on the CPU, T >= 1.
+
+        Raises
+        ------
+        ParameterError
+            If keys and values differ in shape or type, do not match the profile's model, hold no
+            tokens, or hold NaN or infinity (the message names the first layer and token).
+        """
         ...
 
     def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> EncodedChunk:
         """Read and check the header of a record.
 
-        Raises RecordError if another codec wrote the record, if it was written for another key or
-        shape, or if it is damaged.
+        Raises
+        ------
+        RecordError
+            If another codec wrote the record, if it was written for another key or shape or with
+            another profile, or if it is damaged.
+        StoreError
+            If the store cannot deliver the header.
         """
-        ...
+        return self.open_record(RecordReader(source, key), spec)
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> EncodedChunk:
         """Open a record whose header has been read. Raises as `open` does."""
         ...
-
-
-def place_whole(keys: torch.Tensor, values: torch.Tensor, into: Iterable[Destination]) -> None:
-    """Place stretches of a layer's keys and values ``[H, T, D]``, which are on the CPU."""
-    for one in into:
-        one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
-        one.values.copy_(values[:, one.tokens])
 
 
 def check_kv(kv: ChunkKV) -> KVSpec:
@@ -194,11 +214,8 @@ def _require_finite(what: str, tensor: torch.Tensor) -> None:
     )
 
 
-# The part of an opened record that is the same for every codec.
-
-
-class OpenedRecord(ABC):
-    """Tokens and bytes of one record, from its header and its reader."""
+class OpenedRecord(EncodedChunk):
+    """The part of an opened record that is the same for every codec: its header and reader."""
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
@@ -206,7 +223,6 @@ class OpenedRecord(ABC):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self._reader.header.num_tokens
 
     @property
@@ -216,45 +232,21 @@ class OpenedRecord(ABC):
 
     @property
     def size_bytes(self) -> int:
-        """Length of the whole record, header included."""
         return self._reader.size_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from the source so far, header included."""
         return self._reader.bytes_read
-
-    @abstractmethod
-    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[H, T, D]`` of one layer; see `EncodedChunk.read_layer`."""
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
-        place_whole(*self.read_layer(layer_index), into)
-
-    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of some heads, of a layer that is read whole."""
-        keys, values = self.read_layer(layer_index)
-        return keys[heads], values[heads]
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane, from coarse to fine; without planes, of all blocks together."""
         return (sum(block.padded_bytes for block in self._reader.header.blocks),)
 
     def fetch(self, num_planes: int) -> None:
-        """Read the first `num_planes` planes into memory, those that are missing, in one read.
-
-        Raises RecordError or StoreError if they cannot be read.
-        """
         if num_planes > self._num_fetched:
             num_blocks = len(self._reader.header.blocks) // len(self.plane_bytes)
             self._reader.fetch(range(self._num_fetched * num_blocks, num_planes * num_blocks))
             self._num_fetched = num_planes
 
-    def use(self, num_planes: int) -> None:  # noqa: B027  # there is one plane
-        """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
-
     def cancel(self) -> None:
-        """Cancel reads of other threads, if the store can; they raise StoreError."""
         self._reader.cancel()

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.container import write_record
+from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.decoding import CodedPart, PipelineChunk
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.pca import Components
@@ -391,7 +391,7 @@ def _difference(coder: LevelCoder, num_planes: int, device: torch.device) -> flo
         level=profile.levels.index(coder.level),
         profile=profile.hash,
     )
-    chunk = codec.open(key, _Bytes(record), spec)
+    chunk = codec.open_record(RecordReader(_Bytes(record), key), spec)
     memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
     parts = chunk.read_coded(layers, memory.numpy().data)
     decoding = CardDecoding([chunk], device)

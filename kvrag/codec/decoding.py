@@ -143,7 +143,6 @@ class PipelineChunk(OpenedRecord):
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane that the record has, from coarse to fine."""
         blocks = self._reader.header.blocks
         size = len(self._coder.profile.transform.plans)
         return tuple(
@@ -152,23 +151,11 @@ class PipelineChunk(OpenedRecord):
         )
 
     def use(self, num_planes: int) -> None:
-        """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
         with self._lock:
             self._num_planes = num_planes
             self._blocks.clear()
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
-
-        Raises
-        ------
-        RecordError
-            If the block that holds the layer is not what was written.
-        StoreError
-            If the store cannot deliver the block.
-        ParameterError
-            If the layer does not exist.
-        """
         spec = self._reader.header.spec
         check_layer_index(layer_index, spec.num_layers)
         with torch.inference_mode(False), torch.no_grad():
@@ -180,7 +167,6 @@ class PipelineChunk(OpenedRecord):
         return keys, values
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Decode one layer straight into the fused buffer. Raises as `read_layer` does."""
         check_layer_index(layer_index, self._reader.header.spec.num_layers)
         for one in into:
             positions = one.table.at(one.rows)

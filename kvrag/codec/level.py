@@ -10,10 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrag.codec.base import Codec, check_kv
+from kvrag.codec.container import RecordReader
 from kvrag.codec.pca import Components
 from kvrag.codec.planes import RADIX
 from kvrag.codec.profile import Level, Profile
 from kvrag.codec.quantiser import MAX_MAGNITUDE
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import RansModel
 
 
@@ -162,3 +166,34 @@ class LevelCoder:
             if plan.layers.start >= layers.start and plan.layers.stop <= layers.stop
         ]
         return range(inside[0], inside[-1] + 1) if inside else range(0)
+
+
+class ProfiledCodec(Codec):
+    """Base of codecs that a profile drives.
+
+    Parameters
+    ----------
+    profile
+        The profile, fitted to the model.
+    """
+
+    label: str = ""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def check_fitted(self, kv: ChunkKV) -> KVSpec:
+        """Return the shape and type of KV. Raise ParameterError unless they are the profile's."""
+        spec = check_kv(kv)
+        if spec != self.profile.spec:
+            raise ParameterError(
+                f"codec {self.label!r} was fitted to KV of {self.profile.spec}, found {spec}; fit "
+                "a profile for this model with 'kvrag profile'"
+            )
+        return spec
+
+    def require(self, reader: RecordReader, spec: KVSpec) -> None:
+        """Raise RecordError unless a record is this codec's, of `spec` and of the profile."""
+        reader.require(self.name, spec)
+        reader.require(self.name, self.profile.spec)
+        reader.require_profile(self.profile.hash, len(self.profile.levels))

@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import OpenedRecord, check_kv, check_layer_index
+from kvrag.codec.base import OpenedRecord, check_layer_index
 from kvrag.codec.block import MATRIX, BlockReader, pack_streams
-from kvrag.codec.container import ByteSource, RecordReader, write_record
-from kvrag.codec.level import LevelCoder
+from kvrag.codec.container import RecordReader, write_record
+from kvrag.codec.level import LevelCoder, ProfiledCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import to_symbols
-from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 NAME = "lossless"
@@ -29,7 +28,7 @@ _LAYOUTS = {
 }
 
 
-class LosslessCodec:
+class LosslessCodec(ProfiledCodec):
     """Compresses KV without loss: what is read equals the model's output, bit for bit.
 
     Parameters
@@ -41,17 +40,11 @@ class LosslessCodec:
     name = label = NAME
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+        super().__init__(profile)
         self._coder = LevelCoder(profile, profile.levels[0])
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`. Raises as `PipelineCodec.encode` does."""
-        spec = check_kv(kv)
-        if spec != self.profile.spec:
-            raise ParameterError(
-                f"codec {self.label!r} was fitted to KV of {self.profile.spec}, found {spec}; fit "
-                "a profile for this model with 'kvrag profile'"
-            )
+        spec = self.check_fitted(kv)
         blocks = []
         for block, plan in enumerate(self.profile.transform.plans):
             exponents, rest = split(plan.stack(kv.keys, kv.values))
@@ -72,15 +65,8 @@ class LosslessCodec:
             profile=self.profile.hash,
         )
 
-    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> LosslessChunk:
-        """Read and check the header of a record. Raises as `PipelineCodec.open` does."""
-        return self.open_record(RecordReader(source, key), spec)
-
     def open_record(self, reader: RecordReader, spec: KVSpec) -> LosslessChunk:
-        """Open a record whose header has been read. Raises as `open` does."""
-        reader.require(NAME, spec)
-        reader.require(NAME, self.profile.spec)
-        reader.require_profile(self.profile.hash, len(self.profile.levels))
+        self.require(reader, spec)
         reader.require_blocks(spec.num_layers)
         return LosslessChunk(reader, self._coder)
 
@@ -93,17 +79,6 @@ class LosslessChunk(OpenedRecord):
         self._coder = coder
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
-
-        Raises
-        ------
-        RecordError
-            If the layer's bytes are not what was written.
-        StoreError
-            If the store cannot deliver them.
-        ParameterError
-            If the layer does not exist.
-        """
         spec = self._reader.header.spec
         check_layer_index(layer_index, spec.num_layers)
         with torch.inference_mode(False), torch.no_grad():

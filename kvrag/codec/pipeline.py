@@ -12,16 +12,14 @@ import numpy as np
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import check_kv
 from kvrag.codec.block import COUNT, MATRIX, pack_streams
-from kvrag.codec.container import ByteSource, RecordReader, write_record
+from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.decoding import PipelineChunk
-from kvrag.codec.level import CodedBlock, LevelCoder
+from kvrag.codec.level import CodedBlock, LevelCoder, ProfiledCodec
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import quantise, to_symbols
 from kvrag.codec.transforms import greatest_tame
-from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 NAME = "pipeline"
@@ -30,7 +28,7 @@ NAME = "pipeline"
 _OUTLIER_FACTOR = 64.0
 
 
-class PipelineCodec:
+class PipelineCodec(ProfiledCodec):
     """Encodes with one level of a profile; reads records of every level of it.
 
     Parameters
@@ -51,32 +49,13 @@ class PipelineCodec:
     name = NAME
 
     def __init__(self, profile: Profile, label: str, level: str) -> None:
-        self.profile = profile
+        super().__init__(profile)
         self.label = label
         self._level_index = profile.level_index(level)
         self._coders = [LevelCoder(profile, one) for one in profile.levels]
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`.
-
-        Parameters
-        ----------
-        kv
-            Keys and values ``[L, H, T, D]`` in the dtype of the profile's model, on the CPU,
-            T >= 1.
-
-        Raises
-        ------
-        ParameterError
-            If keys and values differ in shape or type, do not match the profile's model, hold no
-            tokens, or hold NaN or infinity (the message names the first layer and token).
-        """
-        spec = check_kv(kv)
-        if spec != self.profile.spec:
-            raise ParameterError(
-                f"codec {self.label!r} was fitted to KV of {self.profile.spec}, found {spec}; fit "
-                "a profile for this model with 'kvrag profile'"
-            )
+        spec = self.check_fitted(kv)
         coder = self._coders[self._level_index]
         by_block = [
             self.encode_block(coder, block, plan.gather(kv))
@@ -94,24 +73,8 @@ class PipelineCodec:
             profile=self.profile.hash,
         )
 
-    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> PipelineChunk:
-        """Read and check the header of a record.
-
-        Raises
-        ------
-        RecordError
-            If another codec wrote the record, if it was written for another key or shape or with
-            another profile, or if it is damaged.
-        StoreError
-            If the store cannot deliver the header.
-        """
-        return self.open_record(RecordReader(source, key), spec)
-
     def open_record(self, reader: RecordReader, spec: KVSpec) -> PipelineChunk:
-        """Open a record whose header has been read. Raises as `open` does."""
-        reader.require(NAME, spec)
-        reader.require(NAME, self.profile.spec)
-        reader.require_profile(self.profile.hash, len(self.profile.levels))
+        self.require(reader, spec)
         coder = self._coders[reader.header.level]
         num_planes, left = divmod(len(reader.header.blocks), len(self.profile.transform.plans))
         if left or not 1 <= num_planes <= len(coder.level.planes):

@@ -12,8 +12,8 @@ import threading
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import OpenedRecord, check_kv, check_layer_index
-from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
+from kvrag.codec.base import Codec, OpenedRecord, check_kv, check_layer_index
+from kvrag.codec.container import RecordReader, padded_size, write_record
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -66,19 +66,9 @@ class RawChunk(OpenedRecord):
         self._shape = (spec.num_kv_heads, reader.header.num_tokens, spec.head_dim, spec.dtype)
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
+        """Return keys and values of one layer, as views of this thread's scratch buffer.
 
-        Both are views of this thread's scratch buffer. The thread's next call on any `RawChunk`
-        overwrites it, so copy them first.
-
-        Raises
-        ------
-        RecordError
-            If the layer's bytes are not those that were written.
-        StoreError
-            If the store cannot deliver them.
-        ParameterError
-            If the layer does not exist.
+        The thread's next call on any `RawChunk` overwrites it, so copy them first.
         """
         check_layer_index(layer_index, len(self._reader.header.blocks))
         buffer, keys, values = _scratch.view(*self._shape)
@@ -105,31 +95,15 @@ class RawChunk(OpenedRecord):
         self._reader.read_blocks(layers, buffer)
 
 
-class RawCodec:
+class RawCodec(Codec):
     """Stores KV uncompressed: what is read equals the model's output, bit for bit."""
 
     name = label = "raw"
 
     def __init__(self) -> None:
-        if sys.byteorder != "little":
-            raise ParameterError("codec 'raw' needs a little-endian machine; this one is not")
+        require_little_endian(self.name)
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`.
-
-        Parameters
-        ----------
-        key
-            The chunk's name.
-        kv
-            Keys and values ``[L, H, T, D]``, float32, bfloat16 or float16, on the CPU, T >= 1.
-
-        Raises
-        ------
-        ParameterError
-            If keys and values differ in shape or type, hold no tokens, or hold NaN or infinity
-            (the message names the first layer and token).
-        """
         spec = check_kv(kv)
         blocks = [
             (bytes_of(kv.keys[layer_index]), bytes_of(kv.values[layer_index]))
@@ -139,21 +113,7 @@ class RawCodec:
             key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
         )
 
-    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> RawChunk:
-        """Read and check the header of a record.
-
-        Raises
-        ------
-        RecordError
-            If another codec wrote the record, if it was written for another key or shape, or if
-            it is damaged.
-        StoreError
-            If the store cannot deliver the header.
-        """
-        return self.open_record(RecordReader(source, key), spec)
-
     def open_record(self, reader: RecordReader, spec: KVSpec) -> RawChunk:
-        """Open a record whose header has been read. Raises as `open` does."""
         reader.require(self.name, spec)
         reader.require_blocks(spec.num_layers)
         reader.require_block_size(spec.layer_bytes_per_token * reader.header.num_tokens)
@@ -164,3 +124,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's numbers as bytes, row-major."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     return flat.numpy().data
+
+
+def require_little_endian(name: str) -> None:
+    """Raise ParameterError for a codec that stores numbers as they are in memory."""
+    if sys.byteorder != "little":
+        raise ParameterError(f"codec {name!r} needs a little-endian machine; this one is not")

@@ -6,30 +6,20 @@ bytes, with the checksums of its blocks.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import (
-    Destination,
-    EncodedChunk,
-    OpenedRecord,
-    check_kv,
-    check_layer_index,
-    place_whole,
-)
-from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
+from kvrag.codec.base import Codec, EncodedChunk, OpenedRecord, check_kv, check_layer_index
+from kvrag.codec.container import RecordReader, padded_size, write_record
 from kvrag.codec.names import RAW_HEADS
-from kvrag.codec.raw import bytes_of
-from kvrag.errors import ParameterError
+from kvrag.codec.raw import bytes_of, require_little_endian
 from kvrag.kvcache import ChunkKV, KVSpec
 
 # Some key heads of an opened record, for a process that has only those of the model.
 
 
-class HeadRange:
-    """A part of an opened record (an `EncodedChunk`): a range of its key heads.
+class HeadRange(EncodedChunk):
+    """A part of an opened record: a range of its key heads.
 
     A record that stores heads apart (codec ``raw-heads``) is read only there. From any other,
     whole layers are read and decoded, and the other heads are dropped.
@@ -37,7 +27,7 @@ class HeadRange:
     Parameters
     ----------
     record
-        The opened record.
+        The opened record. Sizes and planes are those of the whole record.
     heads
         The first head, and the one after the last.
     """
@@ -48,47 +38,30 @@ class HeadRange:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self._record.num_tokens
 
     @property
     def size_bytes(self) -> int:
-        """Length of the whole record."""
         return self._record.size_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from the source so far, header included."""
         return self._record.bytes_read
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane of the whole record."""
         return self._record.plane_bytes
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return position-free keys and values ``[H', T, D]`` of one layer's H' heads."""
         return self._record.read_heads(layer_index, self._heads)
 
-    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some of these heads."""
-        first = self._heads.start
-        return self._record.read_heads(layer_index, slice(first + heads.start, first + heads.stop))
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Write one layer's heads where they belong; see `EncodedChunk.place_layer`."""
-        place_whole(*self.read_layer(layer_index), into)
-
     def fetch(self, num_planes: int) -> None:
-        """Read planes of the whole record into memory."""
         self._record.fetch(num_planes)
 
     def use(self, num_planes: int) -> None:
-        """Decode only the first `num_planes` planes from now on."""
         self._record.use(num_planes)
 
     def cancel(self) -> None:
-        """Cancel reads of other threads."""
         self._record.cancel()
 
 
@@ -106,24 +79,9 @@ class RawHeadsChunk(OpenedRecord):
         self._num_groups = len(reader.header.blocks) // self._spec.num_layers
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
-
-        Raises
-        ------
-        RecordError
-            If the layer's bytes are not those that were written.
-        StoreError
-            If the store cannot deliver them.
-        ParameterError
-            If the layer does not exist.
-        """
         return self.read_heads(layer_index, slice(0, self._spec.num_kv_heads))
 
     def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[H', T, D]`` of some heads, reading only the blocks they are in.
-
-        Raises as `read_layer` does.
-        """
         spec = self._spec
         check_layer_index(layer_index, spec.num_layers)
         each = spec.num_kv_heads // self._num_groups
@@ -144,17 +102,15 @@ class RawHeadsChunk(OpenedRecord):
         return keys[wanted], values[wanted]
 
 
-class RawHeadsCodec:
+class RawHeadsCodec(Codec):
     """Stores KV uncompressed, head by head: what is read equals the model's output."""
 
     name = label = RAW_HEADS
 
     def __init__(self) -> None:
-        if sys.byteorder != "little":
-            raise ParameterError(f"codec {self.name!r} needs a little-endian machine; this is none")
+        require_little_endian(self.name)
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`; parameters and errors as in `RawCodec.encode`."""
         spec = check_kv(kv)
         num_groups = _num_groups(spec)
         blocks = [
@@ -170,12 +126,7 @@ class RawHeadsCodec:
             key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
         )
 
-    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> RawHeadsChunk:
-        """Read and check the header of a record. Raises as `RawCodec.open` does."""
-        return self.open_record(RecordReader(source, key), spec)
-
     def open_record(self, reader: RecordReader, spec: KVSpec) -> RawHeadsChunk:
-        """Open a record whose header has been read. Raises as `open` does."""
         reader.require(self.name, spec)
         num_groups = _num_groups(spec)
         reader.require_blocks(spec.num_layers * num_groups)

@@ -7,6 +7,7 @@ range. To read layer i + 1 while layer i is computed, read its range in another 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -38,35 +39,10 @@ class StoredRecord(Protocol):
         ...
 
 
-class Store(Protocol):
-    """Records by key. Raises StoreError when the medium refuses an operation."""
+class Listing(Protocol):
+    """What a store holds; `sizes` alone tells it."""
 
-    @property
-    def url(self) -> str:
-        """URL with which `kvrag.store.registry.open_store` opens this store, without secrets."""
-        ...
-
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record atomically and durably; an existing record stays."""
-        ...
-
-    def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record atomically and durably in place of the existing one, if any.
-
-        Readers that have the old record open can still read it.
-        """
-        ...
-
-    def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None if there is none."""
-        ...
-
-    def contains(self, key: ChunkKey) -> bool: ...
-
-    def delete(self, key: ChunkKey) -> bool:
-        """Remove a record and return whether there was one."""
-        ...
-
+    @abstractmethod
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over all keys with the bytes of their records, in no particular order.
 
@@ -76,39 +52,6 @@ class Store(Protocol):
 
     def keys(self) -> Iterator[ChunkKey]:
         """Iterate over all keys, as `sizes` does."""
-        ...
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        ...
-
-    def note_damage(self, key: ChunkKey) -> None:
-        """Report a damaged record: the bytes read are not the bytes written.
-
-        The store counts it. A store that has other copies of the record drops the damaged one.
-        """
-        ...
-
-    def counts(self) -> Sequence[StoreCounts]:
-        """Counts since the store was opened; for tiers, the fastest first."""
-        ...
-
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove leftovers of interrupted writes of at least that age; return their number."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Listing:
-    """Base of stores: what `sizes` alone tells."""
-
-    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over keys and the bytes of their records, in no particular order."""
-        raise NotImplementedError
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, in no particular order."""
         return (key for key, _ in self.sizes())
 
     def size_bytes(self) -> int:
@@ -116,24 +59,85 @@ class Listing:
         return sum(size for _, size in self.sizes())
 
 
-class CountedStore(Listing):
+class Store(Listing, Protocol):
+    """Records by key. Raises StoreError when the medium refuses an operation."""
+
+    @property
+    def url(self) -> str:
+        """URL with which `kvrag.store.registry.open_store` opens this store, without secrets."""
+        ...
+
+    @abstractmethod
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record atomically and durably; an existing record stays."""
+        ...
+
+    @abstractmethod
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record atomically and durably in place of the existing one, if any.
+
+        Readers that have the old record open can still read it.
+        """
+        ...
+
+    @abstractmethod
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        """Open a record for reading, or return None if there is none."""
+        ...
+
+    @abstractmethod
+    def contains(self, key: ChunkKey) -> bool:
+        """Return whether there is a record for `key`."""
+        ...
+
+    @abstractmethod
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record and return whether there was one."""
+        ...
+
+    @abstractmethod
+    def note_damage(self, key: ChunkKey) -> None:
+        """Report a damaged record: the bytes read are not the bytes written.
+
+        The store counts it. A store that has other copies of the record drops the damaged one.
+        """
+        ...
+
+    @abstractmethod
+    def counts(self) -> Sequence[StoreCounts]:
+        """Counts since the store was opened; for tiers, the fastest first."""
+        ...
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:  # noqa: ARG002
+        """Remove leftovers of interrupted writes of at least that age; return their number.
+
+        A store that has nothing to clean up returns 0.
+        """
+        return 0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the store. Opened records need not stay readable."""
+        ...
+
+
+class CountedStore(Store):
     """Base of stores that keep counts.
 
     Attributes
     ----------
-    metrics
-        The store's counts; the store sets them.
+    url, metrics
+        The store's URL and its counts; the store sets them.
     """
 
+    url: str = ""
     metrics: StoreMetrics
 
     def note_damage(self, key: ChunkKey) -> None:
-        """Count a damaged record."""
         del key
         self.metrics.miss(MISS_DAMAGED)
 
     def counts(self) -> tuple[StoreCounts]:
-        """Return the counts so far."""
         return (self.metrics.counts(),)
 
 
@@ -146,11 +150,8 @@ def check_range(key: ChunkKey, size_bytes: int, offset: int, num_bytes: int) -> 
         )
 
 
-# Base of stores around another store: it passes on every call that it does not change.
-
-
-class StoreWrapper(Listing):
-    """Passes every call on to `inner`; subclasses override what they change.
+class StoreWrapper(Store):
+    """Base of stores around another store: it passes every call on to `inner`.
 
     Attributes
     ----------
@@ -163,47 +164,36 @@ class StoreWrapper(Listing):
 
     @property
     def url(self) -> str:
-        """The inner store's URL."""
         return self.inner.url
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; an existing record stays."""
         self.inner.put(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the existing one."""
         self.inner.replace(key, record)
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None if there is none."""
         return self.inner.open(key)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Return whether there is a record for `key`."""
         return self.inner.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record and return whether there was one."""
         return self.inner.delete(key)
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over keys and their records' sizes."""
         return self.inner.sizes()
 
     def note_damage(self, key: ChunkKey) -> None:
-        """Report a damaged record to the inner store."""
         self.inner.note_damage(key)
 
     def counts(self) -> Sequence[StoreCounts]:
-        """Return the counts so far."""
         return self.inner.counts()
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove leftovers of interrupted writes; return their number."""
         return self.inner.collect_garbage(min_age_seconds)
 
     def close(self) -> None:
-        """Close the inner store."""
         self.inner.close()
 
 

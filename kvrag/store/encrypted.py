@@ -10,9 +10,7 @@ move them to another record, or cut them off. Reading a range reads the frames t
 
 from __future__ import annotations
 
-import os
 import secrets
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +18,9 @@ from typing import Any
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
-from kvrag.regularfile import read_regular
 from kvrag.store.base import Store, StoredRecord, StoreWrapper, check_range
 from kvrag.store.extras import require
+from kvrag.store.files import read_secret
 
 KEY_BYTES = 32
 FRAME_BYTES = 64 << 10
@@ -43,24 +41,15 @@ def read_key(path: str | Path) -> bytes:
     ParameterError
         When the file cannot be read, holds something else, or other users may read it.
     """
+    text = read_secret(path, "key", " of 64 hexadecimal digits")
     try:
-        text = read_regular(path).decode("ascii").strip()
-        mode = Path(path).stat().st_mode
         key = bytes.fromhex(text)
-    except (OSError, ValueError) as error:
-        raise ParameterError(
-            f"{path} is not a file with a key of 64 hexadecimal digits: "
-            f"{getattr(error, 'strerror', None) or 'it holds something else'}; make one with "
-            "'openssl rand -hex 32'"
-        ) from error
+    except ValueError:
+        key = b""
     if len(key) != KEY_BYTES:
         raise ParameterError(
-            f"{path}: a key is 64 hexadecimal digits, found {len(text)}; make one with "
+            f"{path}: a key is 64 hexadecimal digits, found {len(text)} characters; make one with "
             "'openssl rand -hex 32'"
-        )
-    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ParameterError(
-            f"{path}: other users may read this key; take that right away (chmod 600)"
         )
     return key
 

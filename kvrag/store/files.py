@@ -8,7 +8,8 @@ import os
 import stat
 from pathlib import Path
 
-from kvrag.errors import StoreError
+from kvrag.errors import ParameterError, StoreError
+from kvrag.regularfile import read_regular
 
 # A link or a pipe is not one of our files: neither follow it nor wait for it.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -151,3 +152,32 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def read_secret(path: str | Path, noun: str, form: str = "") -> str:
+    """Return the one line of a file with a key or a token.
+
+    Parameters
+    ----------
+    noun, form
+        What it is, and more of it for messages.
+
+    Raises
+    ------
+    ParameterError
+        When the file cannot be read, holds something else than text, or other users may read it.
+    """
+    try:
+        text = read_regular(path).decode("ascii").strip()
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError) as error:
+        raise ParameterError(
+            f"{path} is not a file with a {noun}{form}: "
+            f"{getattr(error, 'strerror', None) or 'it holds something else'}; make one with "
+            "'openssl rand -hex 32'"
+        ) from error
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ParameterError(
+            f"{path}: other users may read this {noun}; take that right away (chmod 600)"
+        )
+    return text

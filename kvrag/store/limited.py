@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvrag.chunk import ChunkKey
@@ -15,8 +15,6 @@ from kvrag.store.metrics import StoreCounts, StoreMetrics
 
 # Use counts are halved after this many uses for each record kept.
 _USES_BEFORE_HALVING = 10
-# Share of the limit that is removed before the store reclaims disk space.
-_SHARE_BEFORE_CLEANING = 0.25
 
 
 class LimitedStore(StoreWrapper):
@@ -51,7 +49,6 @@ class LimitedStore(StoreWrapper):
         self._open: Counter[ChunkKey] = Counter()
         self._uses: Counter[ChunkKey] = Counter()
         self._num_uses = 0
-        self._removed_bytes = 0
 
     @property
     def url(self) -> str:
@@ -225,15 +222,8 @@ class LimitedStore(StoreWrapper):
                 size = sizes[victim]
                 self.delete(victim)
                 self._metrics.evicted(size)
-                self._removed_bytes += size
             self._use(key, size_bytes)
             self._open[key] += 1
-            is_wasteful = self._removed_bytes > _SHARE_BEFORE_CLEANING * self.limit_bytes
-            if is_wasteful:
-                self._removed_bytes = 0
-        if is_wasteful:
-            with suppress(StoreError):  # a later write tries again
-                self.inner.collect_garbage()
         return size_before
 
 

@@ -89,11 +89,6 @@ class MemoryStore(CountedStore):
         with self._lock:
             return iter([(key, len(record)) for key, record in self._records.items()])
 
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: writing to memory leaves no garbage."""
-        del min_age_seconds
-        return 0
-
     def close(self) -> None:
         """Drop all records; those opened before stay readable."""
         with self._lock:

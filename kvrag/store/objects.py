@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
@@ -21,6 +19,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.regularfile import read_regular
 from kvrag.store.bucket import DEFAULT_TIMEOUT_SECONDS, TOKEN_VARIABLE, WEB, AbsentError, Bucket
+from kvrag.store.files import read_secret
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
 from kvrag.store.remote import HeadedRecord, Options, RemoteStore, file_path, seconds
 
@@ -399,23 +398,10 @@ def _token(path: str | None) -> str:
         When the file cannot be read or other users may read it, or when the token is empty or holds
         characters other than visible ASCII.
     """
-    if path is None:
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        return _checked_token(token, TOKEN_VARIABLE) if token else ""
-    try:
-        token = read_regular(path).decode().strip()
-        mode = Path(path).stat().st_mode
-    except (OSError, ValueError) as error:
-        raise ParameterError(
-            f"{path} is not a file with a token: "
-            f"{getattr(error, 'strerror', None) or 'it holds something else'}; make one with "
-            "'openssl rand -hex 32'"
-        ) from error
-    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ParameterError(
-            f"{path}: other users may read this token; take that right away (chmod 600)"
-        )
-    return _checked_token(token, str(path))
+    if path is not None:
+        return _checked_token(read_secret(path, "token"), path)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    return _checked_token(token, TOKEN_VARIABLE) if token else ""
 
 
 def _checked_token(token: str, where: str) -> str:

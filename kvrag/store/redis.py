@@ -16,6 +16,7 @@ import re
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
@@ -29,10 +30,9 @@ from kvrag.errors import (
     StoreUnreachableError,
 )
 from kvrag.recordformat import piece_ends
-from kvrag.store.base import check_range
 from kvrag.store.extras import require
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
-from kvrag.store.remote import Options, RemoteStore, seconds
+from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
 
 PASSWORD_VARIABLE = "KVRAG_REDIS_PASSWORD"
 DEFAULT_PREFIX = "kvrag"
@@ -96,78 +96,54 @@ return 1
 """
 
 
-class RedisRecord:
-    """An opened record of a `RedisStore`; its head is already in memory."""
+class RedisRecord(HeadedRecord):
+    """An opened record of a `RedisStore`; its head came with the list of its pieces."""
 
     def __init__(self, store: RedisStore, key: ChunkKey, content: bytes) -> None:
-        self._store = store
-        self._key = key
         try:
-            magic, generation, self._size_bytes, num_pieces = _LIST.unpack_from(content)
+            magic, generation, size_bytes, num_pieces = _LIST.unpack_from(content)
             first = _LIST.size + num_pieces * _END.size
             ends = [end for (end,) in _END.iter_unpack(content[_LIST.size : first])]
         except struct.error as error:
-            raise self._foreign("it is too short") from error
+            raise _foreign(store, key, "it is too short") from error
         if magic != _MAGIC or not generation.isalnum():
-            raise self._foreign("its beginning differs")
-        self._head = content[first:]
-        if not ends or ends != sorted(ends) or ends[-1] != self._size_bytes:
-            raise self._foreign("its pieces do not add up")
-        if ends[0] != len(self._head):
-            raise self._foreign("its head is cut short")
+            raise _foreign(store, key, "its beginning differs")
+        if not ends or ends != sorted(ends) or ends[-1] != size_bytes:
+            raise _foreign(store, key, "its pieces do not add up")
+        if ends[0] != len(content) - first:
+            raise _foreign(store, key, "its head is cut short")
+        super().__init__(key, size_bytes, content[first:], store.metrics)
+        self._store = store
         self._name = f"{store.name_of(key)}:{generation.decode()}"
         self._ends = ends
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record."""
-        return int(self._size_bytes)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` starting at `offset`, in at most one round trip.
-
-        Raises
-        ------
-        StoreError
-            When Redis does not deliver the bytes, or removed the record since it was opened.
-        RecordError
-            When the record ends before the buffer is full.
-        """
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        wanted, place = [], offset
-        for number, end in enumerate(self._ends):
-            begin = self._ends[number - 1] if number else 0
-            stop = min(end, offset + buffer.nbytes)
-            if place < stop:
-                wanted.append((number, place - begin, stop - begin))
-                place = stop
-        commands = [
-            ("GETRANGE", f"{self._name}:{number}", first, last - 1)
-            for number, first, last in wanted
-            if number
-        ]
-        answers = iter(self._store.read(commands) if commands else [])
+    def _fetch(self, first: int, buffer: memoryview) -> None:
+        """Fill a buffer from the pieces after the head, in one round trip."""
+        wanted, place, stop = [], first, first + buffer.nbytes
+        for number, (begin, end) in enumerate(pairwise(self._ends), 1):
+            if place < min(end, stop):
+                wanted.append((number, place - begin, min(end, stop) - begin))
+                place = min(end, stop)
+        answers = self._store.read(
+            [("GETRANGE", f"{self._name}:{number}", at, to - 1) for number, at, to in wanted]
+        )
         filled = 0
-        for number, first, last in wanted:
-            content = next(answers) if number else self._head[first:last]
-            if len(content) != last - first:
+        for (number, at, to), content in zip(wanted, answers, strict=True):
+            if len(content) != to - at:
                 raise StoreError(
-                    f"record {self._key} in {self._store.url}: expected {last - first} bytes of "
+                    f"record {self._key} in {self._store.url}: expected {to - at} bytes of "
                     f"piece {number}, found {len(content)}; Redis has removed it: give it more "
                     "memory, or 'kvrag verify --repair'"
                 )
             buffer[filled : filled + len(content)] = content
             filled += len(content)
-        self._store.metrics.read(buffer.nbytes)
 
-    def close(self) -> None:
-        """Do nothing: the record holds no connection."""
 
-    def _foreign(self, why: str) -> RecordError:
-        return RecordError(
-            f"record {self._key} in {self._store.url}: expected a list of pieces that this version "
-            f"of kvrag wrote, found another value ({why}); delete it and ingest again"
-        )
+def _foreign(store: RedisStore, key: ChunkKey, why: str) -> RecordError:
+    return RecordError(
+        f"record {key} in {store.url}: expected a list of pieces that this version of kvrag wrote, "
+        f"found another value ({why}); delete it and ingest again"
+    )
 
 
 class RedisStore(RemoteStore):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ def upload_seconds(timeout_seconds: float, num_bytes: int) -> float:
     return timeout_seconds * (1 + num_bytes / _BYTES_PER_TIMEOUT)
 
 
-class RemoteStore(CountedStore, ABC):
+class RemoteStore(CountedStore):
     """A store that `kvrag.store.registry.open_store` opens by its scheme, with a circuit breaker.
 
     To add one, subclass this and write ``scheme: module:class`` into the table of
@@ -68,39 +68,6 @@ class RemoteStore(CountedStore, ABC):
 
     @abstractmethod
     def __init__(self, url: str, *, must_answer: bool = True, **options: Any) -> None: ...
-
-    @abstractmethod
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; an existing record stays."""
-
-    @abstractmethod
-    def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the existing one."""
-
-    @abstractmethod
-    def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None if there is none."""
-
-    @abstractmethod
-    def contains(self, key: ChunkKey) -> bool:
-        """Return whether there is a record for `key`."""
-
-    @abstractmethod
-    def delete(self, key: ChunkKey) -> bool:
-        """Remove a record and return whether there was one."""
-
-    @abstractmethod
-    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over keys and the bytes of their records, in no particular order."""
-
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: the other side cleans up after interrupted writes."""
-        del min_age_seconds
-        return 0
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the connections."""
 
 
 class HeadedRecord:

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.recordformat import check_record
-from kvrag.store.base import Listing, Store, StoredRecord, check_range, read_whole, room_for
+from kvrag.store.base import Store, StoredRecord, check_range, read_whole, room_for
 from kvrag.store.capabilities import Admits, Pins, capability, is_in_memory
 from kvrag.store.metrics import StoreCounts
 from kvrag.store.uploader import Check, Uploader, write_to
@@ -170,7 +170,7 @@ class _Copy:
     tiers: Sequence[Store]
 
 
-class TieredStore(Listing):
+class TieredStore(Store):
     """Several stores as one.
 
     Parameters

@@ -8,7 +8,6 @@ import torch
 from kvrag.codec import raw
 from kvrag.codec.base import Codec
 from kvrag.codec.raw import RawCodec
-from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV
 from kvrag_testing.codec_contract import KEY, BytesSource, CodecContract, random_kv, spec_of
@@ -18,12 +17,6 @@ class TestRawCodec(CodecContract):
     @pytest.fixture
     def codec(self) -> Codec:
         return RawCodec()
-
-
-def test_registry() -> None:
-    assert isinstance(get_codec("raw"), RawCodec)
-    with pytest.raises(ParameterError, match=r"no codec 'zip'; known codecs: raw"):
-        get_codec("zip")
 
 
 def test_reading_copies_nothing_and_reuses_its_buffer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
@@ -111,9 +110,3 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, module: str, message: str)
             get_codec("mirror")
         with pytest.raises(RecordError, match=re.escape(place)):  # a miss, not the end of a prompt
             RecordOpener(no_profile, "").open(KEY, BytesSource(record), spec_of())
-
-
-@pytest.mark.parametrize("name", list(PLAIN.built_in))
-def test_the_table_names_what_is_there(name: str) -> None:
-    module, _, attribute = PLAIN.built_in[name].partition(":")
-    assert getattr(importlib.import_module(module), attribute)().name == name

@@ -54,13 +54,6 @@ def _store(per_record: float, per_token: float) -> LoadingCost:
     return LoadingCost("file:x", (TierCost("file:x", per_record, per_token),))
 
 
-def _chosen(**budget: float) -> tuple[RecomputePolicy, float | None]:
-    repair, expected = LoadingController(calibration=CALIBRATION, **budget).choose(
-        PROMPT, NUM_FRESH
-    )
-    return repair.policy, expected.loss
-
-
 def test_planned_rows_are_those_that_are_computed() -> None:
     bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
     prompt = bench.prompt(2, 0, 3, 1)
@@ -88,28 +81,28 @@ def test_planned_rows_are_those_that_are_computed() -> None:
     assert planned_rows(BoundaryPolicy(16), PROMPT, NUM_FRESH) == 10 * (NUM_FRESH + 16)
 
 
-def test_without_a_budget_the_cheapest_that_loses_little() -> None:
-    policy, loss = _chosen()
-    assert policy == QueryPolicy(0.15)
-    assert loss == 0.005
-
-
-def test_what_may_be_lost_is_a_parameter() -> None:
-    assert _chosen(loss=0.02)[0] == QueryPolicy(0.05)
-    assert _chosen(loss=0.0)[0] == TwoStagePolicy(0.3)
-    assert _chosen(loss=0.5)[0] == NonePolicy()
-
-
-def test_a_share_bounds_what_is_recomputed() -> None:
-    assert _chosen(ratio=0.05) == (QueryPolicy(0.05), 0.02)
-    assert _chosen(ratio=0.0) == (NonePolicy(), 0.3)
-
-
-def test_a_time_bounds_what_is_recomputed() -> None:
-    # none: 1 s; query 5 %: 1 s, 1 s to look, 0.5 s again.
-    assert _chosen(ttft=2.6)[0] == QueryPolicy(0.05)
-    assert _chosen(ttft=1.5)[0] == NonePolicy()
-    assert _chosen(ttft=0.1)[0] == NonePolicy()
+@pytest.mark.parametrize(
+    ("budget", "policy", "loss"),
+    [
+        # Without one, the cheapest that loses little.
+        ({}, QueryPolicy(0.15), 0.005),
+        ({"loss": 0.02}, QueryPolicy(0.05), 0.02),
+        ({"loss": 0.0}, TwoStagePolicy(0.3), 0.0),
+        ({"loss": 0.5}, NonePolicy(), 0.3),
+        ({"ratio": 0.05}, QueryPolicy(0.05), 0.02),
+        ({"ratio": 0.0}, NonePolicy(), 0.3),
+        # none: 1 s; query 5 %: 1 s, 1 s to look, 0.5 s again.
+        ({"ttft": 2.6}, QueryPolicy(0.05), 0.02),
+        ({"ttft": 1.5}, NonePolicy(), 0.3),
+        ({"ttft": 0.1}, NonePolicy(), 0.3),
+    ],
+)
+def test_what_a_budget_allows(
+    budget: dict[str, float], policy: RecomputePolicy, loss: float
+) -> None:
+    auto = LoadingController(calibration=CALIBRATION, **budget)
+    repair, expected = auto.choose(PROMPT, NUM_FRESH)
+    assert (repair.policy, expected.loss) == (policy, loss)
 
 
 def _loading(seconds: float, **budget: float) -> tuple[RecomputePolicy, Expected]:
@@ -127,30 +120,33 @@ def _loading(seconds: float, **budget: float) -> tuple[RecomputePolicy, Expected
     return repair.policy, expected
 
 
-def test_the_share_that_hides_behind_loading() -> None:
-    # 10 layers of 100 fresh rows are 1 s; of 1,000 reused ones a tenth is another second.
-    assert _loading(0.0, loss=0.1)[0] == BoundaryPolicy(ratio=0.1)
-    assert _loading(1.9, loss=0.1)[0] == BoundaryPolicy(ratio=0.1)
-    # Of 25 s of loading 6 s of computing show 0.4 s more than 2 s: the same time, less lost.
-    assert _loading(25.0, loss=0.1)[0] == BoundaryPolicy(ratio=0.5)
-    assert _loading(500.0, loss=0.1)[0] == BoundaryPolicy(ratio=1.0)
-
-
-def test_quality_is_kept_where_nothing_hides() -> None:
-    policy, expected = _loading(0.0, loss=0.05)
-    assert policy == BoundaryPolicy(ratio=0.5)
-    assert expected.loss == pytest.approx(0.05)
+@pytest.mark.parametrize(
+    ("seconds", "budget", "ratio"),
+    [
+        # 10 layers of 100 fresh rows are 1 s; of 1,000 reused ones a tenth is another second.
+        (0.0, {"loss": 0.1}, 0.1),
+        (1.9, {"loss": 0.1}, 0.1),
+        # Of 25 s of loading 6 s of computing show 0.4 s more than 2 s: the same time, less lost.
+        (25.0, {"loss": 0.1}, 0.5),
+        (500.0, {"loss": 0.1}, 1.0),
+        # Quality is kept where nothing hides, and a time bounds loading too.
+        (0.0, {"loss": 0.05}, 0.5),
+        (10.0, {"ttft": 11.0}, 0.5),
+        (10.0, {"ttft": 10.21}, 0.1),
+    ],
+)
+def test_the_share_that_hides_behind_loading(
+    seconds: float, budget: dict[str, float], ratio: float
+) -> None:
+    policy, expected = _loading(seconds, **budget)
+    assert policy == BoundaryPolicy(ratio=ratio)
+    assert expected.loss == pytest.approx(0.1 - ratio / 10)
 
 
 def test_what_is_expected_counts_the_longer_and_a_layer_of_the_shorter() -> None:
     _, found = _loading(10.0, loss=0.1, ratio=0.1)
     assert found.load_seconds == pytest.approx(10.0)
     assert found.seconds == pytest.approx(10.0 + 2.0 / 10)
-
-
-def test_a_time_bounds_loading_too() -> None:
-    assert _loading(10.0, ttft=11.0)[0] == BoundaryPolicy(ratio=0.5)
-    assert _loading(10.0, ttft=10.21)[0] == BoundaryPolicy(ratio=0.1)
 
 
 def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
@@ -205,13 +201,6 @@ def test_where_nothing_is_off_nothing_is_expected_to_be_lost() -> None:
     assert nothing.expected_loss == exact.expected_loss == 0.0
 
 
-def test_the_report_says_what_was_chosen_and_what_to_expect() -> None:
-    bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
-    report = bench.fuse(bench.prompt(2, 0, 3, 1), LoadingController(calibration=CALIBRATION)).report
-    assert report.policy.startswith("query(ratio=0.15")
-    assert report.to_dict()["expected_loss"] == 0.005
-
-
 def test_without_calibration_it_says_what_to_do() -> None:
     with pytest.raises(ParameterError, match="kvrag calibrate"):
         LoadingController().choose(PROMPT, NUM_FRESH)
@@ -227,13 +216,10 @@ def test_a_calibration_of_0_2_loses_only_policies_that_have_left() -> None:
     assert Calibration.from_json(json.dumps(fields), "here") == CALIBRATION
 
 
-def test_json_round_trip() -> None:
-    assert Calibration.from_json(CALIBRATION.to_json(), "here") == CALIBRATION
-
-
 @pytest.mark.parametrize(
     "change",
     [
+        *("[", "[1]", "7", "[" * 100_000),
         {"format_version": 9},
         {"policies": [{"policy": "best", "ratio": 1, "loss": 0, "loss_low": 0, "loss_high": 0}]},
         {"policies": [{"policy": "none"}]},
@@ -261,10 +247,12 @@ def test_json_round_trip() -> None:
         ),
     ],
 )
-def test_a_damaged_calibration_is_refused(change: dict[str, object]) -> None:
-    fields = json.loads(CALIBRATION.to_json()) | change
+def test_a_damaged_calibration_is_refused(change: dict[str, object] | str) -> None:
+    text = change
+    if not isinstance(text, str):
+        text = json.dumps(json.loads(CALIBRATION.to_json()) | change)
     with pytest.raises(IndexFormatError, match="here"):
-        Calibration.from_json(json.dumps(fields), "here")
+        Calibration.from_json(text, "here")
 
 
 def test_an_altered_calibration_is_refused() -> None:
@@ -275,12 +263,6 @@ def test_an_altered_calibration_is_refused() -> None:
             altered = written[:at] + other + written[at + 1 :]
             with contextlib.suppress(IndexFormatError):
                 assert Calibration.from_json(altered, "here") == CALIBRATION, altered
-
-
-@pytest.mark.parametrize("text", ["[", "[1]", "7", "[" * 100_000])
-def test_what_is_no_calibration_is_refused(text: str) -> None:
-    with pytest.raises(IndexFormatError, match="here"):
-        Calibration.from_json(text, "here")
 
 
 # -- load or compute --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
+from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import StoreError
@@ -60,7 +60,6 @@ _CONFIGS = {
     "apart": PipelineConfig(PCA(3, joint=False), RateDistortion((3.0, 1.0)), Uniform(0.0)),
     "channels": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
-    "scaled": PipelineConfig(NoTransform(), LayerGroups(), PerToken(0.0)),
 }
 
 

@@ -173,16 +173,6 @@ def test_ratio_0_computes_nothing_again(policy: type[RecomputePolicy], bench: Be
     assert torch.equal(fused.logits, none.logits)
 
 
-@pytest.mark.parametrize("policy", OF_RATIO + OF_TOKENS)
-@pytest.mark.parametrize("order", [(0,), (2, 0, 3, 1), (1, 1, 0)])
-def test_ratio_1_is_a_full_prefill(
-    policy: type[RecomputePolicy], order: tuple[int, ...], bench: Bench
-) -> None:
-    prompt = bench.prompt(*order)
-    fused = bench.fuse(prompt, policy(ratio=1.0))  # type: ignore[call-arg]
-    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
-
-
 @pytest.mark.parametrize("policy", OF_RATIO)
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 0.8])
 def test_the_mean_over_layers_is_the_ratio(
@@ -343,19 +333,6 @@ def test_seam_takes_both_ends_of_each_chunk() -> None:
 
 def test_boundary_is_the_head_of_a_seam() -> None:
     assert BoundaryPolicy(tokens=2).candidates(PROMPT).tolist() == [3, 4, 15, 20, 21]
-
-
-@pytest.mark.parametrize("policy", OF_TOKENS)
-@pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
-def test_a_ratio_is_the_fewest_tokens_a_chunk_that_make_it_up(
-    policy: type[BoundaryPolicy], ratio: float
-) -> None:
-    tokens = policy(ratio=ratio).tokens_of(PROMPT)
-    chosen = policy(ratio=ratio).candidates(PROMPT)
-    assert chosen.tolist() == policy(tokens=tokens).candidates(PROMPT).tolist()
-    assert len(chosen) >= ratio * NUM_REUSED
-    if tokens > 1:
-        assert len(policy(tokens=tokens - 1).candidates(PROMPT)) < ratio * NUM_REUSED
 
 
 def test_a_ratio_is_taken_where_the_spec_leaves_it_open() -> None:

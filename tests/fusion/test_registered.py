@@ -73,12 +73,3 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, module: str, message: str)
         pytest.raises(ParameterError, match=f"{place}: expected .*{message}"),
     ):
         make_choice("last")
-
-
-@pytest.mark.parametrize("name", list(POLICIES.built_in))
-def test_the_table_names_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
-        raise AssertionError("looked for entry points")
-
-    monkeypatch.setattr("importlib.metadata.entry_points", fail)
-    assert make_repair(name).name == POLICIES[name].name == name

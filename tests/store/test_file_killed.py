@@ -104,40 +104,6 @@ def test_killed_at_each_step(tmp_path: Path, step: str, num_records: int) -> Non
 
 
 # Puts and deletes records and gives room back, again and again.
-CHURN = f"""
-import random, sys
-from kvrag.store.file import FileStore
-from kvrag_testing.records import key_number, record_of
-
-store = FileStore(sys.argv[1])
-chance = random.Random(int(sys.argv[2]))
-print("ready", flush=True)
-while True:
-    key = key_number(chance.randrange(24))
-    if chance.random() < 0.5:
-        store.put(key, record_of(key, {RECORD_BYTES}))
-    else:
-        store.delete(key)
-    if chance.random() < 0.2:
-        store.collect_garbage(0.0)
-"""
-
-
-def test_killed_while_records_come_and_go(tmp_path: Path) -> None:
-    chance = random.Random(5)
-    for number in range(6):
-        seconds = chance.uniform(0, 0.15)
-        assert lines_until_killed(CHURN, tmp_path, number, seconds=seconds) == ["ready"]
-        check(tmp_path)
-    store = FileStore(tmp_path)
-    store.collect_garbage(0.0)
-    check(tmp_path)
-    for key in list(store.keys()):
-        store.delete(key)
-    store.collect_garbage(0.0)
-    assert files_under(tmp_path) == []
-
-
 def test_killed_at_random(tmp_path: Path) -> None:
     chance = random.Random(7)
     number = 0

@@ -13,8 +13,7 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
-from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.recordformat import check_record
+from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
 from kvrag.store.base import RecordWrapper, Store, StoreWrapper, read_whole
 from kvrag.store.bucket import TOKEN_VARIABLE
 from kvrag.store.file import FileStore
@@ -26,7 +25,6 @@ from tests.store.test_objects import serving
 from tests.support import folders
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import free_port
-from tests.support.waiting import wait_until
 from tests.support.web_server import TOKEN, WebServer, make_certificate
 
 KEY = key_number(0)
@@ -233,35 +231,6 @@ def test_reading_is_broken_off(server: WebServer, behind: FileStore) -> None:
         assert stored(store, KEY) == record_with_blocks(block_bytes=1_000_000)  # no pause for it
 
 
-def is_readable(store: Store, content: bytes) -> bool:
-    try:
-        return stored(store, KEY) == content
-    except StoreError:
-        return False
-
-
-@pytest.mark.parametrize("mode", ["slow", "silent", "dead", "half-closed", "throttled", "wrong"])
-def test_a_bad_line(server: WebServer, behind: FileStore, mode: str) -> None:
-    content = record_with_blocks(block_bytes=50_000)
-    behind.put(KEY, content)
-    with FaultyProxy(server.port) as proxy:
-        store = open_store(f"http://127.0.0.1:{proxy.port}/kv?timeout=0.8")
-        proxy.mode = mode
-        outcomes = []
-        for _ in range(3):
-            try:
-                found = stored(store, KEY)
-                assert found is not None
-                check_record(KEY, found)
-                outcomes.append("right" if found == content else "wrong")
-            except (StoreError, RecordError):
-                outcomes.append("refused")
-        assert outcomes == (["right"] * 3 if mode == "throttled" else ["refused"] * 3)
-        proxy.mode = "good"
-        proxy.cut()
-        wait_until(lambda: is_readable(store, content))
-
-
 @pytest.mark.parametrize("kind", ["html", "changes tags", "ignores ranges", "no tags", "error"])
 def test_another_server(kind: str) -> None:
     """Never other bytes than those of one record, whatever answers."""
@@ -309,13 +278,3 @@ def test_nobody_there() -> None:
     store = open_store(url, must_answer=False)
     with pytest.raises(StoreUnreachableError):
         store.open(KEY)
-
-
-def test_a_server_that_starts_again(behind: FileStore) -> None:
-    behind.put(KEY, b"record")
-    first = WebServer(behind.path)
-    store = HttpStore(first.url)
-    assert stored(store, KEY) == b"record"
-    first.stop()
-    with WebServer(behind.path, port=first.port):
-        assert stored(store, KEY) == b"record"

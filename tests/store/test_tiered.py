@@ -83,23 +83,6 @@ class _RemoteRecord(RecordWrapper):
             buffer[place] ^= self._remote.mask
 
 
-class TestMemoryOverFile(StoreContract):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[Store]:
-        memory = LimitedStore(MemoryStore(), 1_000_000)
-        store = TieredStore([memory, FileStore(tmp_path)], check=anything)
-        yield store
-        store.close()
-
-    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        assert isinstance(store, TieredStore)
-        store.tiers[1].replace(key, record)
-
-    def peek(self, store: Store, key: ChunkKey) -> bytes:
-        assert isinstance(store, TieredStore)
-        return stored(store.tiers[1], key) or b""
-
-
 class TestThreeTiers(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Destination, OpenedRecord
+from kvrag.codec.base import OpenedRecord
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -55,10 +55,3 @@ class EightBitChunk(OpenedRecord):
             rows = coded.view(*shape, spec.head_dim).float() * scale.view(*shape, 1).float()
             found.append(rows.to(spec.dtype))
         return found[0], found[1]
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Write one layer's keys, rotated to their positions, and values where they belong."""
-        keys, values = self.read_layer(layer_index)
-        for one in into:
-            one.table.place(keys[:, one.tokens], one.rows, one.keys)
-            one.values.copy_(values[:, one.tokens])
