@@ -117,13 +117,6 @@ def test_readiness_says_when_nothing_moves(
     assert httpx.get(ready).status_code == 200
 
 
-def test_a_text_is_as_long_as_a_question_may_be(apart: Served) -> None:
-    asked: dict[str, Any] = {"model": "hashing-2", "input": ["a " * 50_000, "a " * 50_001]}
-    answer = httpx.post(f"{apart.url}/embeddings", json=asked, timeout=60)
-    assert answer.status_code == 400
-    assert "100,002 characters, and at most 100,000" in answer.json()["error"]["message"]
-
-
 # What takes long to answer, or with other words does not.
 def embeds(word: str, number: int = 0) -> tuple[str, dict[str, Any]]:
     return "embeddings", {"model": "hashing-2", "input": [f"{word}{number}"]}

@@ -19,40 +19,11 @@ CHAT: dict[str, Any] = {
     "max_tokens": 3,
 }
 TEXT: dict[str, Any] = {"model": "model", "prompt": "The fox", "max_tokens": 3}
-RAG = CHAT | {"model": "rag:index"}
 
 
 def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
     content = json.dumps(body).encode()
     return httpx.post(f"{served.url}/{path}", content=content, headers=JSON, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("embeddings", {"model": "hashing-2", "input": HALF}),
-        ("embeddings", {"model": "hashing-2", "input": ["fox", HALF]}),
-        ("embeddings", {"model": "hashing-2", "input": "fox", "user": HALF}),
-        ("embeddings", {"model": HALF, "input": "fox"}),
-        ("completions", TEXT | {"prompt": HALF}),
-        ("completions", TEXT | {"prompt": ["fox", HALF]}),
-        ("completions", TEXT | {"stop": HALF}),
-        ("completions", TEXT | {"user": HALF}),
-        ("completions", TEXT | {HALF: 1}),
-        ("chat/completions", CHAT | {"messages": [{"role": "user", "content": HALF}]}),
-        ("chat/completions", CHAT | {"messages": [{"role": HALF, "content": "fox"}]}),
-        ("chat/completions", CHAT | {"kvrag": {"policy": HALF}}),
-        ("chat/completions", RAG | {"messages": [{"role": "user", "content": HALF}]}),
-        ("chat/completions", RAG | {"kvrag": {"filter": {HALF: 1}}}),
-        ("chat/completions", RAG | {"kvrag": {"filter": {"a": {"$in": [HALF]}}}}),
-        ("chat/completions", RAG | {"kvrag": {"filter": {"a": {HALF: 1}}}}),
-        ("chat/completions", RAG | {"kvrag": {"filter": {"a": {"b": {HALF: 1}}}}}),
-    ],
-)
-def test_half_a_surrogate_pair(served: Served, path: str, body: dict[str, Any]) -> None:
-    answer = post(served, path, body)
-    assert answer.status_code in (400, 404), answer.text
-    assert answer.json()["error"]["message"]
 
 
 def test_a_template_that_loops_over_what_a_message_says(
@@ -78,10 +49,9 @@ def test_a_template_that_loops_over_what_a_message_says(
         *("frequency_penalty", "presence_penalty", "min_p"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_extreme_numbers(served: Served, name: str, value: float, stream: bool) -> None:
+def test_extreme_numbers(served: Served, name: str, value: float) -> None:
     wrong = {"kvrag": {"ratio": value, "policy": "query"}} if "." in name else {name: value}
-    answer = post(served, "completions", TEXT | {"temperature": 1, "stream": stream} | wrong)
+    answer = post(served, "completions", TEXT | {"temperature": 1} | wrong)
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert name.rpartition(".")[2] in answer.json()["error"]["message"]

@@ -52,16 +52,6 @@ def test_langchains_stream(served: Served) -> None:
 PROMPT_ALONE = [{"role": "user", "content": PROMPT}]
 
 
-async def test_langchains_batch_and_async_calls(served: Served) -> None:
-    model = langchain(served, max_completion_tokens=6, temperature=0)
-    prompts = list(PASSAGES.values())
-    expected = [
-        served.engine.generate([{"role": "user", "content": one}], max_tokens=6).text
-        for one in prompts
-    ]
-    assert [one.content for one in await model.abatch(list(prompts))] == expected
-
-
 def test_langchains_embeddings(served: Served) -> None:
     model = OpenAIEmbeddings(
         model="hashing-2",
@@ -94,11 +84,3 @@ def test_llamaindexs_model(served: Served) -> None:
     assert model.chat(messages).message.content == expected
     streamed = [one.delta or "" for one in model.stream_chat(messages)]
     assert "".join(streamed) == expected
-
-
-@pytest.mark.usefixtures("own_event_loop")
-def test_llamaindexs_completions(served: Served) -> None:
-    expected = served.engine.generate(PROMPT, max_tokens=10).text
-    model = llamaindex(served, is_chat_model=False)
-    assert model.complete(PROMPT).text == expected
-    assert "".join(one.delta or "" for one in model.stream_complete(PROMPT)) == expected

@@ -85,44 +85,6 @@ def test_a_conversation_from_its_first_question_to_its_end(kept: Served) -> None
         assert ada.get(ONE).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("where", "body", "status"),
-    [
-        (ONE, {"title": "", "turns": [turn("?")]}, 400),
-        (ONE, {"title": "x", "turns": []}, 400),
-        (ONE, {"title": "x", "turns": [{"question": "?"}]}, 400),
-        (ONE, {"title": "x", "turns": [turn("?")], "tenant": "south"}, 400),
-        (ONE, {"title": "x", "turns": [turn("?")] * 201}, 400),
-        ("../x", {"title": "x", "turns": [turn("?")]}, 404),
-        ("X" * 32, {"title": "x", "turns": [turn("?")]}, 400),
-    ],
-)
-def test_wrong_conversations(kept: Served, where: str, body: Any, status: int) -> None:
-    with client(kept, "ada") as ada:
-        answer = ada.put(where, json=body)
-        assert answer.status_code in (status, 405)
-        assert "error" in answer.json()
-
-
-def test_a_wrong_id_is_not_called_an_unsupported_parameter(kept: Served) -> None:
-    with client(kept, "ada") as ada:
-        error = ada.get("my-conversation").json()["error"]
-        assert (error["code"], error["param"]) == ("invalid_value", "conversation")
-        assert "should match pattern '^[0-9a-f]{32}$'" in error["message"]
-
-
-def test_pages_of_other_sites_delete_nothing(kept: Served) -> None:
-    with client(kept, "ada") as ada:
-        refused = ada.delete(TWO, headers={"Origin": "https://evil.example"})
-        assert refused.json()["error"]["code"] == "wrong_origin"
-        assert httpx.get(str(ada.base_url).rstrip("/")).status_code == 401
-
-
-def test_without_history_there_are_no_routes(rag: Rag, served: Served) -> None:
-    assert httpx.get(f"{served.url}/kvrag/conversations").status_code == 404
-    assert httpx.get(f"{served.url}/kvrag").json()["keeps_history"] is False
-
-
 def test_the_file_is_private_and_bounded(
     rag: Rag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

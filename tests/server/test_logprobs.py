@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 from openai import OpenAI
 
-from tests.models.test_tools import TOOL
 from tests.server.test_openai_client import MESSAGES, PROMPT
 from tests.support.api_server import Served
 
@@ -105,31 +103,3 @@ def test_none_is_not_zero(client: OpenAI) -> None:
     assert len(chosen.token_logprobs or []) > 0
     assert set(map(len, chosen.top_logprobs or [])) == {0}
     assert client.completions.create(**TEXT).choices[0].logprobs is None
-
-
-@pytest.mark.parametrize(
-    ("changed", "param", "why"),
-    [
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
-        ({"logprobs": 5}, "logprobs", "valid boolean"),
-        ({"top_logprobs": 2}, None, "set logprobs to true"),
-        ({"logprobs": False, "top_logprobs": 2}, None, "set logprobs to true"),
-        ({"logprobs": True, "tools": [TOOL]}, None, "leave out logprobs, or the tools"),
-    ],
-)
-def test_what_a_chat_refuses(
-    client: OpenAI, changed: dict[str, Any], param: str | None, why: str
-) -> None:
-    with pytest.raises(openai.BadRequestError, match=why) as caught:
-        client.chat.completions.create(**CHAT, **changed)
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "why"), [(100, "less than or equal to 20"), (-1, "greater"), (True, "integer")]
-)
-def test_what_a_completion_refuses(client: OpenAI, logprobs: Any, why: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=why) as caught:
-        client.completions.create(**TEXT, logprobs=logprobs)
-    assert caught.value.param == "logprobs"

@@ -61,12 +61,6 @@ async def test_a_search_finds_what_the_index_finds(engine: KVEngine) -> None:
     assert hits[0]["text"] == PASSAGES["ledger"]
 
 
-async def test_a_filter_is_kept_to(engine: KVEngine) -> None:
-    wanted = {"source": {"$in": ["fox", "clock"]}}
-    found = await call(make_server(engine), "search", question="Varn", filter=wanted)
-    assert {hit["source"] for hit in found.structured_content["hits"]} <= {"fox", "clock"}
-
-
 async def test_an_answer_is_the_engines(engine: KVEngine) -> None:
     reply = await call(make_server(engine), "answer", question="Who keeps the ledger?", k=2)
     assert not reply.is_error
@@ -107,16 +101,6 @@ async def test_wrong_calls_say_what_is_wrong(
     result = await call(make_server(engine), name, **arguments)
     assert result.is_error
     assert message.replace("\\", "") in result.content[0].text
-
-
-async def test_a_cancelled_answer_ends(engine: KVEngine) -> None:
-    """The engine is free again at once, and answers the next call."""
-    slow = KVEngine(engine.index, max_tokens=4000)
-    server = make_server(slow)
-    async with Client(server) as client:
-        with anyio.move_on_after(0.5):
-            await client.call_tool("answer", {"question": "Who?"})
-        assert (await client.call_tool("search", {"question": "fox"})).is_error is False
 
 
 async def test_over_stdin_and_stdout(path: Path) -> None:

@@ -71,13 +71,6 @@ def test_completions_of_several_prompts(client: OpenAI, rag: Rag) -> None:
     )
 
 
-def test_a_streamed_completion(client: OpenAI, rag: Rag) -> None:
-    stream = client.completions.create(
-        model="model", prompt="Ines keeps", max_tokens=8, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == rag.plain_answer("Ines keeps", 8)
-
-
 def test_a_seed_makes_choices_repeatable(client: OpenAI, served: Served) -> None:
     def choices(seed: int) -> list[str | None]:
         answer = client.chat.completions.create(
@@ -90,16 +83,6 @@ def test_a_seed_makes_choices_repeatable(client: OpenAI, served: Served) -> None
     assert len(set(first)) == 3
     expected = served.engine.generate(MESSAGES, temperature=2.0, seed=9, max_tokens=6).text
     assert first[2] == expected == choices(8)[1]
-
-
-def test_penalties_and_min_p_are_the_engines(client: OpenAI, served: Served) -> None:
-    options: Any = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "temperature": 1.1}
-    more: Any = {"min_p": 0.3}
-    expected = served.engine.generate(MESSAGES, max_tokens=16, seed=5, **options, **more).text
-    ask = client.chat.completions.create
-    given: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 16, "seed": 5}
-    assert ask(**given, **options, extra_body=more).choices[0].message.content == expected
-    assert ask(**given, temperature=1.1).choices[0].message.content != expected
 
 
 def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
@@ -155,38 +138,6 @@ def test_the_report_comes_when_asked(client: OpenAI) -> None:
     assert (last.model_extra or {})["kvrag"]["reports"][0]["num_reused"] > 0
 
 
-def test_a_system_message_goes_where_the_template_takes_it(
-    client: OpenAI, rag: Rag, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = rag.index.tokenizer.chat_template
-    refusing = (
-        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-        "{{ raise_exception('system first') }}{% endif %}{% endfor %}"
-    )
-    monkeypatch.setattr(rag.index.tokenizer, "chat_template", refusing + template)
-    late: Any = [
-        {"role": "user", "content": "Who?"},
-        {"role": "model", "content": "Ines."},
-        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": PROMPT},
-    ]
-    first: Any = [
-        {"role": "system", "content": "Be brief."},
-        late[0],
-        {"role": "assistant", "content": "Ines."},
-        late[3],
-    ]
-    told = []
-    for messages in (late, first):
-        answer = client.chat.completions.create(
-            model="model", messages=messages, max_tokens=8, extra_body={"kvrag": {"report": True}}
-        )
-        (report,) = (answer.model_extra or {})["kvrag"]["reports"]
-        assert report["num_folded"] == (messages is late)
-        told.append((answer.choices[0].message.content, report["num_tokens"]))
-    assert told[0] == told[1]
-
-
 def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
     asked: list[Any] = [{"role": "user", "content": QUESTION}]
     options: Any = {"model": served.rag, "messages": asked, "max_tokens": 8}
@@ -217,23 +168,6 @@ def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
         chunks = list(stream)
     (last,) = (one.choices[0] for one in chunks if one.choices[0].finish_reason)
     assert len((last.delta.model_extra or {})["annotations"]) == 4
-
-
-def test_an_answer_is_sent_back_as_it_came(client: OpenAI, served: Served) -> None:
-    """As clients do: the object itself, or all its fields, null or not."""
-    asked: list[Any] = [{"role": "user", "content": QUESTION}]
-    options: Any = {"model": served.rag, "max_tokens": 4}
-    message = client.chat.completions.create(messages=asked, **options).choices[0].message
-    assert message.annotations
-    texts = []
-    for turn in ({"role": "assistant", "content": message.content}, message, message.model_dump()):
-        further = [*asked, turn, {"role": "user", "content": "Which dog?"}]
-        again = client.chat.completions.create(messages=further, **options)
-        texts.append(again.choices[0].message.content)
-    assert len(set(texts)) == 1
-    whose = asked[0] | {"annotations": message.model_dump()["annotations"]}
-    with pytest.raises(openai.BadRequestError, match="annotations are an assistant's"):
-        client.chat.completions.create(messages=[whose], **options)
 
 
 def test_earlier_turns_stay_in_a_retrieved_prompt(client: OpenAI, served: Served) -> None:
@@ -302,50 +236,6 @@ def test_the_models_are_listed(client: OpenAI) -> None:
     assert client.models.retrieve("rag:index").id == "rag:index"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-5'"):
         client.models.retrieve("gpt-5")
-
-
-@pytest.mark.parametrize(
-    ("changed", "param", "why"),
-    [
-        ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "does not support"),
-        ({"web_search_options": {}}, "web_search_options", "unknown parameter"),
-        ({"temperature": 3}, "temperature", "less than or equal to 2"),
-        ({"n": 17}, "n", "less than or equal to 16"),
-        ({"stop": ["a", ""]}, "stop", "empty"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
-        ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
-        ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id"),
-        ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role", "Input should be"),
-        ({"stop": ["a", 3]}, "stop.1", "valid string"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 items"),
-        ({"stop": {"a": 1}}, "stop", "valid string"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": 3}}},
-            "tool_choice.function.name",
-            "valid string",
-        ),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.type",
-            "should be 'text'",
-        ),
-        ({"extra_body": {"kvrag": {"policy": "magic"}}}, None, "unknown policy"),
-        ({"extra_body": {"kvrag": {"k": 3}}}, "kvrag.k", "retrieves only"),
-        ({"extra_body": {"kvrag": {"filter": {"a": 1}}}}, "kvrag.filter", "retrieves only"),
-    ],
-)
-def test_what_is_refused(
-    client: OpenAI, changed: dict[str, Any], param: str | None, why: str
-) -> None:
-    asked = {"model": "model", "messages": MESSAGES, "max_tokens": 2} | changed
-    with pytest.raises(openai.BadRequestError, match=why) as caught:
-        client.chat.completions.create(**asked)
-    assert caught.value.type == "invalid_request_error"
-    if param is not None:
-        assert caught.value.param == param
 
 
 def test_other_models_and_long_prompts_are_refused(client: OpenAI, served: Served) -> None:

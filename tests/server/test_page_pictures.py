@@ -13,7 +13,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.app import ServerOptions
 from tests.support.api_server import serving
-from tests.support.browser import PHONE, PICTURES, ask, browsing, picture
+from tests.support.browser import PHONE, PICTURES, ask, browsing, picture, started
 
 
 @pytest.mark.slow
@@ -23,7 +23,8 @@ def test_pictures_of_docs(tmp_path: Path) -> None:
     shutil.copytree(os.environ.get("KVRAG_PAGE_INDEX", "kvrag-index"), tmp_path / "handbook")
     question = "How many days of paid leave do full-time staff have?"
     with (
-        browsing() as new_page,
+        started() as browser,
+        browsing(browser) as new_page,
         Index.open(tmp_path / "handbook") as index,
         serving(index, ServerOptions(keeps_history=True), KVEngine(index, max_tokens=48)) as served,
     ):

@@ -84,44 +84,6 @@ def test_a_cross_encoder_ranks_and_orders_what_the_server_finds(rag: Rag) -> Non
         assert rag.index.search(question, 1)[0].chunk.text != TEXTS[shortest]
 
 
-@pytest.mark.parametrize(
-    ("changed", "param", "why"),
-    [
-        ({"query": ""}, "query", "empty"),
-        ({"query": 3}, "query", "valid string"),
-        ({"documents": []}, "documents", "at least 1 item"),
-        ({"documents": "text"}, "documents", "valid list"),
-        ({"documents": ["x", " "]}, "documents", "empty"),
-        ({"documents": ["x", 3]}, "documents.1", "valid"),
-        ({"documents": [{"title": "x"}]}, "documents.0.text", "Field required"),
-        ({"documents": ["x"] * 2049}, "documents", "at most 2048"),
-        ({"top_n": 0}, "top_n", "greater than or equal to 1"),
-        ({"top_n": -1}, "top_n", "greater than or equal to 1"),
-        ({"top_n": "2"}, "top_n", "valid integer"),
-        ({"return_documents": 1}, "return_documents", "valid boolean"),
-        ({"max_chunks_per_doc": 3}, "max_chunks_per_doc", "unknown parameter"),
-        ({"query": "\ud800"}, None, "half of a surrogate pair"),
-    ],
-)
-def test_what_is_refused(
-    served: Served, changed: dict[str, Any], param: str | None, why: str
-) -> None:
-    answer = post(served, **changed)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert why in error["message"]
-    if param is not None:
-        assert error["param"].startswith(param)
-
-
-def test_an_unknown_model(served: Served) -> None:
-    answer = post(served, model="rerank-english-v3.0")
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "model_not_found"
-    assert "expected hashing-2" in answer.json()["error"]["message"]
-
-
 def test_it_counts_against_a_keys_limits(rag: Rag) -> None:
     key = ApiKey(name="ada", key="key-of-ada-0123456789", max_prompt_tokens=20)
     with serving(rag.index, ServerOptions(keys=[key])) as served:

@@ -63,23 +63,6 @@ def test_a_call_and_its_result(
     assert answer.usage.prompt_tokens_details.cached_tokens > 40
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_no_parallel_calls(
-    rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
-) -> None:
-    follow(monkeypatch, rag, lambda prompt: f"{CALL}\n{CALL.replace('Varn', 'fox')}")
-
-    def num_calls(**options: Any) -> int:
-        if is_streamed:
-            events = client.chat.completions.create(**FREE, tools=[TOOL], stream=True, **options)
-            return sum(len(one.choices[0].delta.tool_calls or ()) for one in events)
-        answer = client.chat.completions.create(**FREE, tools=[TOOL], **options)
-        return len(answer.choices[0].message.tool_calls or ())
-
-    assert num_calls() == num_calls(parallel_tool_calls=True) == 2
-    assert num_calls(parallel_tool_calls=False) == 1
-
-
 def test_rounds_of_calls_over_retrieved_chunks(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round searches for the question, and its prompt begins as the round before."""
 
@@ -136,6 +119,18 @@ def test_a_forced_call(
     assert "<tool_call>" in hidden.message.content
 
 
+@pytest.mark.parametrize(("parallel", "number"), [({}, 2), ({"parallel_tool_calls": False}, 1)])
+def test_parallel_calls(
+    rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch, parallel: Any, number: int
+) -> None:
+    follow(monkeypatch, rag, lambda prompt: f"{CALL}\n{CALL.replace('Varn', 'fox')}")
+    asked: Any = {**FREE, "tools": [TOOL], **parallel}
+    whole = client.chat.completions.create(**asked).choices[0].message
+    events = client.chat.completions.create(**asked, stream=True)
+    pieces = [one for event in events for one in event.choices[0].delta.tool_calls or ()]
+    assert len(whole.tool_calls or ()) == len(pieces) == number
+
+
 class Keeper(BaseModel):
     name: str
     year: int
@@ -150,42 +145,6 @@ def test_response_formats(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPa
     year: Any = {"type": "regex", "regex": "year [0-9]{4}"}
     matched = client.chat.completions.create(**FREE, response_format=year)
     assert re.fullmatch("year [0-9]{4}", matched.choices[0].message.content)
-
-
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        ({"response_format": {"type": "text", "regex": "a"}}, "regex"),
-        ({"response_format": {"type": "regex", "regex": "(a"}}, "unclosed group"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"type": "objekt"}},
-                }
-            },
-            "objekt",
-        ),
-        ({"tool_choice": "required"}, "without tools"),
-        (
-            {
-                "tools": [
-                    TOOL,
-                    {"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}},
-                ],
-                "tool_choice": "required",
-            },
-            "the parameters of the tool .*a.*: json_schema .*Invalid type: x",
-        ),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
-        ({"messages": [{"role": "assistant"}]}, "content is missing"),
-    ],
-)
-def test_wrong_fields_are_refused(client: OpenAI, field: Any, said: str) -> None:
-    with pytest.raises(BadRequestError, match=said):
-        client.chat.completions.create(**{**FREE, **field})
 
 
 def test_a_grammar_that_would_end_the_process_is_refused(client: OpenAI) -> None:

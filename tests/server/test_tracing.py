@@ -17,7 +17,6 @@ from opentelemetry.trace import SpanKind
 
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.tracing import trace
-from kvrag.errors import ParameterError
 from kvrag.server import app as apps
 from kvrag.server.tracing import Traced as TracedApp
 from kvrag.server.tracing import exporting_to
@@ -171,8 +170,3 @@ def test_spans_are_sent_to_a_collector(path: str) -> None:
     named = {one.key: one.value.string_value for one in resource.resource.attributes}
     assert named["service.name"] == "kvrag"
     assert [span.name for scope in resource.scope_spans for span in scope.spans] == ["chat model"]
-
-
-def test_an_address_is_needed() -> None:
-    with pytest.raises(ParameterError, match="expected the address of a collector"):
-        exporting_to("localhost:4318")

@@ -27,34 +27,43 @@ NewPage = Callable[..., Any]
 
 
 @contextmanager
-def browsing() -> Iterator[NewPage]:
-    """Yield a function that opens a page; what goes wrong in any of them fails the test.
-
-    Its arguments are those of Playwright's ``new_context``.
-    """
+def started() -> Iterator[Any]:
+    """Yield a browser."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("needs chromium")
+    # Containers run tests as root, where Chromium's own sandbox does not start.
+    arguments = ["--no-sandbox", "--disable-gpu"]
+    with (
+        playwright.sync_playwright() as running,
+        running.chromium.launch(executable_path=chromium, args=arguments) as browser,
+    ):
+        yield browser
+
+
+@contextmanager
+def browsing(browser: Any) -> Iterator[NewPage]:
+    """Yield a function that opens a page; what goes wrong in any of them fails the test.
+
+    Its arguments are those of Playwright's ``new_context``.
+    """
     wrong: list[str] = []
+    contexts = []
 
-    with playwright.sync_playwright() as running:
-        # Containers run tests as root, where Chromium's own sandbox does not start.
-        browser = running.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-        )
+    def new_page(**options: Any) -> Any:
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(_MILLISECONDS)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: _note(wrong, said))
+        return page
 
-        def new_page(**options: Any) -> Any:
-            page = browser.new_context(**options).new_page()
-            page.set_default_timeout(_MILLISECONDS)
-            page.on("pageerror", lambda error: wrong.append(str(error)))
-            page.on("console", lambda said: _note(wrong, said))
-            return page
-
-        try:
-            yield new_page
-        finally:
-            browser.close()
+    try:
+        yield new_page
+    finally:
+        for context in contexts:
+            context.close()
     assert wrong == []
 
 
