@@ -166,16 +166,6 @@ def test_damaged_documents_are_told_and_mended(
         assert len(opened.add(documents).unchanged) == 2
 
 
-def test_damaged_files_are_read_again(index: Index, docs: Path) -> None:
-    index.add(docs)
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute("UPDATE files SET digest = 'x', mtime_ns = 5")
-        connection.commit()
-    assert len(index.upkeep.verify().catalog_problems) == 3
-    assert len(index.add(docs).unchanged) == 3
-    assert index.upkeep.verify().ok
-
-
 def test_a_damaged_file_named_like_a_row_stays_in_the_index(index: Index, tmp_path: Path) -> None:
     folder = tmp_path / "tables"
     folder.mkdir()
@@ -484,25 +474,6 @@ def test_a_second_opening_keeps_the_locks_of_the_first(index: Index, model: KVMo
     index.add([Document("b", "Tomas repairs the clock.")])
     with Index.open(index.path, model=model) as again:
         assert again.catalog.chunk_ids_of("b")
-
-
-def test_an_empty_file_is_a_lost_catalog(index: Index, docs: Path, model: KVModel) -> None:
-    index.add(docs)
-    index.close()
-    for heal in (
-        lambda healed: healed.add(docs),
-        lambda healed: healed.upkeep.verify(repair=True),
-    ):
-        (index.path / "catalog.sqlite").write_bytes(b"")
-        said = rf"empty: the index in {index.path} has lost .*'kvrag ingest PATH.* --index"
-        with pytest.raises(IndexFormatError, match=said):
-            Index.open(index.path, model=model)
-        with Index.open(index.path, model=model, mend=True) as again:
-            heal(again)
-            assert len(again.add(docs).unchanged) + len(again.documents()) >= 3
-            assert again.search("ledger", 1)
-        with Index.open(index.path, model=model) as again:
-            assert again.upkeep.verify().ok
 
 
 def test_a_replacement_that_was_killed_is_finished(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from datetime import UTC, date, datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -298,13 +297,3 @@ def test_the_calendar_has_ends(index: Index) -> None:
     assert stored == {"first": ends["first"].isoformat(), "last": ends["last"].isoformat()}
     (hit,) = index.search("fox", filter={"when": ends["last"]})
     assert hit.chunk.source == "last"
-
-
-def test_an_older_index_of_words_is_made_anew(filled: Index, tmp_path: Path) -> None:
-    cache = filled.path / "words.cache"
-    filled.search("fox")
-    filled.catalog.words.close()
-    with sqlite3.connect(cache) as connection:
-        connection.execute("DROP TABLE fields")
-    connection.close()
-    assert names(filled.search("fox", filter={"lang": "en"})) == "ac"

@@ -15,7 +15,7 @@ from kvrag.chunk import Document
 from kvrag.errors import DocumentError, IndexMismatchError, ParameterError
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.index import Index
-from kvrag.ingest.report import IngestProgress, IngestReport
+from kvrag.ingest.report import IngestProgress
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 from tests.ingest.test_embedding import FromElsewhere
@@ -415,7 +415,3 @@ def test_a_missing_path_stops_before_any_work(index: Index, docs: Path) -> None:
     with pytest.raises(DocumentError, match=r"absent\.txt: there is no such file or folder"):
         index.add([docs, docs / "absent.txt"])
     assert index.stats().num_documents == 0
-
-
-def test_report_defaults() -> None:
-    assert IngestReport().ok

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,6 @@ def test_every_option_says_what_it_does() -> None:
         assert names == [one.name for one in fields(options)]
         for name in names:
             assert f"    {name}\n        {text_of(options, name)[:20]}" in str(options.__doc__)
-
-
-def test_settings_do_not_change() -> None:
-    with pytest.raises(FrozenInstanceError):
-        IndexSettings().codec = "raw"  # type: ignore[misc]
 
 
 def test_an_unknown_option_makes_nothing(tmp_path: Path, model: KVModel) -> None:

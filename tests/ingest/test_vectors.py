@@ -21,20 +21,8 @@ from tests.ingest.conftest import MakeIndex
 
 VERSION = b""
 WORDS = [
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "flint",
-    "grove",
-    "heron",
-    "iris",
-    "jade",
-    "kelp",
-    "lotus",
-    "maple",
-    "night",
+    *("amber", "birch", "cedar", "delta", "ember", "flint", "grove"),
+    *("heron", "iris", "jade", "kelp", "lotus", "maple", "night"),
 ]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -59,30 +57,14 @@ def test_copied_and_pickled(rag: Rag, door: Any) -> None:
         assert getattr(other, ask)("Who repairs the clock?") == found
 
 
-def test_retriever_from_many_threads(rag: Rag) -> None:
-    retriever = KVRagRetriever(index=rag.path)
-    alone = retriever.invoke("Who repairs the clock?")
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(retriever.invoke, ["Who repairs the clock?"] * 32))
-    assert all(result == alone for result in results)
-
-
-@pytest.mark.parametrize("k", [0, -1])
-def test_retriever_k_out_of_range(rag: Rag, k: int) -> None:
-    with pytest.raises(ValueError, match="k"):
-        KVRagRetriever(index=rag.path, k=k)
-    with pytest.raises(ParameterError, match=rf"k {k}: expected a whole number"):
-        KVRagRetriever(index=rag.path).invoke("q", k=k)
-
-
-def test_retriever_unknown_parameters(rag: Rag) -> None:
-    with pytest.raises(ValueError, match="top_k"):
-        KVRagRetriever(index=rag.path, top_k=3)  # type: ignore[call-arg]
+def test_bad_arguments_of_the_retriever(rag: Rag, tmp_path: Path) -> None:
+    for wrong in ({"k": 0}, {"top_k": 3}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            KVRagRetriever(index=rag.path, **wrong)
+    with pytest.raises(ParameterError, match=r"k -1: expected a whole number"):
+        KVRagRetriever(index=rag.path).invoke("q", k=-1)
     with pytest.raises(TypeError, match="top_k"):
         KVRagRetriever(index=rag.path).invoke("q", top_k=3)
-
-
-def test_retriever_without_an_index(tmp_path: Path) -> None:
     with pytest.raises(IndexNotFoundError):
         KVRagRetriever(index=tmp_path / "nowhere").invoke("q")
 
@@ -118,16 +100,21 @@ def test_store_mmr(store: KVRagVectorStore) -> None:
     assert store.max_marginal_relevance_search("anything") == []
 
 
-def test_store_long_document_is_found_by_chunks(store: KVRagVectorStore) -> None:
+def test_a_long_document_is_found_by_chunks_that_say_where_they_stood(
+    store: KVRagVectorStore,
+) -> None:
     store.delete()
     text = "\n\n".join(PASSAGES.values())
-    assert store.add_documents([Document(page_content=text, metadata={"a": 1}, id="all")]) == [
-        "all"
-    ]
+    assert store.add_texts([text], [{"title": "All"}], ids=["all"]) == ["all"]
+    parts = store.get_by_ids(["all"])
+    assert len(parts) > 1
+    for ordinal, part in enumerate(parts):
+        place = part.metadata["start"]
+        assert normalise_text(text)[place : place + len(part.page_content)] == part.page_content
+        assert (part.metadata["source"], part.metadata["ordinal"]) == ("all", ordinal)
+        assert part.metadata["title"] == "All"
     found = store.similarity_search(PASSAGES["clock"], k=10)
-    assert len(found) > 1
-    assert "all" not in {document.id for document in found}
-    assert {document.id for document in store.get_by_ids(["all"])} == {d.id for d in found}
+    assert {document.id for document in found} == {document.id for document in parts}
     assert store.get_by_ids([str(found[0].id)]) == [found[0]]
     store.delete([str(found[0].id)])
     assert len(store.get_by_ids(["all"])) == len(found) - 1
@@ -184,28 +171,21 @@ def test_store_there_was_made_otherwise(
 
 
 def test_store_made_with_foreign_embeddings(rag: Rag, tmp_path: Path) -> None:
+    class Sided(DeterministicFakeEmbedding):
+        def embed_query(self, text: str) -> list[float]:
+            return super().embed_query({"red": "two fish"}.get(text, text))
+
     options: dict[str, Any] = {"path": tmp_path / "index", "model": rag.model_folder}
-    foreign = DeterministicFakeEmbedding(size=6)
+    foreign = Sided(size=6)
     store = KVRagVectorStore.from_texts(["one fish", "two fish"], foreign, **options)
-    assert len(store.embeddings.embed_query("red")) == 6
+    ((document, score),) = store.similarity_search_with_score("red", k=1)
+    assert (document.page_content, score) == ("two fish", pytest.approx(1.0))
     store.index.close()
     again = KVRagVectorStore.from_texts([], foreign, **options)
     assert again.similarity_search("two fish", k=1)[0].page_content == "two fish"
     again.index.close()
     with pytest.raises(IndexMismatchError):
         KVRagVectorStore(tmp_path / "index").similarity_search("fish")
-
-
-def test_foreign_embeddings_embed_questions_in_their_own_way(rag: Rag, tmp_path: Path) -> None:
-    class Sided(DeterministicFakeEmbedding):
-        def embed_query(self, text: str) -> list[float]:
-            return super().embed_query({"red": "two fish"}.get(text, text))
-
-    options: dict[str, Any] = {"path": tmp_path / "index", "model": rag.model_folder}
-    store = KVRagVectorStore.from_texts(["one fish", "two fish"], Sided(size=6), **options)
-    ((document, score),) = store.similarity_search_with_score("red", k=1)
-    assert (document.page_content, score) == ("two fish", pytest.approx(1.0))
-    store.index.close()
 
 
 def test_embeddings_read_the_whole_of_a_long_text() -> None:
@@ -240,36 +220,6 @@ def test_filters(store: KVRagVectorStore) -> None:
         store.similarity_search("fox", filter={"n": {"$like": 1}})
 
 
-def test_times_in_metadata_and_filters(store: KVRagVectorStore) -> None:
-    third = datetime(2024, 3, 1, 13, tzinfo=timezone(timedelta(hours=2)))
-    store.add_documents(
-        [
-            Document("The first fox.", id="a", metadata={"when": datetime(2024, 3, 1, 12, 30)}),
-            Document("The second fox.", id="b", metadata={"when": "2024-03-01T10:00"}),
-        ]
-    )
-    store.add_texts(["The third fox."], [{"when": third}], ids=["c"])
-    for bound in (datetime(2024, 3, 1, 10, 30, tzinfo=UTC), "2024-03-01 12:30+0200"):
-        wanted = {"when": {"$gte": bound}}
-        found = store.similarity_search("fox", 9, filter=wanted)
-        assert sorted(one.id for one in found) == ["a", "c"]
-        assert len(KVRagRetriever(index=store.index, filter=wanted).invoke("fox")) == 2
-    (first,) = store.get_by_ids(["a"])
-    assert first.metadata["when"] == "2024-03-01T12:30:00"
-
-
-async def test_async_searches(store: KVRagVectorStore) -> None:
-    await store.aadd_documents([Document("A fox.", id="fox", metadata={"n": 1}), Document("B.")])
-    assert (await store.asimilarity_search("fox", filter={"n": 1}))[0].id == "fox"
-    ((found, score),) = await store.asimilarity_search_with_score("fox", filter={"n": 1})
-    assert found.id == "fox"
-    assert 0 < score <= 1
-    assert len(await store.amax_marginal_relevance_search("fox", 2)) == 2
-    assert [one.id for one in await store.aget_by_ids(["fox"])] == ["fox"]
-    assert await store.adelete(["fox"])
-    assert await store.aget_by_ids(["fox"]) == []
-
-
 def test_a_filter_by_source_means_the_documents_metadata(store: KVRagVectorStore) -> None:
     pages = [
         Document(id=name, page_content=f"The {name} sleeps.", metadata={"source": f"{name}.md"})
@@ -281,18 +231,6 @@ def test_a_filter_by_source_means_the_documents_metadata(store: KVRagVectorStore
     assert not store.similarity_search("fox", 9, filter={"source": "owl"})
     found = KVRagRetriever(index=store.index, k=9, filter={"source": "owl"}).invoke("fox")
     assert [one.page_content for one in found] == ["The owl sleeps."]
-
-
-def test_parts_of_a_document_say_where_they_stood(store: KVRagVectorStore) -> None:
-    text = "\n\n".join(f"Paragraph {n} is about the number {n}, and more. " * 4 for n in range(40))
-    store.add_texts([text], [{"title": "Numbers"}], ids=["long"])
-    parts = store.get_by_ids(["long"])
-    assert len(parts) > 1
-    for ordinal, part in enumerate(parts):
-        place = part.metadata["start"]
-        assert normalise_text(text)[place : place + len(part.page_content)] == part.page_content
-        assert (part.metadata["source"], part.metadata["ordinal"]) == ("long", ordinal)
-        assert part.metadata["title"] == "Numbers"
 
 
 @pytest.mark.parametrize("cleanup", ["incremental", "full", "scoped_full"])

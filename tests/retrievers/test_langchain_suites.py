@@ -78,17 +78,3 @@ class TestMiniLMIntegration(EmbeddingsIntegrationTests):
     @property
     def embeddings_class(self) -> type[Embeddings]:
         return KVRagEmbeddings
-
-
-class TestIndexEmbeddingIntegration(EmbeddingsIntegrationTests):
-    @pytest.fixture(autouse=True)
-    def _use_index(self, rag: Rag) -> None:
-        self.rag = rag
-
-    @property
-    def embeddings_class(self) -> type[Embeddings]:
-        return KVRagEmbeddings
-
-    @property
-    def embedding_model_params(self) -> dict[str, Any]:
-        return {"embedding": self.rag.index.embedding}

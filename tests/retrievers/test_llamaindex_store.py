@@ -7,7 +7,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
@@ -100,9 +99,9 @@ def test_queries(store: KVRagVectorStore, mode: str) -> None:
     assert ids(store, **asked, doc_ids=["d1"], node_ids=["n3"]) == []
 
 
-def test_queries_by_vector_and_bad_ones(store: KVRagVectorStore) -> None:
+async def test_queries_by_vector_and_bad_ones(store: KVRagVectorStore) -> None:
     store.add(NODES)
-    vector = KVRagEmbedding(store.client).get_query_embedding("coins owl night")
+    vector = await KVRagEmbedding(store.client).aget_query_embedding("coins owl night")
     assert ids(store, query_embedding=vector, similarity_top_k=1) == ["n2"]
     with pytest.raises(ParameterError, match="neither a text nor a vector"):
         ids(store)
@@ -125,16 +124,6 @@ def test_deletes(store: KVRagVectorStore) -> None:
     store.delete_nodes(["n1"])
     store.clear()
     assert store.get_nodes() == []
-
-
-async def test_async(store: KVRagVectorStore) -> None:
-    await store.async_add(NODES)
-    result = await store.aquery(VectorStoreQuery(query_str="coins", similarity_top_k=1))
-    assert result.ids == ["n2"]
-    await store.adelete("d1")
-    assert len(await store.aget_nodes()) == 1
-    vector = await KVRagEmbedding(store.client).aget_query_embedding("coins")
-    assert np.linalg.norm(vector) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("strategy", list(DocstoreStrategy))
