@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -23,10 +23,9 @@ from kvrag.store.capabilities import LocatesTier, Pins, capability
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
-    from kvrag.codec.base import Destination, EncodedChunk
+    from kvrag.codec.base import EncodedChunk
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.ranking import Reranker
 
@@ -378,52 +377,15 @@ class WatchedChunk:
         self._note_damage = note_damage
 
     def __getattr__(self, name: str) -> Any:
-        """Return what reads nothing, and what only some codecs have."""
+        """Return what the record has; what reads it reports damage."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        found = getattr(self._inner, name)
+        return partial(self._watched, found) if callable(found) else found
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watched(self, read: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:
-            yield
+            return read(*given, **named)
         except RecordError:
             self._note_damage()
             raise
-
-    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer; see `EncodedChunk.read_layer`."""
-        with self._watching():
-            one: tuple[torch.Tensor, torch.Tensor] = self._inner.read_layer(layer_index)
-            return one
-
-    def read_layers(self, layers: range, buffer: memoryview) -> None:
-        """Read several layers, of records that can; see `RawChunk.read_layers`."""
-        with self._watching():
-            self._inner.read_layers(layers, buffer)
-
-    def read_coded(self, layers: range, memory: memoryview) -> Any:
-        """Read layers as they are stored, of records that can; see `PipelineChunk.read_coded`."""
-        with self._watching():
-            return self._inner.read_coded(layers, memory)
-
-    def refuse_streams(self) -> None:
-        """Refuse what a card found damaged; see `PipelineChunk.refuse_streams`."""
-        with self._watching():
-            self._inner.refuse_streams()
-
-    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some heads of one layer; see `EncodedChunk.read_heads`."""
-        with self._watching():
-            one: tuple[torch.Tensor, torch.Tensor] = self._inner.read_heads(layer_index, heads)
-            return one
-
-    def place_layer(self, layer_index: int, *into: Destination) -> None:
-        """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
-        with self._watching():
-            self._inner.place_layer(layer_index, *into)
-
-    def fetch(self, num_planes: int) -> None:
-        """Bring planes into memory; see `EncodedChunk.fetch`."""
-        with self._watching():
-            self._inner.fetch(num_planes)
