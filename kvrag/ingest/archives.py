@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import posixpath
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 from kvrag.errors import DocumentError
@@ -43,8 +44,8 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return name.lower() in self._parts
 
-    def feed(self, name: str, parser: Any, limit: int = _MAX_UNPACKED_BYTES) -> None:
-        """Feed a part to a parser, piece by piece.
+    def pieces(self, name: str, limit: int = _MAX_UNPACKED_BYTES) -> Iterator[bytes]:
+        """Yield a part's bytes.
 
         Raises
         ------
@@ -64,13 +65,11 @@ class Archive:
             )
         with self._zip.open(part) as file:
             while piece := file.read(_PIECE_BYTES):
-                parser.feed(piece)
+                yield piece
 
     def read(self, name: str, limit: int = _MAX_UNPACKED_BYTES) -> bytes:
-        """Return a part's bytes; the errors are those of `feed`."""
-        pieces = _Pieces()
-        self.feed(name, pieces, limit)
-        return b"".join(pieces)
+        """Return a part's bytes; the errors are those of `pieces`."""
+        return b"".join(self.pieces(name, limit))
 
     def tree(self, name: str) -> Any:
         """Return the root element of a small part of XML; no entity is expanded."""
@@ -98,10 +97,6 @@ class Archive:
             for one in self.tree(at).iter("{*}Relationship")
             if one.get("TargetMode") != "External"
         ]
-
-
-class _Pieces(list[bytes]):
-    feed = list.append
 
 
 def check_archive(path: str, kind: str, content: bytes) -> None:

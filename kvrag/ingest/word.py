@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,18 +23,13 @@ _MAX_DEPTH = 8
 # Word's own limits are lower. Without any, a small file costs without end.
 _MAX_BASES = 32
 _MAX_MARKER_CHARACTERS = 64
-_WORD = frozenset(
-    {
-        "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}",
-        "{http://purl.oclc.org/ooxml/wordprocessingml/main}",
-    }
-)
-_MATH = frozenset(
-    {
-        "{http://schemas.openxmlformats.org/officeDocument/2006/math}",
-        "{http://purl.oclc.org/ooxml/officeDocument/math}",
-    }
-)
+# Texts and equations, each in the usual form and in the strict one.
+_SPACES = {
+    "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}": "w",
+    "{http://purl.oclc.org/ooxml/wordprocessingml/main}": "w",
+    "{http://schemas.openxmlformats.org/officeDocument/2006/math}": "m",
+    "{http://purl.oclc.org/ooxml/officeDocument/math}": "m",
+}
 # A second copy of the same text, for readers that do not know the first form.
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 # What the last version does not have: deleted, or moved to elsewhere, or how it once looked.
@@ -63,6 +58,7 @@ _EQUATION = {
     "eqArr/e": ("", "; "),
 }
 _NEITHER = ("", "")
+_BRACKETS = str.maketrans({_OPEN: "(", _CLOSE: ")"})
 _EMPTY = re.compile(rf"[\^_]{_OPEN}\s*{_CLOSE}|\[\]")
 _SINGLE = re.compile(rf"{_OPEN}(\w*){_CLOSE}")
 
@@ -73,8 +69,8 @@ def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
     `Layout` says what the text looks like. Headers come first and footers last, each once. A note
     follows the paragraph that refers to it. Lists and headings have the numbers that Word shows.
 
-    The XML is read as a stream: a document of a million paragraphs, or a cell that spans a
-    million columns, costs no more than its text.
+    Paragraphs and tables are read one by one: a document of a million paragraphs, or a cell that
+    spans a million columns, costs no more than its text.
 
     Raises
     ------
@@ -109,32 +105,65 @@ def _text(archive: Archive, main: str) -> str:
         for name in find(kind):
             read(archive.tree(name))
     notes: dict[str, str] = {}
-    for kind in ("footnotes", "endnotes"):
-        for name in find(kind):
-            _parse(archive, name, _Notes(sheet, notes))
+    for kind in ("footnote", "endnote"):
+        for name in find(f"{kind}s"):
+            body = _Body(sheet, {})
+            for one in _elements(archive, name, kind):
+                body.layout = Layout()
+                body.read(one)
+                notes[kind + _value(one.attrib, "id")] = body.end().replace("\n\n", "\n")
     edges: dict[str, list[str]] = {}
     for kind in ("header", "footer"):
-        texts = []
-        for name in sorted(set(find(kind))):
-            edge = _Body(sheet, {})
-            _parse(archive, name, edge)
-            texts.append(edge.layout.finish())
+        texts = [_blocks(archive, name, sheet, {}) for name in sorted(set(find(kind)))]
         # Not one that holds a page's number alone.
         edges[kind] = [one for one in dict.fromkeys(texts) if re.search(r"[^\W\d_]{2}", one)]
+    text = _blocks(archive, main, sheet, notes)
+    return "\n\n".join(filter(None, [*edges["header"], text, *edges["footer"]]))
+
+
+def _blocks(archive: Archive, part: str, sheet: _Sheet, notes: dict[str, str]) -> str:
+    """Return the text of a part's paragraphs and tables."""
     body = _Body(sheet, notes)
-    _parse(archive, main, body)
-    return "\n\n".join(filter(None, [*edges["header"], body.layout.finish(), *edges["footer"]]))
+    for element in _elements(archive, part, "p", "tbl", "oMath"):
+        body.read(element)
+    return body.end()
 
 
-def _parse(archive: Archive, name: str, target: _Target) -> None:
-    """Feed one part of an archive to `target`."""
+def _elements(archive: Archive, part: str, *names: str) -> Iterator[Any]:
+    """Yield the elements of a part with given names that are in no other of these, one by one.
+
+    Raises
+    ------
+    ValueError
+        When it declares its type: entities of such a declaration can expand without end.
+    """
     from lxml import etree
 
-    parser = etree.XMLParser(
-        target=target, huge_tree=True, resolve_entities=False, no_network=True, load_dtd=False
+    tags = [space + name for space in _SPACES for name in names]
+    parser = etree.XMLPullParser(
+        ("start", "end"), tag=tags, resolve_entities=False, no_network=True, load_dtd=False
     )
-    archive.feed(name, parser)
-    parser.close()
+    depth = 0
+    for piece in archive.pieces(part):
+        parser.feed(piece)
+        for event, element in parser.read_events():
+            depth += 1 if event == "start" else -1
+            around = element.iterancestors() if depth == 0 else ()
+            if depth == 0 and not any(_split(one.tag)[0] == "gone" for one in around):
+                _check_type(element)
+                yield element
+            if depth == 0:  # it has been read, as all before it
+                element.clear()
+                while element.getprevious() is not None:
+                    del element.getparent()[0]
+    _check_type(parser.close())
+
+
+def _check_type(element: Any) -> None:
+    declared = element.getroottree().docinfo.internalDTD
+    if declared is not None:
+        name = declared.name
+        raise ValueError(f"a document type declaration of {name!r}, which no Word file has")
 
 
 @dataclass
@@ -186,10 +215,10 @@ class _Sheet:
         for one in root.iter("{*}style"):
             name = _get(one, "name").lower()
             level = name.removeprefix("heading ")  # up to 9; Markdown has 6
-            hidden, outline = one.find("{*}rPr/{*}vanish"), _get(one, "pPr/outlineLvl")
+            hidden, outline = _find(one, "rPr/vanish"), _get(one, "pPr/outlineLvl")
             style = _Style(
                 base=_get(one, "basedOn"),
-                number=_get(one, "pPr/numPr/numId") or None,
+                number=_get(one, "pPr/numPr/numId", None),
                 depth=_integer(_get(one, "pPr/numPr/ilvl"), None),
                 is_hidden=None if hidden is None else _is_on(_value(hidden.attrib, "val")),
             )
@@ -267,29 +296,11 @@ def _levels(parent: Any) -> dict[int, _Level]:
             _get(one, "numFmt"),
             _get(one, "lvlText")[:_MAX_MARKER_CHARACTERS],
             _get(one, "pStyle"),
-            one.find("{*}isLgl") is not None,
+            _find(one, "isLgl") is not None,
         )
         for one in parent.iter("{*}lvl")
         if 0 <= (at := _integer(_value(one.attrib, "ilvl"), 0) or 0) <= _MAX_DEPTH
     }
-
-
-class _Target:
-    """Receives the XML parser's calls."""
-
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None: ...
-
-    def end(self, tag: str) -> None: ...
-
-    def data(self, data: str) -> None: ...
-
-    def doctype(self, name: str, public_id: str, system_url: str) -> None:
-        del public_id, system_url
-        # Entity definitions in one can make a small file expand without end.
-        raise ValueError(f"a document type declaration of {name!r}, which no Word file has")
-
-    def close(self) -> None:
-        """Return nothing."""
 
 
 @dataclass
@@ -301,7 +312,7 @@ class _Paragraph:
     depth: int | None = None
 
 
-class _Body(_Target):
+class _Body:
     """Gives paragraphs and tables to a layout."""
 
     def __init__(self, sheet: _Sheet, notes: dict[str, str]) -> None:
@@ -313,133 +324,106 @@ class _Body(_Target):
         self._num_notes = {"footnote": 0, "endnote": 0}
         self._waiting: list[str] = []
         self._paragraph = _Paragraph()
-        self._in_properties = False
         # Whether the mark between the paragraph and the next one is gone.
         self._is_joined = False
         self._text: list[str] = []
-        self._in_text = False
-        self._num_skipped = 0
-        self._runs: list[bool] = []  # whether each open one is hidden
-        self._cell: tuple[int, bool] | None = None
-        self._guide = self._kept = self._text
-        self._equation: list[str] = []
-        self._places: list[int] = []  # of brackets and signs that a later property names
-        self._ends: list[list[str]] = []  # of brackets, and what separates parts between them
 
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        space, name = _split(tag)
-        if self._num_skipped or tag == _FALLBACK or (space == "w" and name in _GONE):
-            self._num_skipped += 1
-            self._is_joined |= self._in_properties and name in ("del", "moveFrom")
-        elif space == "m":
-            self._start_equation(name, attributes)
-        elif space == "w":
-            self._start(name, attributes)
-
-    def data(self, data: str) -> None:
-        is_hidden = bool(self._runs) and self._runs[-1]
-        if self._in_text and not self._num_skipped and not is_hidden:
-            self._text.append(data)
-
-    def end(self, tag: str) -> None:
-        if self._num_skipped:
-            self._num_skipped -= 1
+    def read(self, element: Any, is_hidden: bool = False) -> None:
+        """Take the text of an element."""
+        space, name = _split(element.tag)
+        if space == "gone" or name.endswith("Pr"):
             return
-        space, name = _split(tag)
-        if space == "m":
-            self._end_equation(name)
-        elif space == "w":
-            self._end(name)
-
-    def _start(self, name: str, attributes: Mapping[str, str]) -> None:
-        value = _value(attributes, "val")
-        match name:
-            case "t":
-                self._in_text = True
+        if space == "m" and name == "oMath":
+            if not is_hidden:
+                self._text.append(_equation(element))
+            return
+        match name if space == "w" else "":
+            case "t" if not is_hidden:
+                self._text.append(element.text or "")
             case "r":
-                self._runs.append(bool(self._runs) and self._runs[-1])
-            case "pPr":
-                self._in_properties = True
+                is_hidden = self._is_hidden(element, is_hidden)
             case "p":
-                # In another one, in a text box: the outer one's text so far is first.
-                if not self._is_joined:
-                    self._end_paragraph()
-                self._is_joined = False
-                self._begin_cell()
+                self._read_paragraph(element, is_hidden)
+                return
             case "tbl":
                 self._end_paragraph()
-                self._begin_cell()
                 self.layout.begin_table()
             case "tr":
                 self.layout.begin_row()
+                self.layout.skip_columns(_integer(_get(element, "trPr/gridBefore"), 0) or 0)
             case "tc":
-                self._cell = (1, False)
-            case "gridBefore":
-                self.layout.skip_columns(_integer(value, 0) or 0)
-            case "gridSpan" if self._cell:
-                self._cell = (_integer(value, 1) or 1, self._cell[1])
-            case "vMerge" if self._cell:
-                self._cell = (self._cell[0], value != "restart")
-            case "pStyle":
-                self._paragraph.style = value
-            case "numId":
-                self._paragraph.number = value
-            case "ilvl":
-                self._paragraph.depth = _integer(value, 0)
-            case "rt":
-                self._kept, self._text = self._text, []
-            case _ if self._runs and not self._in_properties:
-                self._start_in_run(name, value, attributes)
-
-    def _start_in_run(self, name: str, value: str, attributes: Mapping[str, str]) -> None:
-        if name == "vanish":
-            self._runs[-1] = _is_on(value)
-        elif name == "rStyle":
-            self._runs[-1] |= bool(self._style(value).is_hidden)
-        elif self._runs[-1]:
-            return
-        elif name in _MARKS:
-            self._text.append(_MARKS[name])
-        elif name in ("footnoteReference", "endnoteReference"):
-            kind = name.removesuffix("Reference")
-            if note := self._notes.pop(kind + _value(attributes, "id"), ""):
-                self._num_notes[kind] += 1
-                sign = f"[{numeral(self._num_notes[kind], '1' if kind == 'footnote' else 'i')}]"
-                self._text.append(sign)
-                self._waiting.append(f"{sign} {note}")
-
-    def _end(self, name: str) -> None:
-        match name:
-            case "t":
-                self._in_text = False
-            case "r":
-                self._runs.pop()
-            case "pPr":
-                self._in_properties = False
-            case "p":
-                if not self._is_joined:
-                    self._end_paragraph()
+                columns = _integer(_get(element, "tcPr/gridSpan"), 1) or 1
+                merged = _find(element, "tcPr/vMerge")
+                is_below = merged is not None and _value(merged.attrib, "val") != "restart"
+                self.layout.begin_cell(columns, is_below=is_below)
+            case "ruby":
+                self._read_ruby(element, is_hidden)
+                return
+            case _ if name in _MARKS and not is_hidden:
+                self._text.append(_MARKS[name])
+            case "footnoteReference" | "endnoteReference" if not is_hidden:
+                self._refer(name.removesuffix("Reference"), _value(element.attrib, "id"))
+        for child in element.iterchildren("*"):
+            self.read(child, is_hidden)
+        match name if space == "w" else "":
             case "tc":
                 self._end_paragraph()
-                self._begin_cell()
                 self.layout.end_cell()
             case "tr":
                 self.layout.end_row()
             case "tbl":
                 self.layout.end_table()
-            case "rt":
-                self._guide, self._text = self._text, self._kept
-            case "ruby":
-                if guide := "".join(self._guide).strip():
-                    self._text.append(f"({guide})")
-                self._guide = []
 
-    def _begin_cell(self) -> None:
-        """Begin the cell whose properties are now known, if there is one."""
-        if self._cell is not None:
-            columns, is_below = self._cell
-            self._cell = None
-            self.layout.begin_cell(columns, is_below=is_below)
+    def end(self) -> str:
+        """Return the text that was read."""
+        self._end_paragraph()
+        return self.layout.finish()
+
+    def _is_hidden(self, run: Any, is_hidden: bool) -> bool:
+        properties = _find(run, "rPr")
+        if properties is None:
+            return is_hidden
+        is_hidden |= bool(self._style(_get(properties, "rStyle")).is_hidden)
+        vanish = _find(properties, "vanish")
+        return is_hidden if vanish is None else _is_on(_value(vanish.attrib, "val"))
+
+    def _read_paragraph(self, element: Any, is_hidden: bool) -> None:
+        # In another one, in a text box: the outer one's text so far is first.
+        if not self._is_joined:
+            self._end_paragraph()
+        self._is_joined = is_joined = False
+        properties = _find(element, "pPr")
+        if properties is not None:
+            self._paragraph = _Paragraph(
+                _get(properties, "pStyle"),
+                _get(properties, "numPr/numId", None),
+                _integer(_get(properties, "numPr/ilvl"), None),
+            )
+            marks = _find(properties, "rPr")
+            is_joined = marks is not None and any(_split(one.tag)[0] == "gone" for one in marks)
+        for child in element.iterchildren("*"):
+            self.read(child, is_hidden)
+        self._is_joined = is_joined
+        if not self._is_joined:
+            self._end_paragraph()
+
+    def _read_ruby(self, element: Any, is_hidden: bool) -> None:
+        text = self._text
+        parts = {}
+        for name in ("rubyBase", "rt"):
+            self._text = []
+            for part in element.iterchildren(f"{{*}}{name}"):
+                self.read(part, is_hidden)
+            parts[name] = "".join(self._text)
+        guide = parts["rt"].strip()
+        self._text = [*text, parts["rubyBase"], f"({guide})" if guide else ""]
+
+    def _refer(self, kind: str, number: str) -> None:
+        if note := self._notes.pop(kind + number, ""):
+            self._num_notes[kind] += 1
+            sign = f"[{numeral(self._num_notes[kind], '1' if kind == 'footnote' else 'i')}]"
+            self._text.append(sign)
+            self._waiting.append(f"{sign} {note}")
 
     def _end_paragraph(self) -> None:
         text = "".join(self._text).strip()
@@ -473,80 +457,59 @@ class _Body(_Target):
             layout.end_block()
         self._waiting.clear()
 
-    def _start_equation(self, name: str, attributes: Mapping[str, str]) -> None:
-        above = self._equation[-1] if self._equation else ""
-        self._equation.append(name)
-        value = next(iter(attributes.values()), "")
-        if name == "oMath":
-            self._places.append(len(self._text))
-        elif name == "t":
-            self._in_text = True
-        elif name in ("d", "nary"):
-            self._places.append(len(self._text))
-            self._text.append("(" if name == "d" else "∫")
-            self._ends.append([")", "|"] if name == "d" else ["", ""])
-        elif name in ("endChr", "sepChr") and self._ends:
-            self._ends[-1][name == "sepChr"] = value
-        elif (name == "begChr" or (above == "naryPr" and name == "chr")) and self._places:
-            self._text[self._places[-1] : self._places[-1] + 1] = [value]
-        self._text.append(_EQUATION.get(f"{above}/{name}", _EQUATION.get(name, _NEITHER))[0])
 
-    def _end_equation(self, name: str) -> None:
-        self._equation.pop()
-        above = self._equation[-1] if self._equation else ""
-        self._text.append(_EQUATION.get(f"{above}/{name}", _EQUATION.get(name, _NEITHER))[1])
-        if name == "t":
-            self._in_text = False
-        elif name in ("d", "nary"):
-            self._places.pop()
-            end, separator = self._ends.pop()
-            if separator and self._text[-2] == separator:  # after the last part
-                self._text[-2] = ""
-            self._text.append(end)
-        elif name == "e" and above == "d":
-            self._text.append(self._ends[-1][1])
-        elif name == "oMath":
-            place = self._places.pop()
-            text = _SINGLE.sub(r"\1", _EMPTY.sub("", "".join(self._text[place:])))
-            self._text[place:] = [text.replace(_OPEN, "(").replace(_CLOSE, ")")]
+def _equation(element: Any) -> str:
+    """Return an equation in a line."""
+    return _SINGLE.sub(r"\1", _EMPTY.sub("", _parts(element))).translate(_BRACKETS)
 
 
-class _Notes(_Body):
-    """Keeps the text of each note, by its kind and number."""
-
-    def __init__(self, sheet: _Sheet, found: dict[str, str]) -> None:
-        super().__init__(sheet, {})
-        self._found = found
-        self._name = ""
-
-    def _start(self, name: str, attributes: Mapping[str, str]) -> None:
-        if name in ("footnote", "endnote"):
-            self._name, self.layout = name + _value(attributes, "id"), Layout()
-        super()._start(name, attributes)
-
-    def _end(self, name: str) -> None:
-        super()._end(name)
-        if name in ("footnote", "endnote"):
-            self._found[self._name] = self.layout.finish().replace("\n\n", "\n")
+def _parts(element: Any) -> str:
+    """Return the text of an equation's part, with brackets of its own."""
+    _, above = _split(element.tag)
+    if above == "t":
+        return element.text or ""
+    if above == "d":
+        begin, between, end = (
+            _get(element, f"dPr/{name}", default)
+            for name, default in (("begChr", "("), ("sepChr", "|"), ("endChr", ")"))
+        )
+        parts = between.join(map(_parts, element.iterchildren("{*}e")))
+        return f"{begin}{parts}{end}"
+    text = _get(element, "naryPr/chr", "∫") if above == "nary" else ""
+    for child in element.iterchildren("*"):
+        space, name = _split(child.tag)
+        if space != "gone":
+            before, after = _EQUATION.get(f"{above}/{name}", _EQUATION.get(name, _NEITHER))
+            text += before + _parts(child) + after
+    return text
 
 
 @functools.lru_cache(maxsize=1024)
 def _split(tag: str) -> tuple[str, str]:
-    """Return the namespace of an element, "w" (text), "m" (equations) or "", and its name."""
+    """Return an element's namespace ("w": text, "m": equations, "gone": not read) and its name."""
     namespace, brace, name = tag.rpartition("}")
-    space = namespace + brace
-    return "w" if space in _WORD else "m" if space in _MATH else "", name
+    space = _SPACES.get(namespace + brace, "")
+    return "gone" if tag == _FALLBACK or (space == "w" and name in _GONE) else space, name
 
 
 def _value(attributes: Mapping[str, str], name: str) -> str:
-    """Return an attribute in Word's namespace, "" if there is none."""
-    return next((attributes[space + name] for space in _WORD if space + name in attributes), "")
+    """Return an attribute in Word's namespaces, "" if there is none."""
+    return next((attributes[space + name] for space in _SPACES if space + name in attributes), "")
 
 
-def _get(element: Any, path: str) -> str:
-    """Return the value of an element under another, "" if there is none."""
-    found = element.find("/".join(f"{{*}}{name}" for name in path.split("/")))
-    return "" if found is None else _value(found.attrib, "val")
+def _find(element: Any, path: str) -> Any:
+    """Return the first element under another at each step, None if there is none."""
+    for name in path.split("/"):
+        element = next(element.iterchildren(f"{{*}}{name}"), None)
+        if element is None:
+            return None
+    return element
+
+
+def _get(element: Any, path: str, default: Any = "") -> Any:
+    """Return the value of an element under another."""
+    found = _find(element, path)
+    return default if found is None else _value(found.attrib, "val")
 
 
 def _integer(text: str, default: int | None) -> int | None:
