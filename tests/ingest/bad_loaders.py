@@ -26,11 +26,6 @@ def crash(path: str, content: bytes) -> Iterator[Document]:
     yield Document(path, "never")
 
 
-def leave(path: str, content: bytes) -> Iterator[Document]:
-    os._exit(7)
-    yield Document(path, "never")
-
-
 def eat(path: str, content: bytes) -> Iterator[Document]:
     held = [bytearray(1 << 20) for _ in range(1 << 20)]
     yield Document(path, str(len(held)))
@@ -39,10 +34,6 @@ def eat(path: str, content: bytes) -> Iterator[Document]:
 def flood(path: str, content: bytes) -> Iterator[Document]:
     for number in range(1 << 30):
         yield Document(f"{path}#{number}", "x" * 1000)
-
-
-def recurse(path: str, content: bytes) -> Iterator[Document]:
-    yield from recurse(path, content)
 
 
 def babble(path: str, content: bytes) -> Iterator[Document]:
@@ -65,16 +56,6 @@ def halve(path: str, content: bytes) -> Iterator[Document]:
     yield Document(path, "half \ud800")
 
 
-def mistype(path: str, content: bytes) -> Iterator[Document]:
-    yield Document(path, 12345)  # type: ignore[arg-type]
-
-
-def oddities(path: str, content: bytes) -> Iterator[Document]:
-    """Metadata that JSON cannot hold, or only Python's."""
-    values = {"nan": float("nan"), "inf": 1e400, "half \ud800": "\udcff", "set": {1}, 2: 1 << 70}
-    yield Document(path, "text", values)  # type: ignore[arg-type]
-
-
 def nest(path: str, content: bytes) -> Iterator[Document]:
     metadata: dict[str, Any] = {}
     for _ in range(300):
@@ -88,19 +69,6 @@ def misname(path: str, content: bytes) -> Iterator[Document]:
 
 def give_up(path: str, content: bytes) -> Iterator[Document]:
     raise SystemExit(3)
-
-
-def interrupt(path: str, content: bytes) -> Iterator[Document]:
-    raise KeyboardInterrupt
-
-
-class _SpeechlessError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no")
-
-
-def speechless(path: str, content: bytes) -> Iterator[Document]:
-    raise _SpeechlessError
 
 
 def blurt(path: str, content: bytes) -> Iterator[Document]:

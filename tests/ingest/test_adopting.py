@@ -14,8 +14,6 @@ from llama_index.core.schema import TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 
 from kvrag.chunk import Document
-from kvrag.engine.engine import KVEngine
-from kvrag.engine.request import Request
 from kvrag.errors import ParameterError
 from kvrag.ingest.adopting import adopted
 from kvrag.ingest.index import Index
@@ -103,44 +101,16 @@ def test_every_document_is_one_chunk(index: Index, make: Any) -> None:
     assert len(again.unchanged) == len(TEXTS)
 
 
-def test_prompts_of_the_other_store_reuse_what_was_adopted(index: Index) -> None:
-    store = in_memory()
-    index.add(adopted(store))
-    found = [one.page_content for one in store.similarity_search("ledger", 3)]
-    prompt = "\n\n".join(found) + "\n\nWho keeps the ledger?"
-    report = KVEngine(index).generate(Request(prompt=prompt, max_tokens=1)).report
-    num_tokens = sum(
-        len(chunk.token_ids)
-        for name in TEXTS
-        for chunk in index.get_chunks(index.catalog.chunk_ids_of(name))
-    )
-    assert report.num_reused + report.num_exact + report.num_recomputed >= num_tokens - 6
-
-
 def test_a_large_chroma_is_read_in_pages(index: Index) -> None:
     found = [one.value for one in adopted(ChromaLike(2500))]
     assert [one.id for one in found] == [f"id {n}" for n in range(2500)]
     assert found[2400].page_content == "text of id 2400"
 
 
-def test_what_was_cut_by_kvrag_is_cut_again_as_it_was(index: Index) -> None:
-    index.add([Document("b", LONG)])
-    assert len(index.catalog.chunk_ids_of("b")) > 1
-    report = index.add(adopted([Document("b", LONG)]))
-    assert report.changed
-    assert len(index.catalog.chunk_ids_of("b")) == 1
-
-
 def test_text_longer_than_the_window_is_cut(index: Index) -> None:
     report = index.add(adopted([Document("huge", " ".join([LONG] * 60))]))
     assert report.ok
     assert report.num_chunks > 1
-
-
-def test_a_document_without_text_is_left_out(index: Index) -> None:
-    report = index.add(adopted([LangChainDocument(" ", id="empty"), *documents()]))
-    assert [failed.source for failed in report.failed] == ["empty"]
-    assert len(report.added) == len(TEXTS)
 
 
 @pytest.mark.parametrize("store", [object(), "a path", {"a": 1}, 3, SimpleDocumentStore(), None])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvrag.chunk
 from kvrag.chunk import Document, Mark, normalise_text
-from kvrag.errors import DocumentError, ParameterError
+from kvrag.errors import ParameterError
 from kvrag.ingest import chunker
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.headings import find_headings, paths_of
@@ -75,10 +75,6 @@ def test_cuts_prefer_headings_then_paragraphs_then_sentences() -> None:
     assert all(not piece.endswith(("th", "ol", "bri", "riv")) for piece in pieces)
 
 
-def test_a_small_document_is_one_chunk() -> None:
-    assert cut("# A\n\nx\n\n# B\n\ny") == ["# A\n\nx\n\n# B\n\ny"]
-
-
 def test_headings_and_pages_go_with_the_chunks() -> None:
     filler = "the old bridge crosses the river at Varn. " * 4
     text = f"# One\n\n{filler}\n```\n# no heading\n```\n\f{filler}\n\n## Two ##\n\n{filler}"
@@ -101,16 +97,6 @@ def test_a_documents_own_metadata_wins() -> None:
     assert chunk.metadata == {"heading": "mine", "headings": ["One"]}
 
 
-@pytest.mark.parametrize("text", ["", "  \n\f\r\n "])
-def test_texts_without_tokens_give_no_chunk(text: str) -> None:
-    assert cut(text) == []
-
-
-def test_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(DocumentError, match="d: the text holds half a surrogate pair at char"):
-        cut("ok \ud83d")
-
-
 def test_a_tiny_limit_is_refused() -> None:
     with pytest.raises(ParameterError, match="at least 16, found 8"):
         cut("x", 8)
@@ -120,14 +106,6 @@ def test_no_two_documents_have_a_chunk_of_the_same_id() -> None:
     given = [Document("q", "0\0b"), Document("q\x000", "b"), Document("q", "\0b")]
     ids = {chunk_document(document, make_tokenizer(), 32)[0].chunk_id for document in given}
     assert len(ids) == 3
-
-
-def test_same_text_elsewhere_has_another_id_but_the_same_tokens() -> None:
-    first, second = (
-        chunk_document(Document(source, "same text"), make_tokenizer(), 32)[0] for source in "ab"
-    )
-    assert first.chunk_id != second.chunk_id
-    assert first.token_ids == second.token_ids
 
 
 @pytest.mark.parametrize(
@@ -148,19 +126,6 @@ def test_headings_are_those_of_markdown(text: str, titles: list[str]) -> None:
     assert [one.title for one in found] == titles
     assert all(text[one.start :].lstrip(" #").startswith(one.title) for one in found)
     assert [one.start for one in found] == sorted(one.start for one in found)
-
-
-@pytest.mark.parametrize(
-    ("text", "paths"),
-    [
-        ("# A\n\n## B\n\n### C\n\n## D", ["A", "A/B", "A/B/C", "A/D"]),
-        ("### A\n\n# B\n\n#### C\n\n## D", ["A", "B", "B/C", "B/D"]),
-        ("A\n=\n\nB\n--\n\n### C\n\nD\n--\n\nE\n=", ["A", "A/B", "A/B/C", "A/D", "E"]),
-        ("# A\n\n# A", ["A", "A"]),
-    ],
-)
-def test_the_path_to_a_heading_is_of_those_it_stands_under(text: str, paths: list[str]) -> None:
-    assert ["/".join(path) for path in paths_of(find_headings(text))] == paths
 
 
 @given(levels=st.lists(st.integers(1, 6), max_size=12))

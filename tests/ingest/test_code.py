@@ -141,18 +141,6 @@ def test_what_stands_at_the_end_of_a_line_stays_there() -> None:
     assert starts == ["a = 1  # of a", "b = 2", "# alone", "c = 3"]
 
 
-def test_functions_are_packed_and_not_cut() -> None:
-    text = "\n\n\n".join(
-        f"def f{number}(x):\n" + f"    y = x + {number}\n" * (number % 4 + 1) + "    return y"
-        for number in range(30)
-    )
-    chunks = cut(".py", text, 200)
-    assert squeeze("".join(chunk.text for chunk in chunks)) == squeeze(text)
-    assert all(chunk.text.startswith("def f") for chunk in chunks)
-    assert all(chunk.text.endswith("return y") for chunk in chunks)
-    assert len(chunks) < 20  # several to a chunk
-
-
 def test_long_functions_are_cut_between_statements() -> None:
     body = "".join(f"        call(one,\n             two_{n})\n" for n in range(40))
     text = f"class A:\n    def long(self):\n{body}\n    def short(self):\n        return 1\n"
@@ -170,11 +158,6 @@ def test_names_in_other_scripts_are_where_they_are() -> None:
     (named,) = [mark for mark in document.outline if mark.title]
     assert named.title == "größe"
     assert document.text[named.start :].startswith("def größe")
-
-
-def test_comments_of_code_are_no_headings() -> None:
-    (chunk,) = cut(".sh", "# One\n\n# Two\necho", 64)
-    assert "heading" not in chunk.metadata
 
 
 _PIECES = (
@@ -250,11 +233,6 @@ def test_too_many_marks_leave_out_the_innermost() -> None:
     assert len(marks) == 2_001
     assert {mark.level for mark in marks} == {0}
     assert outline(";\n".join(["a"] * (MAX_MARKS + 5)), ".js") == (Mark(0, 0, ""),)
-
-
-def test_half_of_a_character_is_refused() -> None:
-    with pytest.raises(DocumentError, match="not valid utf-8"):
-        list(load_bytes("/a.py", b"x = '\xff'"))
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,6 @@ def test_the_tokens_that_say_most_are_kept(dropped: Index, model: KVModel) -> No
         assert relative_difference(found.values, whole.values[:, :, kept]) < 1e-4
 
 
-def test_without_anything_before_it_the_first_token_says_most(model: KVModel) -> None:
-    ids = model.tokenizer(PARTS[0], add_special_tokens=False)["input_ids"]
-    kv, information = encode_informed(model, (), ids)
-    assert kv.num_tokens == len(information) == len(ids)
-    assert information[0] == torch.inf
-    assert information[1:].isfinite().all()
-
-
 @torch.no_grad()
 def reference(index: Index, model: KVModel, order: tuple[int, ...]) -> torch.Tensor:
     """Return the first logits over kept rows side by side, by a forward written out here."""
@@ -241,14 +233,6 @@ def test_kv_of_different_compressions_never_mix(make_index: MakeIndex) -> None:
     assert sizes[0] > sizes[3] > sizes[1] > sizes[2]
 
 
-def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex) -> None:
-    one, other = (make_index(name, compression="drop:0.5") for name in ("one", "other"))
-    one.add(DOCUMENTS)
-    for document in reversed(DOCUMENTS):
-        other.add(document)
-    assert stored_bytes(one) == stored_bytes(other)
-
-
 def test_upkeep_knows_how_many_rows_there_should_be(dropped: Index) -> None:
     assert dropped.upkeep.verify().ok
     stats = dropped.stats()
@@ -275,13 +259,6 @@ def test_compression_goes_with_context(make_index: MakeIndex, model: KVModel) ->
     record = index.open_kv(chunk.chunk_id)
     assert record is not None
     assert torch.equal(read_all(record, index.config.spec).values, whole.values[:, :, kept])
-
-
-def test_reopened_and_reports_tell_of_it(dropped: Index, model: KVModel) -> None:
-    with Index.open(dropped.path, model=model) as again:
-        assert str(again.compression) == "drop:0.5"
-        assert again.add(DOCUMENTS).num_records == 0
-        assert again.add(Document("more", QUESTION * 3)).compression == "drop:0.5"
 
 
 def test_an_index_of_an_older_kvzip_answers_and_takes_no_more(

@@ -62,26 +62,6 @@ def test_refuse_says_where(make_index: MakeIndex, document: Document, place: str
     assert report.control_strings == {}
 
 
-def test_refuse_leaves_out_files(make_index: MakeIndex, docs: Path) -> None:
-    index = make_index(control_tokens="refuse")
-    (docs / "evil.txt").write_text(EVIL)
-    for _ in range(2):
-        report = index.add(docs)
-        assert [failed.source for failed in report.failed] == [str(docs / "evil.txt")]
-    assert len(index.documents()) == 3
-
-
-def test_both_read_documents_alike(make_index: MakeIndex) -> None:
-    """Where nothing is refused, `refuse` and `neutralise` name the same KV, and `keep` as well."""
-    keys = set()
-    for mode in ("keep", "neutralise", "refuse"):
-        index = make_index(mode, control_tokens=mode)
-        index.add(Document("good", "a < b, | and > and so on"))
-        (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("good"))
-        keys.add(index.key_of(chunk))
-    assert len(keys) == 1
-
-
 def test_an_older_index_keeps_them(make_index: MakeIndex) -> None:
     index = make_index()
     assert index.config.control_tokens == "neutralise"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag import Index, KVEngine
+from kvrag import Index
 from kvrag.chunk import Chunk, Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.config import IndexConfig
@@ -31,14 +31,6 @@ def chunks_of(index: Index) -> list[Chunk]:
     return index.catalog.chunks(ids)
 
 
-def test_all_chunks_have_the_same_passages_of_the_documents(tmp_path: Path) -> None:
-    with made(tmp_path / "index", DOCUMENTS) as index:
-        text = index.config.corpus_filler
-        assert any(text.startswith(one[:50]) for one in TEXTS)
-        ids = filler_ids(index.model.tokenizer, text)[-40:]
-        assert {chunk.contexts for chunk in chunks_of(index)} == {(ids, ())}
-
-
 def test_the_order_of_documents_changes_nothing(tmp_path: Path) -> None:
     with (
         made(tmp_path / "one", DOCUMENTS) as one,
@@ -58,19 +50,9 @@ def test_later_documents_leave_it_as_it_is(tmp_path: Path) -> None:
     assert IndexConfig.load(tmp_path / "index").corpus_filler == first
 
 
-def test_a_dry_run_chooses_nothing(tmp_path: Path) -> None:
-    with made(tmp_path / "index", []) as index, made(tmp_path / "other", DOCUMENTS) as other:
-        assert index.add(DOCUMENTS[:1], dry_run=True).added
-        assert index.config.corpus_filler == ""
-        index.add(DOCUMENTS)
-        assert index.config.corpus_filler == other.config.corpus_filler
-
-
 def test_another_open_index_takes_the_same(tmp_path: Path) -> None:
     with (
-        Index.create(
-            tmp_path / "index", model="kvrag-tiny", embedding="hashing", context="corpus:40"
-        ) as one,
+        made(tmp_path / "index", [], "corpus:40") as one,
         Index.open(tmp_path / "index") as other,
     ):
         one.add(DOCUMENTS[:2])
@@ -79,9 +61,7 @@ def test_another_open_index_takes_the_same(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_records_nothing(tmp_path: Path) -> None:
-    with Index.create(
-        tmp_path / "index", model="kvrag-tiny", embedding="hashing", context="corpus"
-    ) as index:
+    with made(tmp_path / "index", [], "corpus") as index:
         report = index.add(DOCUMENTS, dry_run=True)
         assert report.num_context_tokens
         assert not IndexConfig.load(tmp_path / "index").corpus_filler
@@ -96,9 +76,7 @@ def test_files_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.pdf").write_bytes(b"no pdf")
     (folder / "b.txt").write_text(TEXTS[0])
-    with Index.create(
-        tmp_path / "index", model="kvrag-tiny", embedding="hashing", context="corpus:40"
-    ) as index:
+    with made(tmp_path / "index", [], "corpus:40") as index:
         report = index.add(folder)
         assert len(report.failed) == 1
         assert index.config.corpus_filler.startswith(TEXTS[0][:50])
@@ -120,9 +98,7 @@ def test_a_document_that_is_refused_reaches_no_chunk(tmp_path: Path) -> None:
 
 
 def test_short_first_documents_are_told(tmp_path: Path) -> None:
-    with Index.create(
-        tmp_path / "index", model="kvrag-tiny", embedding="hashing", context="corpus:500"
-    ) as index:
+    with made(tmp_path / "index", [], "corpus:500") as index:
         report = index.add([Document("short", "A note of few words."), Document("b", "Another.")])
         found = len(filler_ids(index.model.tokenizer, index.config.corpus_filler))
         assert found < 40
@@ -132,19 +108,6 @@ def test_short_first_documents_are_told(tmp_path: Path) -> None:
         assert "tokens only" not in index.add([]).note
     with made(tmp_path / "long", DOCUMENTS) as index:
         assert "tokens only" not in index.add([Document("short", "A note of few words.")]).note
-
-
-def test_answers_reuse_the_chunks(tmp_path: Path) -> None:
-    with made(tmp_path / "index", DOCUMENTS) as index:
-        chunks = [chunk.text for chunk in chunks_of(index)]
-        prompt = "\n\n".join([*chunks, "Question: What does mill 2 grind?\nAnswer:"])
-        answer = KVEngine(index, policy="none").generate(prompt, max_tokens=4)
-        assert answer.report.num_in_context > 0
-        assert not answer.report.misses
-        exact = KVEngine(index).generate(prompt, max_tokens=4, policy="boundary", ratio=1.0)
-        assert exact.report.num_recomputed > 0
-        report = index.upkeep.verify()
-        assert report.ok
 
 
 def test_an_encrypted_index_refuses_it(tmp_path: Path) -> None:
@@ -166,8 +129,3 @@ def test_passages_are_of_many_texts_and_end_with_sentences() -> None:
     passages = text.split("\n\n")
     assert len(passages) > 1
     assert all(one.endswith(".") and 200 <= len(one) <= 500 for one in passages)
-
-
-def test_no_text_gives_no_passages() -> None:
-    assert join_passages([], 100) == ""
-    assert join_passages(["", "\n\n"], 100) == ""

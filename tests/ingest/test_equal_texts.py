@@ -10,7 +10,6 @@ import torch
 from kvrag.chunk import Chunk, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.layout import MISS_OWNER_UNCLEAR
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.index import Index
 from tests.ingest.conftest import MakeIndex
 from tests.support.models import HEAD
@@ -113,17 +112,3 @@ def test_text_of_very_many_documents_is_computed(make_index: MakeIndex) -> None:
         # A record that is exact needs no document.
         assert engine.fuse(prompt_of(B, text)).report.num_in_context
     assert sources(engine, prompt_of(SHARED), [shared_chunks(index)["b"].chunk_id]) == ["b"]
-
-
-def test_without_contexts_nothing_is_asked_for_beside_the_chunks_found(
-    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = make_index()
-    asked = []
-    find = index.catalog.find_chunks
-    monkeypatch.setattr(
-        index.catalog, "find_chunks", lambda ids: asked.append(len(ids)) or find(ids)
-    )
-    fused = KVEngine(index).fuse(prompt_of(B, SHARED), policy=NonePolicy())
-    assert asked == [2]
-    assert (len(fused.layout.spans), fused.report.misses) == (2, {})

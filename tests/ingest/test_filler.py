@@ -9,12 +9,12 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.ingest.coding import read_all
-from kvrag.ingest.contexts import add_contexts, filler_ids, filler_text, parse_context
+from kvrag.ingest.contexts import filler_ids, filler_text
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import EncodedPrefix, KVModel
-from tests.ingest.conftest import MakeIndex, stored_bytes
+from tests.ingest.conftest import MakeIndex
 from tests.support.models import HEAD, make_model, make_tokenizer
 
 TEXTS = [
@@ -75,16 +75,6 @@ def test_the_filler_is_computed_once(
     assert [report.num_context_tokens for report in reports] == [NUM_TOKENS] * 2
     assert index.add(Document(TEXTS[0][:5], TEXTS[0])).num_context_tokens == 0
     assert index.add([Document("x", TEXTS[0] + "x")], dry_run=True).num_context_tokens == NUM_TOKENS
-
-
-def test_each_length_has_its_own_records(make_index: MakeIndex) -> None:
-    stored = []
-    for context in ("none", "filler:20", FILLER):
-        index = make_index(context.replace(":", "-"), context=context)
-        index.add([Document(text[:5], text) for text in TEXTS])
-        stored.append(stored_bytes(index).keys())
-    assert list(map(len, stored)) == [len(TEXTS)] * 3
-    assert len(set().union(*stored)) == 3 * len(TEXTS)
 
 
 def test_nothing_of_it_is_in_a_prompt(index: Index, model: KVModel) -> None:
@@ -159,27 +149,6 @@ def test_a_filler_longer_than_its_text_is_refused(
     monkeypatch.setattr("kvrag.ingest.contexts.filler_text", lambda: "A short text.")
     with pytest.raises(ParameterError, match=r"the filler text has \d+ tokens .*filler:\d+"):
         make_index(context=FILLER)
-
-
-def test_a_long_chunk_shortens_it(index: Index, model: KVModel) -> None:
-    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of(TEXTS[0][:5]))
-    filler = filler_ids(model.tokenizer)
-    for left, expected in ((7, (filler[-7:], ())), (0, ((),)), (-1, ((),))):
-        room = len(chunk.token_ids) + left
-        (found,) = add_contexts([chunk], model.tokenizer, parse_context(FILLER), room)
-        assert found.contexts == expected
-
-
-def test_compressed_chunks_are_encoded_after_it_too(make_index: MakeIndex) -> None:
-    stored = []
-    for context in ("none", FILLER):
-        index = make_index(context.replace(":", "-"), context=context, compression="drop:0.5")
-        index.add([Document(text[:5], text) for text in TEXTS])
-        stored.append(stored_bytes(index))
-        assert index.upkeep.verify().ok
-    assert not stored[0].keys() & stored[1].keys()
-    assert len(stored[0]) == len(stored[1]) == len(TEXTS)
-    assert not set(stored[0].values()) & set(stored[1].values())
 
 
 def test_the_text_is_long_plain_prose() -> None:

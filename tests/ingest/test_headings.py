@@ -53,9 +53,6 @@ def test_headings_of_every_format_lead_to_a_chunk(guides: Index) -> None:
         assert all(
             hit.chunk.metadata["headings"][-1] == hit.chunk.metadata["heading"] for hit in hits
         )
-
-
-def test_a_filter_finds_what_stands_under_a_heading(guides: Index) -> None:
     hits = guides.search("bridge", 50, filter={"headings": "Fares"})
     assert {hit.chunk.metadata["heading"] for hit in hits} == {"Fares", "Refunds"}
 
@@ -71,11 +68,6 @@ def test_frameworks_see_the_path_and_models_do_not(guides: Index) -> None:
         assert found.node.metadata["headings"][0] == "Guide"
         (chunk,) = guides.get_chunks([found.node.node_id])
         assert found.node.get_content(schema.MetadataMode.LLM) == chunk.text
-
-
-def test_texts_without_headings_have_no_path(index: Index) -> None:
-    index.add(Document("plain", "No heading at all."))
-    assert index.search("heading", 1)[0].chunk.metadata == {}
 
 
 @pytest.mark.parametrize(

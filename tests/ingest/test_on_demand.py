@@ -16,7 +16,6 @@ from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.engine import first_places
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.first_places import FirstPlaces, _InterruptedError
-from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import StoreError
 from kvrag.fusion.fuser import MADE, FusedPrompt
 from kvrag.fusion.report import FusionReport
@@ -26,7 +25,6 @@ from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.storage import Storage
 from kvrag.kvcache import ChunkKV
-from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.loading.cost import TierCost
 from kvrag.models.kv_model import KVModel
 from kvrag.server.app import ServerOptions
@@ -119,12 +117,6 @@ def test_all_of_them_can_be_made_at_once(index: Index, prefills: list[Chunk]) ->
     assert (report.num_made, report.num_chunks) == (0, 2)
 
 
-def test_without_a_filler_there_is_none_to_make(make_index: MakeIndex) -> None:
-    index = make_index(context="neighbours")
-    index.add(DOCUMENTS)
-    assert index.on_demand.make_all() == 0
-
-
 def test_the_first_prompt_makes_the_record_and_the_next_one_loads_it(
     index: Index, model: KVModel, prefills: list[Chunk]
 ) -> None:
@@ -212,35 +204,6 @@ def test_prompts_at_the_same_time_make_it_once(
     assert puts == keys_alone(index, 0)
     assert all(torch.equal(one.logits, found[0].logits) for one in found)
     assert all(is_whole(one.report) for one in found)
-
-
-def test_two_processes_may_make_it(index: Index, prefills: list[Chunk]) -> None:
-    with Index.open(index.path, model=index.model) as other:
-        for one in (index, other):
-            (span, *_) = KVEngine(one, policy="none").fuse(prompt_of(0)).layout.spans
-            assert span.length
-        other.on_demand.flush()
-    index.on_demand.flush()
-    assert 1 <= len(prefills) <= 2
-    assert index.upkeep.verify().ok
-    assert index.stats().num_records == len(TEXTS) + 1
-
-
-def test_little_waits_to_be_stored(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_store = threading.Event()
-    put = index.store.put
-
-    def slowly(key: ChunkKey, record: bytes) -> None:
-        assert may_store.wait(30)
-        put(key, record)
-
-    monkeypatch.setattr(index.store, "put", slowly)
-    engine = KVEngine(index, policy="none")
-    for number in range(len(TEXTS)):
-        assert engine.fuse(prompt_of(number)).report.num_made > 0
-    may_store.set()
-    index.on_demand.flush()
-    assert index.stats().num_records == len(TEXTS) + on_demand._MAX_WAITING
 
 
 class Refusing(StoreWrapper):
@@ -336,17 +299,6 @@ def test_what_is_missing_is_no_damage_and_nobody_else_makes_it(
     assert index.upkeep.gc().num_records == 2
 
 
-def test_it_moves_and_is_missed_by_nobody(index: Index) -> None:
-    fuse(index, 0)
-    before = stored_bytes(index)
-    index.store.delete(*keys_alone(index, 0))
-    fuse(index, 1)
-    folder = index.path.with_name("elsewhere")
-    report = index.upkeep.move(f"file:{folder}")
-    assert (report.num_records, report.num_lost) == (len(before), 0)
-    assert fuse(index, 1).report.num_exact > 0
-
-
 @pytest.mark.parametrize("place", [100, -8])
 def test_damage_is_a_miss_once_and_made_anew(
     index: Index, prefills: list[Chunk], place: int
@@ -370,37 +322,6 @@ def test_damage_is_a_miss_once_and_made_anew(
     index.store.replace(key, bytes(bad))
     assert index.upkeep.verify(repair=True).num_repaired == 1
     assert stored_bytes(index)[key.digest] == good
-
-
-def test_a_damaged_record_that_ingestion_stored_stays(index: Index) -> None:
-    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of(NAMES[1]))
-    key = index.key_of(chunk)
-    index.store.replace(key, stored_bytes(index)[key.digest][:-64])
-    assert fuse(index, 0, 1).report.misses == {"record damaged": 1}
-    assert index.store.contains(key)
-
-
-def test_a_store_that_cannot_be_read_makes_none(
-    index: Index, prefills: list[Chunk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(key: ChunkKey) -> None:
-        raise StoreError("gone")
-
-    monkeypatch.setattr(index.store, "open", fail)
-    assert fuse(index, 0, 1).report.misses == {"store unreadable": 2}
-    assert not prefills
-
-
-def test_it_has_the_codec_that_the_index_has_now(index: Index) -> None:
-    def codec_of(number: int) -> str:
-        (key,) = keys_alone(index, number)
-        return stored_bytes(index)[key.digest][44:60].rstrip(b"\0").decode()
-
-    with Index.open(index.path, model=index.model) as other:
-        other.upkeep.recode("lossless")
-    fuse(index, 0)
-    assert codec_of(0) == "lossless"
-    assert fuse(index, 0).report.num_exact > 0
 
 
 def test_a_codec_that_is_not_fitted_yet_stores_it_raw(make_index: MakeIndex) -> None:
@@ -440,24 +361,6 @@ def test_compressed_chunks_have_none(make_index: MakeIndex, prefills: list[Chunk
     prefills.clear()
     assert fuse(index, 0, 1).report.num_made == 0
     assert not prefills
-
-
-def test_a_model_without_a_head_makes_them_too(
-    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KVModel, "default_prefix_ids", lambda _: ())
-    index = make_index(context=FILLER)
-    index.add(DOCUMENTS)
-    ids = [index.tokenizer.encode(text, add_special_tokens=False) for text in (TEXTS[0], QUESTION)]
-    layout = TokenFinder(index).find([*ids[0], *ids[1]])
-    engine = KVEngine(index, policy="none")
-    for has_it in (False, True):
-        open_kv = index.on_demand.opener(index.open_kv, layout)
-        report = engine.fuse(PlacedPrompt(layout, open_kv)).report
-        index.on_demand.flush()
-        assert (report.num_made, report.num_exact) == (
-            (0, len(ids[0])) if has_it else (len(ids[0]), 0)
-        )
 
 
 @pytest.mark.parametrize(("price", "num_made"), [(NEAR, 1), (FAR, 0)])
@@ -513,20 +416,6 @@ def test_a_question_interrupts_idle_work_at_the_next_layer(index: Index) -> None
     places._num_asking = 0
     places.make()
     assert len(stored_bytes(index)) == num_stored + len(NAMES)
-
-
-def test_idle_work_runs_beside_questions_and_ends(index: Index) -> None:
-    num_stored = len(stored_bytes(index))
-    with FirstPlaces(index) as places:
-        with places.paused():
-            answer = KVEngine(index).generate(prompt_of(0, 1), max_tokens=2)
-        while len(stored_bytes(index)) < num_stored + len(NAMES):
-            time.sleep(0.01)
-    assert answer.report.num_tokens
-    assert not places._thread.is_alive()
-    with FirstPlaces(index) as places, places.paused():
-        pass
-    assert not places._thread.is_alive()
 
 
 @pytest.mark.parametrize("why", ["room", "disk", "limit", "refused"])

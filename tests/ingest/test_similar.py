@@ -87,16 +87,11 @@ def test_chunks_are_encoded_after_their_nearest(index: Index, model: KVModel) ->
         assert before
         assert chunk.source not in before
         assert {Path(one).parent for one in before} == {Path(chunk.source).parent}
-        (_, expected), *_ = chunk_and_keys(index, chunk)
-        assert expected == [index.key_of(one).digest for one in chunk.encodings()]
+        found = index.catalog.chunk_and_keys(chunk.chunk_id)
+        assert found is not None
+        assert found[1] == [index.key_of(one).digest for one in chunk.encodings()]
     assert index.upkeep.verify().ok
     assert index.stats().num_records == len(PAGES)
-
-
-def chunk_and_keys(index: Index, chunk: Chunk) -> list[tuple[Chunk, list[str]]]:
-    found = index.catalog.chunk_and_keys(chunk.chunk_id)
-    assert found is not None
-    return [found]
 
 
 def test_what_stands_before_several_is_computed_once(
@@ -161,18 +156,6 @@ def test_own_documents_come_last_and_copies_never() -> None:
     assert choose([few], [near, fourth], 64)[0][1] == (fourth.chunk_id,)
     elsewhere = replace(fourth, folder="elsewhere")
     assert choose([one], [elsewhere], 64) == [((), ())]
-
-
-def test_new_documents_choose_among_what_is_there(index: Index) -> None:
-    before = {chunk.chunk_id: chunk.contexts for chunk in chunks_of(index)}
-    new = page("mill", 9)
-    report = index.add(new)
-    assert report.num_records == 1
-    chunks = {chunk.source: chunk for chunk in chunks_of(index)}
-    assert standing(index, chunks[new.source])
-    assert all("mill" in one for one in standing(index, chunks[new.source]))
-    assert all(before.get(one.chunk_id, one.contexts) == one.contexts for one in chunks.values())
-    assert not index.add(new).num_records
 
 
 def test_a_first_document_gets_its_context_with_the_next(make_index: MakeIndex) -> None:
@@ -245,15 +228,6 @@ def test_an_update_keeps_what_it_can(make_index: MakeIndex) -> None:
     assert report.num_records == len(come) + len(changed)
     assert all(one[0] for one in after.values())
     assert index.upkeep.verify().ok
-
-
-def test_a_damaged_record_is_made_again_byte_by_byte(index: Index) -> None:
-    before = stored_bytes(index)
-    for number, key in enumerate(sorted(index.store.keys())):
-        index.store.replace(key, before[key.digest][:-9] if number % 2 else b"no record")
-    assert not index.upkeep.verify().ok
-    assert index.upkeep.verify(repair=True).num_repaired == len(before)
-    assert stored_bytes(index) == before
 
 
 def test_a_damaged_catalog_is_mended(make_index: MakeIndex, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvrag.errors import DocumentError
 from kvrag.ingest.converted import shown
 from kvrag.ingest.loaders import load_bytes
 from tests.support.office import merged_xlsx_bytes, old_xls_bytes
@@ -85,23 +84,6 @@ def test_a_value_is_as_its_format_shows_it(value: Any, form: str, text: str) -> 
     assert shown(value, form) == text
 
 
-def test_cells_of_files_are_as_their_formats_show_them() -> None:
-    book: Any = openpyxl.Workbook()
-    book.active.append(["code", "share", "time", "day", "price", "built in"])
-    for column, (value, form) in enumerate(
-        (
-            *((42, "00000"), (0.125, "0.0%"), (datetime.timedelta(hours=30, minutes=15), "[h]:mm")),
-            *((datetime.date(2026, 1, 2), "d mmm yyyy"), (1234.5, "#,##0.00"), (0.5, "0%")),
-        ),
-        1,
-    ):
-        cell = book.active.cell(2, column)
-        cell.value, cell.number_format = value, form
-    assert text_of(book).splitlines()[3] == (
-        "| 00042 | 12.5% | 30:15 | 2 Jan 2026 | 1,234.50 | 50% |"
-    )
-
-
 def test_dates_of_east_asia_are_dates_though_no_file_spells_their_format_out() -> None:
     book: Any = openpyxl.Workbook()
     book.active.append([45352.25])
@@ -170,8 +152,3 @@ def test_old_files_show_their_cells_too() -> None:
         *("## Ships", "| code | share | time | day |", "| --- | --- | --- | --- |"),
         *("| 00042 | 12.5% | 30:15 | 2 Jan 2026 |", "| 00042 | 7.0% |  |  |"),
     ]
-
-
-def test_a_page_under_the_name_of_a_spreadsheet_is_named_as_that() -> None:
-    with pytest.raises(DocumentError, match=r"a\.xls: no Excel file but HTML or XML"):
-        list(load_bytes("/docs/a.xls", b"<table><tr><td>a</table>"))

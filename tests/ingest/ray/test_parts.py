@@ -23,11 +23,10 @@ from kvrag.chunk import Chunk, Document
 from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreachableError
 from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
-from kvrag.ingest.ray import RayOptions, RayRunner, ingest
-from kvrag.ingest.ray.driver import _default_address, connected, reason_of, settings
-from kvrag.ingest.ray.options import size_by_codec
-from kvrag.ingest.ray.packets import Collector, Packet, assemble, pack, split, unpack
-from kvrag.ingest.ray.planning import document_row, file_row, forget, plan_rows
+from kvrag.ingest.ray import RayOptions, RayRunner
+from kvrag.ingest.ray.driver import _default_address, connected, reason_of
+from kvrag.ingest.ray.packets import Collector, Packet, assemble, pack, unpack
+from kvrag.ingest.ray.planning import document_row, forget, plan_rows
 from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.rows import FileState
@@ -98,17 +97,6 @@ def test_a_packet_arrives_as_it_was_sent() -> None:
     assert replace(found, plan=replace(found.plan, documents=[])) == replace(sent, plan=news)
 
 
-def test_documents_are_grouped_by_tokens_and_long_ones_cut() -> None:
-    parts = [part("a", [10, 10, 10, 10, 10]), part("b", [5]), part("c", [])]
-    groups = list(split(parts, 20))
-    assert [[(one.source, len(one.chunks)) for one in group] for group in groups] == [
-        [("a", 2)],
-        [("a", 2)],
-        [("a", 1), ("b", 1), ("c", 0)],
-    ]
-    assert list(assemble(one for group in groups for one in group)) == parts
-
-
 def test_a_document_without_all_its_chunks_is_refused() -> None:
     first, second = part("a", [10, 10, 10]), part("b", [5])
     lost, last = replace(first, chunks=first.chunks[:2]), replace(first, chunks=[])
@@ -168,33 +156,6 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
         (packet,) = unpack(Encoder(job, attempts.begin, attempts.end)(embedded))
         assert f"ended {MAX_ENDS} times" in packet.plan.documents[0].reason
         assert packet.outcome.num_records == 0
-
-
-def test_what_the_catalog_knows_decides_what_is_planned(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("The old clock of Varn.")
-    with tiny_index(tmp_path) as index:
-        index.add([file, Document("d", "One.")])
-        job = job_of(index)
-        catalog = index.catalog.documents
-
-        def news(*rows: dict[str, str]) -> tuple[Plan, list[PlannedDocument]]:
-            (packet,) = [one for made in plan_rows(table([*rows]), job) for one in unpack(made)]
-            return packet.plan, packet.plan.documents
-
-        same = document_row(catalog, Document("d", "One."))
-        found, parts = news(file_row(catalog, str(file)), same)
-        assert (found.unchanged, parts) == ([str(file), "d"], [])
-        file.write_text("The new clock of Varn is tall.")
-        other = document_row(catalog, Document("d", "Two."))
-        found, parts = news(file_row(catalog, str(file)), other)
-        assert [(one.source, one.is_known) for one in parts] == [
-            (str(file), True),
-            ("d", True),
-        ]
-        file.write_text("")
-        found, parts = news(file_row(catalog, str(file)))
-        assert (found.removed, found.gone_files, parts) == ([str(file)], [str(file)], [])
 
 
 def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
@@ -337,26 +298,12 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
     assert not (tmp_path / "worker").exists()
 
 
-def test_sizes_by_codec(tmp_path: Path) -> None:
-    with tiny_index(tmp_path) as index:
-        config = index.config
-    found = size_by_codec(9000, config)
-    assert found["raw"] == 9000 * config.bytes_per_token
-    assert found["cachegen:4"] < found["cachegen:1"]
-
-
 @pytest.mark.parametrize(
     "wrong", [{"cpus": 0}, {"min_actors": 0}, {"max_actors": 0}, {"gpus": -1}, {"batch_tokens": 0}]
 )
 def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError):
         RayOptions(**wrong)
-
-
-@pytest.mark.parametrize("wrong", [None, "rows.parquet", [{"text": "A row."}]])
-def test_what_is_no_dataset_is_refused(tmp_path: Path, wrong: Any) -> None:
-    with tiny_index(tmp_path) as index, pytest.raises(ParameterError, match="expected a dataset"):
-        ingest(wrong, index)
 
 
 def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
@@ -464,16 +411,6 @@ def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
     monkeypatch.setattr(RayRunner, "_computed", lambda _, __, packets, job: packets)
     with tiny_index(tmp_path) as index, pytest.raises(StoreError, match="not the same store"):
         index.add((), runner=RayRunner(dataset=Rows()))
-
-
-@pytest.mark.filterwarnings("ignore")  # Ray warns of its own settings
-def test_a_slow_packet_ends_no_run() -> None:
-    data = pytest.importorskip("ray.data", reason="kvrag[ray] is not installed")
-    context = data.DataContext()
-    before = context.execution_no_progress_timeout_s
-    with settings(context, RayOptions()):
-        assert context.execution_no_progress_timeout_s == -1
-    assert context.execution_no_progress_timeout_s == before != -1
 
 
 def test_a_cluster_is_looked_for_where_ray_looks(

@@ -20,7 +20,7 @@ from kvrag.errors import ParameterError
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.ray.packets import Packet, unpack
 from kvrag.ingest.ray.planning import forget, listed_row, plan_rows
-from kvrag.ingest.ray.reading import _opened, is_for_ray, list_places
+from kvrag.ingest.ray.reading import _opened, list_places
 from tests.ingest.ray.here import job_of, table, tiny_index
 from tests.support.servers import S3Server
 
@@ -52,12 +52,6 @@ def planned(folder: Path, *places: Path | str, max_bytes: int = 1 << 20) -> Pack
 
 def names(packet: Packet) -> list[str]:
     return [one.source for one in packet.plan.documents]
-
-
-def test_urls_and_parquet_are_read_by_tasks() -> None:
-    assert is_for_ray("s3://bucket/docs")
-    assert is_for_ray("rows.PARQUET")
-    assert not is_for_ray("docs/rows.jsonl")
 
 
 def test_a_damaged_file_is_one_failure(tmp_path: Path) -> None:
@@ -134,15 +128,6 @@ def test_a_file_of_two_places_is_read_once(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.parquet", [{"text": "A row."}])
     listed = list_places([f"file://{tmp_path}", str(file), f"file://{file}"], [])
     assert [(one.place, one.path) for one in listed] == [(f"file://{tmp_path}", str(file))]
-
-
-def test_a_long_damaged_file_is_one_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "rows.parquet"
-    file.write_bytes(b"PAR1" + b"?" * 1000)
-    monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", 100)
-    assert [one.source for one in planned(tmp_path, file).plan.failed] == [str(file)]
 
 
 def test_a_long_parquet_file_is_read_in_parts(
