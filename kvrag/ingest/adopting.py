@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.loaders import AsCut
 
@@ -61,7 +62,7 @@ def _of_docstore_ids(store: Any) -> Iterable[Any] | None:
 def _with_id(document: Any, name: str) -> Any:
     if isinstance(document, str):  # the docstore's way to say that it holds none
         raise ParameterError(f"the store names the document {name!r} and does not hold it")
-    return _Listed(name, document.page_content, document.metadata)
+    return Document(name, document.page_content, document.metadata)
 
 
 def _of_dicts(store: Any) -> Iterable[Any] | None:
@@ -69,7 +70,7 @@ def _of_dicts(store: Any) -> Iterable[Any] | None:
     held = getattr(store, "store", None)
     if not isinstance(held, Mapping) or not hasattr(store, "similarity_search"):
         return None
-    return (_Listed(name, one["text"], one["metadata"]) for name, one in held.items())
+    return (Document(name, one["text"], one["metadata"]) for name, one in held.items())
 
 
 def _of_columns(store: Any) -> Iterable[Any] | None:
@@ -86,7 +87,7 @@ def _pages(get: Callable[..., Any]) -> Iterator[Any]:
         ids, texts = page["ids"], page["documents"]
         metadatas = page["metadatas"] or [None] * len(ids)
         for name, text, metadata in zip(ids, texts, metadatas, strict=True):
-            yield _Listed(name, text or "", metadata or {})
+            yield Document(name, text or "", metadata or {})
         if len(ids) < _PAGE:
             return
         first += len(ids)
@@ -111,12 +112,3 @@ _WAYS: tuple[Callable[[Any], Iterable[Any] | None], ...] = (
     _of_columns,
     _of_nodes,
 )
-
-
-class _Listed:
-    """A document as LangChain's are, without LangChain."""
-
-    def __init__(self, name: str, text: str, metadata: Mapping[str, Any]) -> None:
-        self.id = name
-        self.page_content = text
-        self.metadata = metadata

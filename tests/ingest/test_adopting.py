@@ -103,8 +103,8 @@ def test_every_document_is_one_chunk(index: Index, make: Any) -> None:
 
 def test_a_large_chroma_is_read_in_pages(index: Index) -> None:
     found = [one.value for one in adopted(ChromaLike(2500))]
-    assert [one.id for one in found] == [f"id {n}" for n in range(2500)]
-    assert found[2400].page_content == "text of id 2400"
+    assert [one.source for one in found] == [f"id {n}" for n in range(2500)]
+    assert found[2400].text == "text of id 2400"
 
 
 def test_text_longer_than_the_window_is_cut(index: Index) -> None:

@@ -1,7 +1,7 @@
 """Ingestion on Ray Data: what runs in the process that holds the index.
 
-The stages are ``plan_rows`` (tasks: read, compare, cut), `Embedder` (actors) and `RemoteEncoder`
-(actors: prefill, compress, encode, store). Only this process writes the catalog.
+The stages are ``plan_rows`` (tasks: read, compare, cut) and `RemoteEncoder` (actors: embed,
+prefill, compress, encode, store). Only this process writes the catalog.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from kvrag.ingest.ray.workers import Job
 
 _FILES_A_TASK, _BYTES_A_TASK, _MOST_TASKS = 8, 32 << 20, 4096
-# Fractions, so that a machine of two processors has room for every stage: parsing waits for its own
-# process, and an embedding is much smaller than the model. If they were equal, Ray would make one
-# stage of both.
-_PLAN_CPUS, _EMBED_CPUS = 0.25, 0.2
+# So that a machine of two processors has room for both stages: parsing waits for its own process.
+_PLAN_CPUS = 0.25
 _READ_CPUS = 1.0  # of a task that reads a user's dataset, unless it says otherwise
 
 
@@ -156,7 +154,7 @@ class RayRunner:
                 "knows only those that it is given: ingest without --ray, or choose another one"
             )
         options = self._options
-        cpus = options.min_actors * options.cpus + _PLAN_CPUS + _EMBED_CPUS
+        cpus = options.min_actors * options.cpus + _PLAN_CPUS
         cpus += 0.0 if self._dataset is None else _READ_CPUS
         gpus = options.min_actors * options.gpus
         found = ray.cluster_resources()
@@ -245,7 +243,7 @@ class RayRunner:
         """Return the dataset of packets with their vectors, and with their KV stored."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from kvrag.ingest.ray.workers import Attempts, Embedder, RemoteEncoder
+        from kvrag.ingest.ray.workers import Attempts, RemoteEncoder
 
         options = self._options
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -254,20 +252,11 @@ class RayRunner:
             .options(num_cpus=0, max_restarts=-1, scheduling_strategy=here)
             .remote()
         )
-        pool = ray.data.ActorPoolStrategy
-        embedded = packets.map_batches(
-            Embedder,
-            batch_size=1,
-            batch_format="pyarrow",
-            compute=pool(min_size=1, max_size=options.max_actors),
-            num_cpus=_EMBED_CPUS,
-            fn_constructor_kwargs={"job": job},
-        )
-        return embedded.map_batches(
+        return packets.map_batches(
             RemoteEncoder,
             batch_size=1,
             batch_format="pyarrow",
-            compute=pool(
+            compute=ray.data.ActorPoolStrategy(
                 min_size=options.min_actors,
                 max_size=options.max_actors,
                 # One waits while the other is computed.

@@ -1,7 +1,4 @@
-"""What every process of a cluster has to know, and the two pools of actors.
-
-One pool embeds the chunks of packets, the other computes and stores their KV.
-"""
+"""What every process of a cluster has to know, and the actors that embed and encode packets."""
 
 from __future__ import annotations
 
@@ -93,27 +90,6 @@ class Job:
         return Parser(self.limits, dict(self.loaders))
 
 
-class Embedder:
-    """Embeds the chunks of packets."""
-
-    def __init__(self, job: Job) -> None:
-        import torch
-
-        torch.set_num_threads(max(1, int(job.cpus)))
-        self._job = job
-        self._embedding = job.encoders.embedding
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the packets of a table with the vectors of their chunks."""
-        return pa.concat_tables([self._embedded(packet) for packet in unpack(table)])
-
-    def _embedded(self, packet: Packet) -> pa.Table:
-        started = time.process_time()
-        embed(self._embedding, packet.plan.documents)
-        packet.cpu_seconds += time.process_time() - started
-        return pack(packet, self._job.config.embedding_dim)
-
-
 class Attempts:
     """Counts how often something was begun without an end: an actor of Ray, for all others."""
 
@@ -132,7 +108,7 @@ class Attempts:
 
 
 class Encoder:
-    """Computes the KV of packets' chunks, and stores it; KV that is stored is not computed again.
+    """Embeds packets' chunks, computes their KV and stores it, unless it is stored already.
 
     Parameters
     ----------
@@ -152,6 +128,7 @@ class Encoder:
         self._store = job.open_store()
         self._codec = job.open_codec()
         self._prefill = job.encoders.prefill
+        self._embedding = job.encoders.embedding
         _ = job.encoders.model
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -166,6 +143,7 @@ class Encoder:
         sound = (one for one in documents if one.chunks and not one.reason)
         name = next((one.chunks[0].chunk_id for one in sound), "")
         is_careful = bool(name) and self._begin(name) > 0
+        embed(self._embedding, documents)
         bad: dict[ChunkKey, str] = {}
         # Others may have stored some of it since it was planned.
         missing = lacking(documents, self._job.config.key_of, self._store)

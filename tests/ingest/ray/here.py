@@ -12,7 +12,7 @@ from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan
 from kvrag.ingest.ray.packets import Collector, Packet, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, plan_rows
-from kvrag.ingest.ray.workers import Attempts, Embedder, Encoder, Job
+from kvrag.ingest.ray.workers import Attempts, Encoder, Job
 from kvrag.ingest.stages import Run
 from kvrag.ingest.storage import Storage
 
@@ -38,7 +38,7 @@ def computed(rows: list[dict[str, Any]], job: Job) -> Iterator[Packet]:
     for packet in plan_rows(table(rows), job):
         if not job.dry_run:
             attempts = Attempts()
-            packet = Encoder(job, attempts.begin, attempts.end)(Embedder(job)(packet))
+            packet = Encoder(job, attempts.begin, attempts.end)(packet)
         yield from unpack(packet)
 
 

@@ -185,7 +185,7 @@ def test_an_index_that_a_cluster_cannot_fill_is_refused(
     monkeypatch.setattr("kvrag.ingest.ray.driver.connected", no_cluster)
     with (
         make(tmp_path / "named", embedding="hashing") as index,
-        pytest.raises(ParameterError, match=r"take 8\.45 processors, and this machine has 2"),
+        pytest.raises(ParameterError, match=r"take 8\.25 processors, and this machine has 2"),
     ):
         index.add((), runner=RayRunner(RayOptions("local", min_actors=8)))
     with (
@@ -195,7 +195,7 @@ def test_an_index_that_a_cluster_cannot_fill_is_refused(
         index.add((), runner=RayRunner(RayOptions("local", gpus=1)))
     with (
         make(tmp_path / "dataset", embedding="hashing") as index,
-        pytest.raises(ParameterError, match=r"take 2\.45 processors, and this machine has 2"),
+        pytest.raises(ParameterError, match=r"take 2\.25 processors, and this machine has 2"),
     ):
         index.add((), runner=RayRunner(RayOptions("local"), dataset=object()))
     with (

@@ -27,7 +27,7 @@ from kvrag.ingest.ray import RayOptions, RayRunner
 from kvrag.ingest.ray.driver import _default_address, connected, reason_of
 from kvrag.ingest.ray.packets import Collector, Packet, assemble, pack, unpack
 from kvrag.ingest.ray.planning import document_row, forget, plan_rows
-from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Embedder, Encoder
+from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Encoder
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.rows import FileState
 from kvrag.ingest.stages import Outcome, Run
@@ -139,7 +139,6 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
         job = job_of(index)
         rows = table([document_row(index.catalog.documents, Document("d", "One. Two."))])
         (planned,) = plan_rows(rows, job)
-        embedded = Embedder(job)(planned)
 
         class Killed(BaseException):
             pass
@@ -152,8 +151,8 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
 
             monkeypatch.setattr(encoder, "_prefill", die)
             with pytest.raises(Killed):
-                encoder(embedded)
-        (packet,) = unpack(Encoder(job, attempts.begin, attempts.end)(embedded))
+                encoder(planned)
+        (packet,) = unpack(Encoder(job, attempts.begin, attempts.end)(planned))
         assert f"ended {MAX_ENDS} times" in packet.plan.documents[0].reason
         assert packet.outcome.num_records == 0
 
