@@ -11,7 +11,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest.index import Index
-from kvrag.ingest.lock import writer_lock
 from kvrag.models.kv_model import KVModel
 from kvrag.store.file import FileStore
 from tests.ingest.conftest import MakeIndex
@@ -60,23 +58,6 @@ def test_files_that_cannot_be_read_are_reported_and_the_others_ingested(
         assert name in reasons[name]
 
 
-def test_an_unreadable_file_is_reported(
-    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_open = os.open
-
-    def refuse(path: str, *arguments: int) -> int:
-        if Path(path).name == "ledger.txt":
-            raise PermissionError(13, "Permission denied")
-        return real_open(path, *arguments)
-
-    monkeypatch.setattr("kvrag.ingest.files.os.open", refuse)
-    report = index.add(docs)
-    (failed,) = report.failed
-    assert "ledger.txt: cannot be read (Permission denied)" in failed.reason
-    assert len(report.added) == 2
-
-
 def test_a_file_that_became_unreadable_keeps_its_last_version(index: Index, docs: Path) -> None:
     index.add(docs)
     (docs / "ledger.txt").write_bytes(b"\xff\xfe\xff")
@@ -87,12 +68,6 @@ def test_a_file_that_became_unreadable_keeps_its_last_version(index: Index, docs
     assert "ledger" in index.search("harbour ledger", 1)[0].chunk.text
     (docs / "ledger.txt").write_text("A new ledger.")
     assert len(index.add(docs).changed) == 1
-
-
-def test_an_explicit_file_of_an_unknown_kind_is_reported(index: Index, docs: Path) -> None:
-    (docs / "photo.png").write_bytes(b"x")
-    assert not index.add(docs).failed
-    assert "'.png' are not read" in index.add(docs / "photo.png").failed[0].reason
 
 
 def test_documents_without_text_are_reported(index: Index) -> None:
@@ -530,18 +505,3 @@ def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
         holder.kill()
         holder.communicate()
     assert index.add(docs).ok
-
-
-def test_a_released_lock_is_free_for_other_threads(tmp_path: Path) -> None:
-    with writer_lock(tmp_path):
-        pass
-    taken: list[bool] = []
-
-    def take() -> None:
-        with writer_lock(tmp_path):
-            taken.append(True)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    assert taken

@@ -77,23 +77,6 @@ def test_the_first_ingestion_fits_the_codec(codec: str, make_index: MakeIndex) -
     reopened.close()
 
 
-def test_a_profile_serves_another_index_of_the_same_model(
-    make_index: MakeIndex, tmp_path: Path
-) -> None:
-    first = make_index("first")
-    first.add(DOCUMENTS)
-    profile = first.upkeep.fit_profile("cachegen:2")
-    assert first.config.codec == "raw"
-    path = tmp_path / "fitted.safetensors"
-    path.write_bytes(profile.content)
-    second = make_index("second", codec="cachegen:2", profile=read_profile(path))
-    second.add(DOCUMENTS[:2])
-    assert second.config.profile == profile.hash
-    report = first.upkeep.recode("cachegen:2", profile=profile)
-    assert (report.num_recoded, report.num_computed) == (8, 0)
-    assert distance(kv_of(first, 0), kv_of(second, 0)) == 0
-
-
 def test_recoding_there_and_back(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
@@ -174,7 +157,7 @@ def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex
         read_profile(path, path.stem)
 
 
-def test_profiles_of_another_model_are_refused(make_index: MakeIndex) -> None:
+def test_a_profile_serves_its_model_and_codec_alone(make_index: MakeIndex, tmp_path: Path) -> None:
     index = make_index()
     index.add(DOCUMENTS)
     profile = index.upkeep.fit_profile("transform:2")
@@ -195,6 +178,15 @@ def test_profiles_of_another_model_are_refused(make_index: MakeIndex) -> None:
     for codec in ("lossless", "cachegen:2"):
         with pytest.raises(ParameterError, match="was fitted for transform 'pca'"):
             index.upkeep.recode(codec, profile=profile)
+    with pytest.raises(ParameterError, match="takes no profile"):
+        index.upkeep.recode("raw", profile=profile)
+    with pytest.raises(ParameterError, match="needs no profile"):
+        index.upkeep.fit_profile("raw")
+    path = tmp_path / "fitted.safetensors"
+    path.write_bytes(profile.content)
+    twin = make_index("twin", codec="transform:2", profile=read_profile(path))
+    twin.add(DOCUMENTS[:2])
+    assert twin.config.profile == profile.hash
     assert other.config.codec == index.config.codec == "raw"
 
 
@@ -209,20 +201,6 @@ def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
         with pytest.raises(ParameterError, match="codec"):
             call()
     assert not (index.path.parent / "new").exists()
-
-
-def test_raw_needs_no_profile(make_index: MakeIndex) -> None:
-    index = make_index()
-    index.add(DOCUMENTS)
-    profile = index.upkeep.fit_profile("cachegen:2")
-    for call in (
-        lambda: make_index("new", profile=profile),
-        lambda: index.upkeep.recode("raw", profile=profile),
-    ):
-        with pytest.raises(ParameterError, match="takes no profile"):
-            call()
-    with pytest.raises(ParameterError, match="needs no profile"):
-        index.upkeep.fit_profile("raw")
 
 
 def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:

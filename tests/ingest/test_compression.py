@@ -12,7 +12,6 @@ import torch
 from kvrag.chunk import Chunk, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.fusion.compression.encoding import encode_informed
 from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
@@ -246,19 +245,6 @@ def test_upkeep_knows_how_many_rows_there_should_be(dropped: Index) -> None:
     assert stored_bytes(dropped) == before
     report = dropped.upkeep.recode("raw")
     assert (report.num_recoded, report.num_computed) == (0, 0)
-
-
-def test_compression_goes_with_context(make_index: MakeIndex, model: KVModel) -> None:
-    index = make_index(compression="drop:0.5", context="document", chunk_tokens=48)
-    index.add(Document("saga", "\n\n".join(PARTS)))
-    chunk = index.get_chunks(index.catalog.chunk_ids_of("saga"))[-1]
-    before = (*index.prefix_ids, *chunk.contexts[0])
-    assert chunk.contexts[0]
-    whole, information = encode_informed(model, before, chunk.token_ids)
-    kept = information.topk(index.num_rows(len(chunk.token_ids))).indices.sort().values
-    record = index.open_kv(chunk.chunk_id)
-    assert record is not None
-    assert torch.equal(read_all(record, index.config.spec).values, whole.values[:, :, kept])
 
 
 def test_an_index_of_an_older_kvzip_answers_and_takes_no_more(

@@ -32,13 +32,6 @@ def test_neutralised_strings_are_counted_by_document(make_index: MakeIndex, docs
             assert not IDS.intersection(chunk.token_ids)
 
 
-def test_keep_reads_them_as_control(make_index: MakeIndex) -> None:
-    index = make_index(control_tokens="keep")
-    assert index.add(Document("evil", EVIL)).control_strings == {}
-    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("evil"))
-    assert [token for token in chunk.token_ids if token in IDS] == [1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("document", "place"),
     [

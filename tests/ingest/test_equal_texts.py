@@ -94,13 +94,6 @@ def test_whose_it_is_cannot_be_told(make_index: MakeIndex) -> None:
     assert sources(engine, prompt_of(B, SHARED[:70])) == ["b"]
 
 
-def test_the_record_behind_nothing_serves_any(make_index: MakeIndex) -> None:
-    engine = KVEngine(make_index(context="neighbours"), policy="none")
-    for texts in ((SHARED,), (SHARED, A, B), (SHARED, B)):
-        assert sources(engine, prompt_of(*texts)) == ["-"]
-        assert not engine.fuse(prompt_of(*texts)).report.misses
-
-
 @pytest.mark.slow
 def test_text_of_very_many_documents_is_computed(make_index: MakeIndex) -> None:
     index = make_index(context="document")

@@ -119,19 +119,6 @@ def test_the_chunk_that_stands_first_is_exact(
     assert TokenFinder(index).find(fused.layout.token_ids).spans == fused.layout.spans
 
 
-def test_equal_texts_are_interchangeable(make_index: MakeIndex, model: KVModel) -> None:
-    index = make_index(context=FILLER)
-    index.add([Document(f"copy-{number}", TEXTS[0]) for number in range(40)])
-    assert index.stats().num_records == 1
-    prompt = prompt_of(TEXTS[1], TEXTS[0])
-    fused = KVEngine(index, policy="none").fuse(prompt)
-    assert fused.report.num_chunks == 1
-    assert not fused.report.misses
-    found = TokenFinder(index).find(model.tokenizer(prompt)["input_ids"])
-    assert len(found.spans) == 1
-    assert not found.misses
-
-
 def test_a_filler_that_does_not_fit_is_refused(make_index: MakeIndex, model: KVModel) -> None:
     room = model.max_positions - len(model.default_prefix_ids())
     most = room - 64

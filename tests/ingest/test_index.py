@@ -43,19 +43,6 @@ def test_a_folder_is_indexed_and_found(index: Index, docs: Path, model: KVModel)
     assert index.recent_chunk_ids == tuple(hit.chunk.chunk_id for hit in best)
 
 
-def test_stored_kv_is_what_the_model_gives(index: Index, docs: Path, model: KVModel) -> None:
-    index.add(docs)
-    for hit in index.search("the", 3):
-        record = index.open_kv(hit.chunk.chunk_id)
-        assert record is not None
-        (expected,) = model.prefill(index.prefix_ids, [hit.chunk.token_ids])
-        for layer_index in range(model.spec.num_layers):
-            keys, values = record.read_layer(layer_index)
-            assert torch.equal(keys, expected.keys[layer_index])
-            assert torch.equal(values, expected.values[layer_index])
-    assert index.open_kv("absent") is None
-
-
 def test_unchanged_files_cost_no_model_time(
     index: Index, docs: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,12 +213,6 @@ def test_progress_reaches_the_end(index: Index, docs: Path) -> None:
     json.dumps(seen[0].to_dict())
 
 
-def test_reports_are_plain_json(index: Index, docs: Path) -> None:
-    (docs / "bad.txt").write_bytes(b"\xff\xff\xff")
-    for report in (index.add(docs), index.stats(), index.upkeep.verify(), index.upkeep.gc()):
-        json.dumps(report.to_dict(), allow_nan=False)
-
-
 def test_documents_too_many_to_keep_are_cut_again(
     index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,13 +374,6 @@ def test_an_embedding_object_is_asked_for_again(
             opened.search_by_vector([1.0, 0.0])
     with pytest.raises(IndexMismatchError, match="'hashing-2' of 1024"):
         Index.open(index.path, embedding="hashing")
-
-
-def test_a_salt_changes_every_key(make_index: MakeIndex, docs: Path) -> None:
-    plain, salted = make_index("plain"), make_index("salted", tenant_salt=b"tenant a")
-    plain.add(docs)
-    salted.add(docs)
-    assert not set(plain.store.keys()) & set(salted.store.keys())
 
 
 def test_questions_about_an_empty_index(index: Index) -> None:

@@ -262,15 +262,6 @@ def test_objects_of_other_shapes_are_refused() -> None:
         to_document(Document("x", "  "))
 
 
-def test_real_framework_objects_are_accepted() -> None:
-    documents = pytest.importorskip("langchain_core.documents")
-    schema = pytest.importorskip("llama_index.core.schema")
-    lang = documents.Document(page_content="text", metadata={"a": 1}, id="x")
-    assert to_document(lang) == Document("x", "text", {"a": 1})
-    node = schema.TextNode(text="text", id_="y", metadata={"a": 1})
-    assert to_document(node) == Document("y", "text", {"a": 1})
-
-
 def test_metadata_becomes_plain_json() -> None:
     values = {
         "path": Path("/a"),

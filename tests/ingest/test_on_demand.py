@@ -324,37 +324,6 @@ def test_damage_is_a_miss_once_and_made_anew(
     assert stored_bytes(index)[key.digest] == good
 
 
-def test_a_codec_that_is_not_fitted_yet_stores_it_raw(make_index: MakeIndex) -> None:
-    index = make_index(context=FILLER, codec="transform:4")
-    index.add(DOCUMENTS[:1])
-    assert index.coding.needs_profile
-    assert fuse(index, 0).report.num_made > 0
-    assert fuse(index, 0).report.num_exact > 0
-
-
-def test_streaming_loads_the_others(index: Index) -> None:
-    for has_it in (False, True):
-        fused = KVEngine(index, policy="none", ttft=30.0).fuse(prompt_of(0, 1))
-        index.on_demand.flush()
-        assert fused.report.stream is not None
-        assert sum(fused.report.stream.levels.values()) == 1 + has_it
-        assert (fused.report.num_made > 0) != has_it
-        assert is_whole(fused.report)
-        assert torch.equal(fused.logits, fuse(index, 0, 1).logits)
-
-
-def test_a_record_in_memory_is_placed_like_one_from_the_store(index: Index) -> None:
-    found = []
-    for threads in (0, 2):
-        engine = KVEngine(index, policy="deviation", ratio=0.5, load_threads=threads)
-        for _ in range(2):
-            found.append(engine.fuse(prompt_of(2, 0, 1)))
-            index.on_demand.flush()
-        index.store.delete(*keys_alone(index, 2))
-    assert [one.report.num_made > 0 for one in found] == [True, False] * 2
-    assert all(torch.equal(one.logits, found[0].logits) for one in found)
-
-
 def test_compressed_chunks_have_none(make_index: MakeIndex, prefills: list[Chunk]) -> None:
     index = make_index(context=FILLER, compression="drop:0.5")
     index.add(DOCUMENTS)

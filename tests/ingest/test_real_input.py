@@ -180,23 +180,3 @@ def test_an_index_holds_the_checkpoints_16_bits_on_every_processor(
     finally:
         use_instruction_set(used)
     assert keys[0] == keys[-1]
-
-
-def test_a_type_that_is_asked_for_is_the_one_stored(
-    make_index: MakeIndex, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.models.kv_model.has_bfloat16", lambda: False)
-    make_model("llama", num_hidden_layers=2, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
-    make_tokenizer().save_pretrained(tmp_path / "m")
-    # As every index was that such a processor made before.
-    index = make_index(model=tmp_path / "m", dtype="float32")
-    index.add(docs)
-    with Index.open(index.path) as again:
-        chunk = again.search("clock", 1)[0].chunk
-        record = again.open_kv(chunk.chunk_id)
-        assert record is not None
-        assert record.read_layer(1)[0].dtype == torch.float32
-        (expected,) = again.model.prefill(again.prefix_ids, [chunk.token_ids])
-        assert torch.equal(record.read_layer(1)[0], expected.keys[1])
-    wide = KVModel.load(tmp_path / "m", compute="bfloat16")
-    assert wide.spec == wide.chunk_spec

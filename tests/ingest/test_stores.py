@@ -14,13 +14,11 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, RecordError, StoreError
-from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
+from kvrag.fusion.loss import MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.file import FileStore
-from kvrag.store.limited import LimitedStore
 from kvrag.store.registry import REMOTE
-from kvrag.store.tiered import TieredStore
 from tests.ingest.conftest import MakeIndex
 from tests.store.test_registered import LAKE
 from tests.support import folders
@@ -68,19 +66,6 @@ def answers(index: Index) -> tuple[str, dict[str, int]]:
     """The answer at ratio 1, which equals full prefill's whatever the store does; and misses."""
     answer = KVEngine(index, max_tokens=6).generate(PROMPT, ratio=1.0)
     return answer.text, dict(answer.report.misses)
-
-
-def test_another_folder(filled: Callable[..., Index], tmp_path: Path, model: KVModel) -> None:
-    index = filled(f"file:{tmp_path / 'elsewhere'}")
-    assert not (index.path / "kv").exists()
-    assert answers(index)[1] == {}
-    assert index.stats().store == f"file:{tmp_path / 'elsewhere'}"
-    assert index.stats().num_records == 3
-    path = index.path
-    index.close()
-    with Index.open(path, model=model) as again:
-        assert answers(again)[1] == {}
-        assert again.upkeep.verify().ok
 
 
 def test_tiers_before_an_index_at_query_time(
@@ -195,20 +180,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_is_an_index(
     assert {path.name for path in tmp_path.iterdir()} <= {"place"}
 
 
-def test_a_limit_below_the_index_makes_misses(filled: Callable[..., Index], tmp_path: Path) -> None:
-    probe = filled(f"file:{tmp_path / 'probe'}", "probe")
-    sizes = sorted(size for _, size in probe.store.sizes())
-    least = 128 * probe.expected_bytes_per_token
-    limit = max(sizes[-1] + sizes[0], least)
-    index = filled(f"file:{tmp_path / 'kv'}?limit={limit}")
-    assert isinstance(index.store, LimitedStore)
-    kept = len(list(index.store.keys()))
-    text, misses = answers(index)
-    assert text == answers(probe)[0]
-    assert misses == ({MISS_ABSENT: 3 - kept} if kept < 3 else {})
-    assert index.store.size_bytes() <= limit
-
-
 def test_a_store_that_refuses_says_so_when_it_is_opened(
     make_index: MakeIndex,
     tmp_path: Path,
@@ -283,13 +254,6 @@ def test_a_record_of_another_format_version(filled: Callable[..., Index], tmp_pa
     with pytest.raises(RecordError, match="format version: expected 2, found 9"):
         index.coding.open(key, index.store.open(key), index.config.spec)  # type: ignore[arg-type]
     assert answers(index) == (expected, {MISS_DAMAGED: 1})
-
-
-def test_writing_behind_by_an_index(filled: Callable[..., Index], tmp_path: Path) -> None:
-    index = filled(f"tiered:file:{tmp_path / 'near'}|file:{tmp_path / 'home'}")
-    assert isinstance(index.store, TieredStore)
-    index.close()
-    assert len(list(FileStore(tmp_path / "home").keys())) == 3
 
 
 def test_another_distributions_store_that_raises_errors_of_the_system(
