@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,6 @@ class Odd:
         raise RuntimeError("no words for it")
 
 
-def test_an_entry_of_a_folder_is_a_path(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    with os.scandir(tmp_path) as entries:
-        (entry,) = entries
-    assert arguments.path(entry, "path") == tmp_path / "x"
-
-
 def test_what_a_message_quotes_is_short() -> None:
     assert arguments.shown("a\nb") == "'a\\nb'"
     assert arguments.shown("x" * 198) == repr("x" * 198)
@@ -87,12 +79,6 @@ def test_what_a_message_quotes_is_short() -> None:
     assert arguments.cut(LONG) == "x" * 197 + "..."
     assert arguments.shown(10**5000) == "a value of type int"
     assert arguments.shown(Odd()) == "a value of type Odd"
-
-
-def test_texts_that_are_no_unicode() -> None:
-    assert arguments.texts(["\ud800"], "ids") == ["\ud800"]
-    with pytest.raises(ParameterError, match=r"'\\ud800' in ids is not valid Unicode"):
-        arguments.texts(["a", "\ud800"], "ids", is_utf8=True)
 
 
 def test_what_goes_warns_at_the_line_that_calls_it() -> None:

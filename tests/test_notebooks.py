@@ -31,21 +31,6 @@ def test_a_changed_cell_is_missing(tmp_path: Path) -> None:
     assert list(missing(source, page)) == ["y = 2"]
 
 
-def test_outputs_become_part_of_the_page(tmp_path: Path) -> None:
-    source = tmp_path / "a.py"
-    source.write_text(
-        "# %% [markdown]\n# Some text.\n\n# %%\nimport sys\nprint(6 * 7)\n"
-        'print("hidden", file=sys.stderr)\n\n# %%\nimport matplotlib.pyplot as plt\n'
-        "plt.plot([1, 2])\nplt.show()\n"
-    )
-    text = write_page(execute(source), "a", tmp_path).read_text()
-    assert text.startswith("Some text.\n\n```python\n")
-    assert "```text\n42\n```" in text
-    assert "```text\nhidden" not in text
-    assert "(a-2.png)" in text
-    assert (tmp_path / "a-2.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.mark.slow
 @ALL
 def test_it_runs(source: Path, tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kvrag.cli import demo_view
-from kvrag.cli.main import app
 from kvrag.errors import KVRagError
 from kvrag.ingest.calibrations import FILE_NAME as CALIBRATION
 from kvrag.ingest.config import IndexConfig
@@ -83,11 +81,6 @@ def test_what_is_no_file_is_named(
     for act in (read_regular, lambda one: require_regular_files(one.parent)):
         with pytest.raises(OSError, match=f"not a regular file but a {kind}"):
             act(path)
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="not a regular file but a folder"):
-        read_regular(tmp_path)
 
 
 def test_a_file_that_becomes_a_pipe_is_refused(
@@ -158,16 +151,6 @@ def test_models_and_embeddings(tmp_path: Path, kind: str) -> None:
     MAKERS[kind](folder / "1_Pooling" / "config.json")
     with pytest.raises(KVRagError, match=f"not a regular file but a {kind}"):
         get_embedding(folder)
-
-
-@kinds
-def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    MAKERS[kind](tmp_path / "settings")
-    for arguments in (["ls", "--config", str(tmp_path / "settings")], ["config", "ls"]):
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 1, done.stdout
-        assert f"settings cannot be read: not a regular file but a {kind}" in done.stderr
-        monkeypatch.setenv("KVRAG_CONFIG", str(tmp_path / "settings"))
 
 
 @kinds

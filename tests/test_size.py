@@ -37,13 +37,6 @@ def test_code_is_counted_without_docstrings_comments_and_blank_lines() -> None:
     assert size.code_lines("") == 0
 
 
-def test_functions_and_classes_are_wide_by_what_callers_see() -> None:
-    assert size.wide_functions(SOURCE) == ["many"]
-    methods = "\n".join(f"    def m{number}(self): ..." for number in range(12))
-    assert size.wide_classes(f"class A:\n    def _p(self): ...\n{methods}") == []
-    assert size.wide_classes(f"class A:\n    def one(self): ...\n{methods}") == ["A"]
-
-
 def run(monkeypatch: pytest.MonkeyPatch, record: Path, number: int, *words: str) -> None:
     monkeypatch.setattr(size, "RECORD", record)
     monkeypatch.setattr(size, "measure", lambda: {"modules": number})

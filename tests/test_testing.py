@@ -40,32 +40,11 @@ class TestBad(TestGood):
         return BadStore()
 """
 
-WITHOUT_PYTEST = """
-import sys
-from importlib import import_module
-
-sys.modules["pytest"] = None
-import kvrag_testing.records
-for name in ("store", "codec", "policy", "model"):
-    try:
-        import_module(f"kvrag_testing.{name}_contract")
-    except ImportError as error:
-        print(name, error)
-"""
-
 
 def run(*arguments: str, folder: Path) -> str:
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, check=False
     ).stdout
-
-
-@pytest.mark.slow
-def test_without_pytest_they_say_what_is_missing(tmp_path: Path) -> None:
-    missing = "kvrag_testing's suites run under pytest: pip install pytest"
-    assert run("-c", WITHOUT_PYTEST, folder=tmp_path).splitlines() == [
-        f"{name} {missing}" for name in ("store", "codec", "policy", "model")
-    ]
 
 
 @pytest.mark.slow

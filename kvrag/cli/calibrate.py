@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.arguments import shown
+from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -44,8 +46,10 @@ def calibrate(
     'auto:ttft=SECONDS' allow. If several policies finish while KV loads, it picks the one that
     loses least.
     """
-    named = tuple(lists.names(policies, "policies"))
-    shares = lists.shares(ratios, "ratios")
+    try:
+        shares = tuple(map(float, ratios.split(",")))
+    except ValueError as error:
+        raise ParameterError(f"--ratios {shown(ratios)}: {error}; expected shares") from error
     from kvrag.ingest.calibrations import check_can_keep
     from kvrag.tune.calibrate import CalibrationOptions, usual_choice
     from kvrag.tune.calibrate import calibrate as measure
@@ -55,7 +59,7 @@ def calibrate(
         seconds=60 * minutes,
         num_chunks=chunks,
         max_tokens=max_tokens,
-        policies=named,
+        policies=tuple(one.strip() for one in policies.split(",")),
         ratios=shares,
         use_chat_template=not no_chat,
     )

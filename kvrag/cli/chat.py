@@ -101,8 +101,8 @@ def chat(
         warm_up(opened)
         conversation = Conversation(history) if remembers and history != 0 else None
         with FirstPlaces(opened) as places:
-            how = _How(engine, asking, dict(sampled.values), places)
-            turns = _Chat(how, conversation, quiet=as_json).run()
+            chat = _Chat(engine, asking, dict(sampled.values), places, conversation, as_json)
+            turns = chat.run()
     if as_json:
         console.print_json({"turns": turns})
     # An interactive user has seen the error already.
@@ -110,35 +110,29 @@ def chat(
         raise typer.Exit(EXIT_FAILURE)
 
 
-@dataclass(frozen=True)
-class _How:
-    """What answers, how it is asked, the options of requests, and what is prepared meanwhile."""
-
-    engine: KVEngine
-    asking: Asking
-    options: dict[str, Any]
-    places: FirstPlaces
-
-
+@dataclass
 class _Chat:
     """One conversation at a terminal or over a pipe.
 
-    Parameters
+    Attributes
     ----------
-    how
-        How questions are answered; `/ratio` changes its options.
+    engine, asking, options
+        What answers, how it is asked, and the options of requests, which `/ratio` changes.
+    places
+        What is prepared meanwhile.
     conversation
         What prompts repeat; None asks each question alone.
     quiet
         Print no answers.
     """
 
-    def __init__(self, how: _How, conversation: Conversation | None, *, quiet: bool) -> None:
-        self._how = how
-        self._engine = how.engine
-        self._conversation = conversation
-        self._quiet = quiet
-        self._last: Outcome | None = None
+    engine: KVEngine
+    asking: Asking
+    options: dict[str, Any]
+    places: FirstPlaces
+    conversation: Conversation | None
+    quiet: bool
+    last: Outcome | None = None
 
     def run(self) -> list[Outcome | _Refused]:
         """Answer questions until there are no more; return them."""
@@ -167,28 +161,28 @@ class _Chat:
         elif command == "/help":
             console.note(_HELP)
         elif command == "/new":
-            self._last = None
-            if self._conversation is not None:
-                self._conversation.clear()
+            self.last = None
+            if self.conversation is not None:
+                self.conversation.clear()
             console.note("conversation cleared")
         elif command == "/ratio":
             self._set_ratio(argument)
         elif command not in ("/sources", "/why"):
             known = [name.split()[0] for name in _COMMANDS]
             fail(f"unknown command {shown(command)}{like(command, known)}; /help lists them")
-        elif self._quiet:
+        elif self.quiet:
             fail(f"{command} prints text, but --json prints one document; leave one out")
-        elif self._last is None:
+        elif self.last is None:
             fail(f"{command}: nothing has been answered yet; ask a question first")
         elif command == "/sources":
-            print_sources(self._last.answer)
+            print_sources(self.last.answer)
         else:
-            print_why(self._last)
+            print_why(self.last)
 
     def _set_ratio(self, given: str) -> None:
         from kvrag.fusion.controller import takes_ratio
 
-        defaults, options = self._engine.defaults, self._how.options
+        defaults, options = self.engine.defaults, self.options
         policy = str(defaults.policy)
         if not given:
             ratio = options.get("ratio", defaults.ratio)
@@ -210,10 +204,10 @@ class _Chat:
 
     def _turn(self, question: str) -> Outcome | _Refused | None:
         """Answer one question; return None if the user interrupts it."""
-        known = () if self._conversation is None else self._conversation.chunk_ids
-        show = console.AnswerText(quiet=self._quiet)
+        known = () if self.conversation is None else self.conversation.chunk_ids
+        show = console.AnswerText(quiet=self.quiet)
         try:
-            with self._how.places.paused():
+            with self.places.paused():
                 outcome = self._answer(question, show)
         except KVRagError as error:
             fail(str(error))
@@ -225,20 +219,20 @@ class _Chat:
             console.note("stopped")
             return None
         show.end()
-        self._last = outcome
-        if not self._quiet:
+        self.last = outcome
+        if not self.quiet:
             print_below(outcome, known)
         return outcome
 
     def _answer(self, question: str, show: Callable[[str], None]) -> Outcome:
 
-        index, conversation = self._engine.index, self._conversation
-        asking, options = self._how.asking, self._how.options
+        index, conversation = self.engine.index, self.conversation
+        asking, options = self.asking, self.options
         if conversation is None:
             request, seconds = retrieve(index, [as_turn(question)], asking, **options)
-            return Outcome(question, answer(self._engine, request, show), seconds)
-        search = search_question(self._engine, conversation.turns, question)
-        if search != question and not self._quiet:
+            return Outcome(question, answer(self.engine, request, show), seconds)
+        search = search_question(self.engine, conversation.turns, question)
+        if search != question and not self.quiet:
             console.out().print(
                 f"  searching for: {console.one_line(search)}", style="dim", markup=False
             )
@@ -247,14 +241,14 @@ class _Chat:
             request, seconds = retrieve(
                 index, turns, asking, search=search, hints=conversation.chunk_ids, **options
             )
-            num_tokens = len(self._engine.prompt_ids(request.prompt, hints=request.hints))
-            most = self._engine.defaults.max_tokens or 0
+            num_tokens = len(self.engine.prompt_ids(request.prompt, hints=request.hints))
+            most = self.engine.defaults.max_tokens or 0
             has_room = num_tokens + most <= index.config.max_positions
             if has_room or not conversation.turns:
                 break
             number = conversation.forget_half()
             console.note(f"the model's window is full: forgot {console.count(number, 'turn')}")
-        answered = answer(self._engine, request, show)
+        answered = answer(self.engine, request, show)
         assert isinstance(request.prompt, list)  # only chat prompts remember
         said = request.prompt[-1]["content"]
         new = tuple(i for i in request.hints if i not in conversation.chunk_ids)

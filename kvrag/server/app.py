@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvrag
@@ -44,16 +44,11 @@ from kvrag.server.requests import (
     EmbeddingRequest,
     RerankRequest,
 )
-from kvrag.server.service import Service, private
+from kvrag.server.service import Service
 
 # The page at ``/``, and what it reads: the index in figures, and chunks in their documents.
 
 
-_TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "app.css": "text/css; charset=utf-8",
-}
 _MOST_NEIGHBOURS = 20
 # Documents and answers are untrusted text: even if some became markup, nothing of it would run.
 _HEADERS = {
@@ -80,37 +75,23 @@ def add_page(app: FastAPI, service: Service, **allowed: bool) -> None:
     allowed
         ``keeps_history`` and ``can_upload``, for the page.
     """
-    folder = files("kvrag.server") / "page"
-    contents = {name: (folder / name).read_bytes() for name in _TYPES}
-    tags = {name: f'"{hashlib.sha256(body).hexdigest()[:32]}"' for name, body in contents.items()}
-
-    def send(name: str, http: Request) -> Response:
-        headers = {**_HEADERS, "ETag": tags[name]}
-        if tags[name] in http.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(contents[name], media_type=_TYPES[name], headers=headers)
+    page = _Page(directory=str(files("kvrag.server") / "page"))
+    app.mount(PAGE.rstrip("/"), page)
 
     @app.get("/", include_in_schema=False)
-    async def page(http: Request) -> Response:
-        return send("index.html", http)
+    async def index(http: Request) -> Response:
+        return await page.get_response("index.html", http.scope)
 
-    @app.get(PAGE + "{name}", include_in_schema=False)
-    async def page_file(name: str, http: Request) -> Response:
-        if name not in contents:
-            raise RequestError(404, f"the page has no file {shown(name)}")
-        return send(name, http)
-
-    @app.get("/v1/kvrag", responses=r.answers(r.About))
-    async def about() -> Response:
+    @app.get("/v1/kvrag", responses=r.ERRORS)
+    async def about() -> r.About:
         """Describe the index, and what the page may ask of the server."""
-        told = await service.in_thread(lambda: service.about(**allowed))
-        return private(told.model_dump(mode="json"))
+        return await service.in_thread(lambda: service.about(**allowed))
 
-    @app.get("/v1/kvrag/chunks/{chunk_id}", responses=r.answers(r.Passages))
+    @app.get("/v1/kvrag/chunks/{chunk_id}", responses=r.ERRORS)
     async def chunk(
         chunk_id: Annotated[str, Path(max_length=200)],
         around: Annotated[int, Query(ge=0, le=_MOST_NEIGHBOURS)] = 3,
-    ) -> Response:
+    ) -> r.Passages:
         """Return a chunk with its neighbours in the document."""
         found = await service.in_thread(lambda: chunks_around(service.index, chunk_id, around))
         if not found:
@@ -119,8 +100,16 @@ def add_page(app: FastAPI, service: Service, **allowed: bool) -> None:
                 f"there is no chunk {shown(chunk_id)}; the documents may have changed since",
                 code="chunk_not_found",
             )
-        body = _passages(found, chunk_id, len(service.index.catalog.chunk_ids_of(found[0].source)))
-        return private(body.model_dump(mode="json"))
+        return _passages(found, chunk_id, len(service.index.catalog.chunk_ids_of(found[0].source)))
+
+
+class _Page(StaticFiles):
+    """The page's files, with their guards."""
+
+    def file_response(self, *given: Any, **options: Any) -> Response:
+        response = super().file_response(*given, **options)
+        response.headers.update(_HEADERS)
+        return response
 
 
 def _passages(chunks: list[Chunk], chunk_id: str, num_chunks: int) -> r.Passages:
@@ -285,30 +274,30 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts
         """Return the vectors of texts."""
         return await service.embed(asked, http)
 
-    @app.post("/v1/rerank", responses=r.answers(r.Ranking))
-    async def rerank(asked: RerankRequest, http: Request) -> Response:
+    @app.post("/v1/rerank", responses=r.ERRORS, response_model_exclude_none=True)
+    async def rerank(asked: RerankRequest, http: Request) -> r.Ranking:
         """Order texts by how well they fit a question."""
         return await service.rerank(asked, http)
 
-    @app.get("/v1/models", responses=r.answers(r.ModelList))
-    async def models() -> Response:
+    @app.get("/v1/models", responses=r.ERRORS)
+    async def models() -> r.ModelList:
         """List the models."""
-        return JSONResponse(service.models().model_dump(mode="json"))
+        return service.models()
 
-    @app.get("/v1/models/{name:path}", responses=r.answers(r.Model))
-    async def model(name: str) -> Response:
+    @app.get("/v1/models/{name:path}", responses=r.ERRORS)
+    async def model(name: str) -> r.Model:
         """Return one model."""
         for one in service.models().data:
             if one.id == name:
-                return JSONResponse(one.model_dump(mode="json"))
+                return one
         raise RequestError(
             404, f"there is no model {shown(name)}", code="model_not_found", param="model"
         )
 
-    @app.get("/healthz", responses=r.answers(r.Health))
-    async def healthz() -> Response:
+    @app.get("/healthz", responses=r.ERRORS)
+    async def healthz() -> r.Health:
         """Say that the server runs."""
-        return JSONResponse({"status": "ok"})
+        return r.Health(status="ok")
 
     @app.get("/readyz", responses={**r.answers(r.Health), 503: {"model": r.Health}})
     async def readyz() -> Response:

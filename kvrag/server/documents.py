@@ -31,7 +31,7 @@ from kvrag.server.access import Account
 from kvrag.server.answering import title_of
 from kvrag.server.gate import DOCUMENTS
 from kvrag.server.problems import BusyError, RequestError, as_problem
-from kvrag.server.service import PRIVATE, Service, private, record_of
+from kvrag.server.service import Service, record_of
 
 _MAX_NAME = 200
 _RETRY_SECONDS = 5
@@ -88,18 +88,19 @@ class Documents:
         if can_write:
             _remove_parts(self._folder)
 
-    def find(self) -> list[dict[str, Any]]:
+    def find(self) -> r.Documents:
         """Return the documents, ordered by source."""
-        return [
-            {
-                "source": one.source,
-                "title": title_of(one)[:_MAX_NAME],
-                "num_chunks": one.num_chunks,
-                "num_tokens": one.num_tokens,
-                "is_file": one.file is not None,
-            }
+        documents = [
+            r.Document(
+                source=one.source,
+                title=title_of(one)[:_MAX_NAME],
+                num_chunks=one.num_chunks,
+                num_tokens=one.num_tokens,
+                is_file=one.file is not None,
+            )
             for one in self._index.documents()
         ]
+        return r.Documents(documents=documents)
 
     def kept_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's uploads: files, what waits, and KV."""
@@ -386,7 +387,7 @@ async def _until_done(events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
 
 def _lines(events: AsyncIterator[Event]) -> Response:
     lines = (f"{json.dumps(event)}\n" async for event in events)
-    return StreamingResponse(lines, media_type="application/x-ndjson", headers=PRIVATE)
+    return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
 def add_documents(app: FastAPI, service: Service, documents: Documents) -> None:
@@ -399,11 +400,10 @@ def add_documents(app: FastAPI, service: Service, documents: Documents) -> None:
     """
     service.keepers.append(documents.kept_bytes)
 
-    @app.get(DOCUMENTS, responses=r.answers(r.Documents))
-    async def listed() -> Response:
+    @app.get(DOCUMENTS, responses=r.ERRORS)
+    async def listed() -> r.Documents:
         """List the documents."""
-        found = await service.in_thread(documents.find)
-        return private({"documents": found})
+        return await service.in_thread(documents.find)
 
     @app.put(DOCUMENTS + "/{name}", openapi_extra=_BODY, responses=r.answers(r.Added, lines=True))
     async def add(name: Annotated[str, InPath(max_length=_MAX_NAME)], http: Request) -> Response:
@@ -417,10 +417,10 @@ def add_documents(app: FastAPI, service: Service, documents: Documents) -> None:
         """Read a document's file again; the answer is that of adding it."""
         return _lines(await documents.read_again(source, record_of(http).account))
 
-    @app.delete(DOCUMENTS, responses=r.answers(r.Deleted))
-    async def delete(source: Source) -> Response:
+    @app.delete(DOCUMENTS, responses=r.ERRORS)
+    async def delete(source: Source) -> r.Deleted:
         """Delete a document."""
         num_chunks = await documents.delete(source)
         if not num_chunks:
             raise _no_document(source)
-        return private({"num_chunks": num_chunks})
+        return r.Deleted(num_chunks=num_chunks)

@@ -140,7 +140,10 @@ class Gate:
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if scope["path"].startswith("/v1/"):
+                    headers["Cache-Control"] = "no-store"
             await send(message)
 
         self._num_requests += 1

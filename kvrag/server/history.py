@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
 from pydantic import Field, field_validator
-from starlette.responses import Response
 
 from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
@@ -26,7 +25,7 @@ from kvrag.ingest.index import Index
 from kvrag.server import responses as r
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import Object, Strict
-from kvrag.server.service import Service, private, record_of
+from kvrag.server.service import Service, record_of
 from kvrag.sqlitefile import connect, library
 
 MAX_CONVERSATIONS = 1000
@@ -256,39 +255,41 @@ def add_history(app: FastAPI, service: Service, history: History) -> None:
             raise RequestError(404, "there is no such conversation", code="not_found")
         return value
 
-    done = {"status": "ok"}
+    done = r.Health(status="ok")
 
-    @app.get(root, responses=r.answers(r.Conversations))
+    @app.get(root, responses=r.ERRORS)
     async def conversations(
         http: Request, search: Annotated[str, Query(max_length=200)] = ""
-    ) -> Response:
+    ) -> r.Conversations:
         """List conversations, the latest first."""
         text = arguments.text(search, "search")
-        return private({"conversations": await run(history.find, http, text)})
+        rows = await run(history.find, http, text)
+        return r.Conversations(conversations=[r.ConversationHead(**row) for row in rows])
 
-    @app.get(one, responses=r.answers(r.Conversation))
-    async def conversation(conversation: Id, http: Request) -> Response:
+    @app.get(one, responses=r.ERRORS)
+    async def conversation(conversation: Id, http: Request) -> r.Conversation:
         """Return one conversation."""
-        return private(found(await run(history.get, http, conversation)))
+        kept = await run(history.get, http, conversation)
+        return r.Conversation(**found(kept or {}))
 
-    @app.put(one, responses=r.answers(r.Health))
-    async def keep(conversation: Id, asked: Conversation, http: Request) -> Response:
+    @app.put(one, responses=r.ERRORS)
+    async def keep(conversation: Id, asked: Conversation, http: Request) -> r.Health:
         """Keep a conversation, in place of what has its id."""
         turns = [turn.model_dump() for turn in asked.turns]
         growth = await run(history.growth, http, conversation, turns)
         if growth > 0:
             await service.check_room(record_of(http).account, growth)
         await run(history.put, http, conversation, asked.title, turns)
-        return private(done)
+        return done
 
-    @app.patch(one, responses=r.answers(r.Health))
-    async def rename(conversation: Id, asked: Title, http: Request) -> Response:
+    @app.patch(one, responses=r.ERRORS)
+    async def rename(conversation: Id, asked: Title, http: Request) -> r.Health:
         """Rename a conversation."""
         found(await run(history.rename, http, conversation, asked.title))
-        return private(done)
+        return done
 
-    @app.delete(one, responses=r.answers(r.Health))
-    async def delete(conversation: Id, http: Request) -> Response:
+    @app.delete(one, responses=r.ERRORS)
+    async def delete(conversation: Id, http: Request) -> r.Health:
         """Delete a conversation."""
         found(await run(history.delete, http, conversation))
-        return private(done)
+        return done

@@ -56,7 +56,7 @@ class AnswerQueue:
 
     The engine advances all open answers together. If several tenants wait, the one with the fewest
     open answers is next. Tenants that are present share the queue evenly. Only the event loop's
-    thread may use it, but for the properties.
+    thread may use it, except for the properties.
 
     Parameters
     ----------

@@ -443,7 +443,7 @@ class Health(BaseModel):
 # writes it.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": what}
     for status, what in {
         400: "The request is wrong, or asks for what this server does not support.",
@@ -459,6 +459,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The queue is full, or the index cannot be read; Retry-After says for how long.",
     }.items()
 }
+"""What a route may answer besides, for the OpenAPI document."""
 
 
 def answers(
@@ -467,6 +468,6 @@ def answers(
     """Return a route's responses for the OpenAPI document."""
     if lines:
         schema = {"application/x-ndjson": {"schema": {"type": "string"}}}
-        return {200: {"description": "Lines of JSON.", "content": schema}, **_ERRORS}
+        return {200: {"description": "Lines of JSON.", "content": schema}, **ERRORS}
     content = {"content": _STREAM} if streams else {}
-    return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
+    return {200: {"model": model, "description": "The answer.", **content}, **ERRORS}

@@ -54,9 +54,6 @@ _GRAMMAR_THREADS = 2
 _MOST_CHARACTERS = 100_000  # in a text; embeddings and rerankers read far less at once
 _ANY_FORM = Form()
 
-PRIVATE = {"Cache-Control": "no-store"}
-"""Headers of what no cache may keep."""
-
 T = TypeVar("T")
 
 
@@ -238,7 +235,7 @@ class Service:
 
         return Response(await self._batches.run(http, written), media_type="application/json")
 
-    async def rerank(self, asked: RerankRequest, http: HttpRequest) -> Response:
+    async def rerank(self, asked: RerankRequest, http: HttpRequest) -> r.Ranking:
         """Order texts by how well they fit a question."""
         self._require(asked.model, self.names.ranker)
         texts = asked.texts
@@ -259,10 +256,9 @@ class Service:
             for number in best
         ]
         usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        body = r.Ranking(
+        return r.Ranking(
             id=f"rerank-{secrets.token_hex(12)}", model=asked.model, results=results, usage=usage
         )
-        return JSONResponse(body.model_dump(mode="json", exclude_none=True))
 
     async def _charge(self, texts: Sequence[str], user: str | None, http: HttpRequest) -> int:
         """Count the tokens of texts against the key's limits; return their number."""
@@ -330,7 +326,7 @@ class Service:
         return StreamingResponse(
             _lines(generation, shape, first, record),
             media_type="text/event-stream",
-            headers={**PRIVATE, "X-Accel-Buffering": "no"},
+            headers={"X-Accel-Buffering": "no"},
         )
 
     def _count(self, one: Request) -> int:
@@ -373,11 +369,6 @@ def _event(body: dict[str, Any]) -> str:
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     # Those of the Responses API are named.
     return f"event: {body['type']}\ndata: {data}\n\n" if "type" in body else f"data: {data}\n\n"
-
-
-def private(body: Any) -> JSONResponse:
-    """Return plain JSON values as a response that no cache may keep."""
-    return JSONResponse(body, headers=PRIVATE)
 
 
 def record_of(http: HttpRequest) -> Record:

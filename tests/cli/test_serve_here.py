@@ -62,27 +62,6 @@ def running(
         process.communicate()
 
 
-def test_turns_come_back_from_the_store(index_path: Path) -> None:
-    with Index.open(index_path) as index:
-        before = set(index.store.keys())
-        sizes = ("--session-bytes", "0", "--session-store-bytes", "1GB")
-        with running(index_path, *sizes) as process:
-            where = f"{process.url}/chat/completions"
-            messages = [{"role": "user", "content": "Who keeps the ledger, and why does she?"}]
-            body = {"model": "model", "messages": messages, "max_tokens": 4}
-            cached = 0
-            for _ in range(100):  # the first answer may not be written yet
-                usage = httpx.post(where, json=body, timeout=30).json()["usage"]
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-                if cached:
-                    break
-            assert cached == usage["prompt_tokens"] - 1
-            assert set(index.store.keys()) >= before
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-        assert set(index.store.keys()) == before
-
-
 def test_a_server_with_keys_from_start_to_stop(index_path: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(KEYS)

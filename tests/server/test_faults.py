@@ -17,7 +17,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexLockedError, StoreError, StoreUnreachableError
 from kvrag.server import gate
 from kvrag.server.app import ServerOptions
-from kvrag.server.gate import MAX_BODY_BYTES, MAX_PROMPT_BYTES
+from kvrag.server.gate import MAX_PROMPT_BYTES
 from kvrag.server.problems import as_problem, validation_problem
 from kvrag.server.requests import MAX_FIELDS, ChatRequest
 from tests.support.api_server import Served, serving
@@ -87,27 +87,6 @@ def test_a_client_that_leaves_the_queue_is_never_answered(rag: Rag) -> None:
         assert metric(served, "kvrag_prompts_total") == prompts + 1
 
 
-def test_a_reader_that_pauses_delays_nobody_and_loses_nothing(served: Served) -> None:
-    body = CHAT | {"max_tokens": 300, "stream": True}
-    expected = served.engine.generate(body["messages"], max_tokens=300).text
-    slow = raw(served, json.dumps(body).encode())
-    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 1)
-    others = [httpx.post(f"{served.url}/chat/completions", json=CHAT).json() for _ in range(3)]
-    assert len({one["choices"][0]["message"]["content"] for one in others}) == 1
-    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
-    received = b""
-    while b"data: [DONE]" not in received:
-        received += slow.recv(50)
-    slow.close()
-    events = [
-        json.loads(line[6:])
-        for line in received.decode().splitlines()
-        if line.startswith("data: {")
-    ]
-    pieces = [one["choices"][0]["delta"].get("content", "") for one in events]
-    assert "".join(pieces) == expected
-
-
 def test_a_full_queue_refuses(rag: Rag) -> None:
     with serving(rag.index, ServerOptions(max_streams=1, max_waiting=1)) as served:
         open_ = raw(served, json.dumps(LONG).encode())
@@ -154,13 +133,6 @@ def test_wrong_bodies(
     assert error["message"]
     chunked = httpx.post(f"{served.url}/chat/completions", content=iter([content]), headers=headers)
     assert chunked.status_code == status
-
-
-def test_vectors_may_be_of_longer_bodies(served: Served) -> None:
-    body = json.dumps({"model": "hashing-2", "input": "fox"}).encode()
-    for length, status in ((MAX_PROMPT_BYTES + 1, 200), (MAX_BODY_BYTES + 1, 413)):
-        answer = httpx.post(f"{served.url}/embeddings", content=body.ljust(length), headers=JSON)
-        assert answer.status_code == status
 
 
 @pytest.mark.parametrize(

@@ -51,26 +51,6 @@ def test_a_chat_answers_tokens(client: OpenAI, served: Served) -> None:
     assert client.chat.completions.create(**CHAT).choices[0].logprobs is None
 
 
-def test_a_streamed_chat_has_the_same(client: OpenAI) -> None:
-    whole = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2).choices[0]
-    assert whole.logprobs is not None
-    streamed: list[Any] = []
-    text = ""
-    with client.chat.completions.create(
-        **CHAT, logprobs=True, top_logprobs=2, stream=True
-    ) as stream:
-        for chunk in stream:
-            choice = chunk.choices[0]
-            text += choice.delta.content or ""
-            streamed += (choice.logprobs and choice.logprobs.content) or []
-            # A piece comes with the tokens that begin in it.
-            assert b"".join(bytes(one.bytes or ()) for one in streamed).startswith(
-                text.partition("\ufffd")[0].encode()
-            )
-    assert text == whole.message.content
-    assert [one.token for one in streamed] == [one.token for one in whole.logprobs.content or []]
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_completions_tokens(client: OpenAI, is_streamed: bool) -> None:
     tokens: list[str] = []

@@ -170,24 +170,6 @@ def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
     assert len((last.delta.model_extra or {})["annotations"]) == 4
 
 
-def test_earlier_turns_stay_in_a_retrieved_prompt(client: OpenAI, served: Served) -> None:
-    turns: list[Any] = [
-        {"role": "user", "content": "Where is Varn?"},
-        {"role": "assistant", "content": "At the river."},
-        {"role": "user", "content": QUESTION},
-    ]
-
-    def num_tokens(messages: list[Any]) -> int:
-        answer = client.chat.completions.create(model=served.rag, messages=messages, max_tokens=1)
-        assert answer.usage is not None
-        return answer.usage.prompt_tokens
-
-    assert num_tokens(turns) > num_tokens(turns[2:])
-    for wrong in (turns[:2], [{"role": "system", "content": "Be brief."}]):
-        with pytest.raises(openai.BadRequestError, match="end with a message of the user"):
-            num_tokens(wrong)
-
-
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 def test_embeddings_are_the_indexs(client: OpenAI, served: Served, encoding: Any) -> None:
     texts = [QUESTION, PASSAGES["fox"]]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvrag.ingest.ranking import Reranker
-from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
@@ -82,17 +81,3 @@ def test_a_cross_encoder_ranks_and_orders_what_the_server_finds(rag: Rag) -> Non
         assert cited["url_citation"]["chunk_id"] == expected.chunk_id
         assert expected.text == TEXTS[shortest]
         assert rag.index.search(question, 1)[0].chunk.text != TEXTS[shortest]
-
-
-def test_it_counts_against_a_keys_limits(rag: Rag) -> None:
-    key = ApiKey(name="ada", key="key-of-ada-0123456789", max_prompt_tokens=20)
-    with serving(rag.index, ServerOptions(keys=[key])) as served:
-        assert post(served).status_code == 401
-        headers = {"Authorization": f"Bearer {key.key}"}
-        long = httpx.post(f"{served.url}/rerank", json=ASKED, headers=headers)
-        assert long.status_code == 400
-        assert "20" in long.json()["error"]["message"]
-        short = httpx.post(
-            f"{served.url}/rerank", json=ASKED | {"documents": ["a clock"]}, headers=headers
-        )
-        assert short.status_code == 200

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import lists
 from kvrag_bench.cli import options as b
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag_bench.cli import lists
 from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:

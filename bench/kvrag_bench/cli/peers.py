@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
+from kvrag_bench.cli import lists
 
 if TYPE_CHECKING:
     from kvrag_bench.peers.run import PeerRow

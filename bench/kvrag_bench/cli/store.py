@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import lists
 
 _PARTS = ("reads", "readers", "million", "crash", "soak", "shared")
 

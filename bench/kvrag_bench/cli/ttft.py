@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.codec.names import RAW
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag_bench.cli import lists
 from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:

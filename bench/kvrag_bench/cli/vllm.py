@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import lists
 from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:

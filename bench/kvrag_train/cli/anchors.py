@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from kvrag import arguments
-from kvrag.cli import lists
 from kvrag.cli import options as o
+from kvrag_bench.cli import lists
 from kvrag_bench.cli import options as b
 from kvrag_train.cli import options as t
 from kvrag_train.cli import run as training_run
