@@ -24,7 +24,7 @@ from kvrag.codec.decoding import CodedPart, PipelineChunk
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.pca import Components
 from kvrag.codec.pipeline import NAME, PipelineCodec
-from kvrag.codec.planes import NUM_CONTEXTS
+from kvrag.codec.tables import NUM_CONTEXTS
 from kvrag.codec.transforms import KINDS, ChannelRows
 from kvrag.kvcache import KVSpec
 from kvrag.native.entropy import decode_tables

@@ -19,25 +19,23 @@ from kvrag.codec.base import check_kv
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.lossless import rest_bits, split
 from kvrag.codec.pca import Components
-from kvrag.codec.planes import (
-    NUM_CONTEXTS,
-    RADIX,
-    coarser,
-    digit_contexts,
-    digit_symbols,
-    value_costs,
-)
 from kvrag.codec.profile import Level, Plane, Profile
 from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise
 from kvrag.codec.tables import (
     ESCAPE,
+    NUM_CONTEXTS,
     NUM_SYMBOLS,
+    RADIX,
     bits_of,
     cluster,
+    coarser,
     count_symbols,
+    digit_contexts,
+    digit_symbols,
     empirical_bits,
     fit_digit_frequencies,
     fit_frequencies,
+    value_costs,
 )
 from kvrag.codec.transforms import FittedTransform, greatest_tame
 from kvrag.errors import ParameterError

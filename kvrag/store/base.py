@@ -67,10 +67,14 @@ class Store(Listing, Protocol):
         """URL with which `kvrag.store.registry.open_store` opens this store, without secrets."""
         ...
 
-    @abstractmethod
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record atomically and durably; an existing record stays."""
-        ...
+        """Write a record atomically and durably; an existing record stays.
+
+        When several threads or processes put one key at the same time, one of the records stays,
+        whole.
+        """
+        if not self.contains(key):
+            self.replace(key, record)
 
     @abstractmethod
     def replace(self, key: ChunkKey, record: bytes) -> None:

@@ -167,22 +167,10 @@ class FileStore(CountedStore):
         """Raise StoreError if no record could be written; this writes nothing to find out."""
         check_writable(self.path)
 
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; when this returns, the record is on the medium.
-
-        An existing record stays. When several threads or processes put one key at the same time,
-        one of the records stays, whole.
-
-        Raises
-        ------
-        StoreError
-            When the record cannot be written; no part of it is then visible.
-        """
-        if not self.contains(key):
-            self._write(key, record)
-
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; readers keep the one they opened.
+
+        When this returns, the record is on the medium.
 
         Raises
         ------

@@ -108,17 +108,9 @@ class LimitedStore(StoreWrapper):
         if size_bytes > self.limit_bytes:
             return False
         with self._lock:
-            sizes = self._known()
-            needed = self._total + size_bytes - self.limit_bytes
-            for victim in sizes:
-                if needed <= 0:
-                    return True
-                if victim == key or self._is_held(victim):
-                    continue
-                if self._uses[victim] > self._uses[key]:
-                    return False
-                needed -= sizes[victim]
-            return needed <= 0
+            victims = self._victims(key, size_bytes)
+            most = self._uses[key]
+            return victims is not None and all(self._uses[one] <= most for one in victims)
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Protect these records from removal until `unpin` is called as often."""
@@ -173,8 +165,18 @@ class LimitedStore(StoreWrapper):
             if self._sizes is not None:
                 self._total -= self._sizes.pop(key, 0)
 
-    def _is_held(self, key: ChunkKey) -> bool:
-        return key in self._pins or key in self._open
+    def _victims(self, key: ChunkKey, more_bytes: int) -> list[ChunkKey] | None:
+        """Return the records that would have to go for a larger record; None if they may not."""
+        victims = []
+        sizes = self._known()
+        needed = self._total + more_bytes - self.limit_bytes
+        for victim, size in sizes.items():
+            if needed <= 0:
+                break
+            if victim != key and victim not in self._pins and victim not in self._open:
+                victims.append(victim)
+                needed -= size
+        return victims if needed <= 0 else None
 
     @contextmanager
     def _room_for(self, key: ChunkKey, size_bytes: int) -> Iterator[None]:
@@ -204,15 +206,8 @@ class LimitedStore(StoreWrapper):
         with self._lock:
             sizes = self._known()
             size_before = sizes.get(key)
-            needed = self._total + size_bytes - self.limit_bytes - (size_before or 0)
-            victims = []
-            for victim, size in sizes.items():
-                if needed <= 0:
-                    break
-                if victim != key and not self._is_held(victim):
-                    victims.append(victim)
-                    needed -= size
-            if needed > 0:
+            victims = self._victims(key, size_bytes - (size_before or 0))
+            if victims is None:
                 raise StoreError(
                     f"{self.url} is limited to {self.limit_bytes} bytes, and no record may go for "
                     f"record {key} of {size_bytes}: all are pinned, open or not yet uploaded; "

@@ -121,14 +121,6 @@ class ObjectStore(RemoteStore):
     def _greet(self) -> None:
         self._bucket.check()
 
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; an existing record stays. Raises StoreError.
-
-        When two processes put one key at the same time, one of the records stays, whole.
-        """
-        if not self.contains(key):
-            self.replace(key, record)
-
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; further reads of that one are refused."""
         with self._bucket.errors("write to"):

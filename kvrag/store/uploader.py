@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
@@ -78,9 +79,7 @@ class _Outbox:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._path = folder / FILE_NAME
-        if self._path.exists():
-            with self._using() as connection:
-                connection.execute("SELECT COUNT(*) FROM pending").fetchone()
+        self._rows("SELECT COUNT(*) FROM pending")
 
     def add(self, key: ChunkKey, *, replaces: bool) -> bool:
         """Note durably that a record is to be uploaded; return whether it was not listed yet.
@@ -114,44 +113,28 @@ class _Outbox:
         number
             Number of the uploaded entry: a newer entry stays. None means any.
         """
-        if not self._path.exists():
-            return False
-        with self._using() as connection:
-            done = connection.execute(
-                "DELETE FROM pending WHERE key = ? AND number = COALESCE(?, number)",
-                (key.digest, number),
-            )
-            return done.rowcount > 0
+        query = "DELETE FROM pending WHERE key = ? AND number = COALESCE(?, number) RETURNING 1"
+        return bool(self._rows(query, key.digest, number))
 
     def contains(self, key: ChunkKey) -> bool:
         """Return whether a record is listed."""
-        if not self._path.exists():
-            return False
-        with self._using() as connection:
-            query = "SELECT 1 FROM pending WHERE key = ?"
-            return connection.execute(query, (key.digest,)).fetchone() is not None
+        return bool(self._rows("SELECT 1 FROM pending WHERE key = ?", key.digest))
 
     def after(self, number: int) -> _Entry | None:
         """Return the oldest entry with a higher number, if there is one."""
-        if not self._path.exists():
-            return None
-        with self._using() as connection:
-            row = connection.execute(
-                "SELECT number, key, replaces, listed FROM pending WHERE number > ? "
-                "ORDER BY number LIMIT 1",
-                (number,),
-            ).fetchone()
-        if row is None:
-            return None
-        return _Entry(row[0], ChunkKey(row[1]), bool(row[2]), time.time() - row[3])
+        rows = self._rows(
+            "SELECT number, key, replaces, listed FROM pending WHERE number > ? "
+            "ORDER BY number LIMIT 1",
+            number,
+        )
+        for found, digest, replaces, listed in rows:
+            return _Entry(found, ChunkKey(digest), bool(replaces), time.time() - listed)
+        return None
 
     def keys(self) -> list[ChunkKey]:
         """Return all keys."""
-        if not self._path.exists():
-            return []
-        with self._using() as connection:
-            rows = connection.execute("SELECT key FROM pending ORDER BY number").fetchall()
-        return [ChunkKey(key) for (key,) in rows]
+        rows = self._rows("SELECT key FROM pending ORDER BY number")
+        return [ChunkKey(digest) for (digest,) in rows]
 
     def close(self) -> None:
         """Close the file."""
@@ -162,6 +145,13 @@ class _Outbox:
 
     def __del__(self) -> None:
         self.close()
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        """Return what a query finds; nothing if there is no list yet."""
+        if not self._path.exists():
+            return []
+        with self._using() as connection:
+            return connection.execute(query, values).fetchall()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:

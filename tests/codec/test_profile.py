@@ -12,11 +12,10 @@ from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.planes import coarser, digit_symbols
 from kvrag.codec.profile import Profile, profile_hash
 from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.registry import codec_of, get_codec
-from kvrag.codec.tables import TOTAL, fit_digit_frequencies, fit_frequencies
+from kvrag.codec.tables import TOTAL, coarser, digit_symbols, fit_digit_frequencies, fit_frequencies
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec

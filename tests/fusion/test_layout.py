@@ -99,13 +99,6 @@ def test_few_tokens_are_trimmed_whatever_the_tokenizer(name, separator, most):
     assert all(max(sides) <= most for sides in num_trimmed(layout, chunks))
 
 
-def test_byte_level_chunks_between_blank_lines_lose_nothing():
-    prompt = f"Use this\n\n{A}\n\n{B}\n\nQuestion"
-    layout, chunks, _ = find_and_lay_out(get_tokenizer("byte-level"), prompt, {"a": A, "b": B})
-    assert num_trimmed(layout, chunks) == [(0, 0), (0, 0)]
-    assert layout.num_reused == sum(len(chunk.token_ids) for chunk in chunks.values())
-
-
 def test_full_stop_merged_with_the_blank_line_is_trimmed():
     prompt = f"Use this\n\n{A}\n\n{B}\n\nQuestion"
     layout, chunks, _ = find_and_lay_out(get_tokenizer("newline-merging"), prompt, {"a": A, "b": B})
@@ -149,11 +142,6 @@ def test_a_part_of_the_prefix_is_counted_and_costs_a_chunk_nothing():
         (span,) = layout.spans
         assert (span.prompt_start, span.chunk_start) == (1, 0)
         assert not layout.is_exact(span)
-
-
-def test_span_that_lost_its_first_token_is_not_exact():
-    layout = Layout((5, 1, 2, 3, 4, 9), (), 1, True)
-    assert not layout.is_exact(ReusedSpan("a", 1, 1, 4))
 
 
 def test_chunk_inside_the_prefix_is_computed():

@@ -11,7 +11,6 @@ from kvrag.fusion.calibration import Measured
 from kvrag.fusion.controller import LoadingController, make_choice
 from kvrag.fusion.layout import LinkRow
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
-from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
@@ -32,14 +31,6 @@ def bench() -> Bench:
 def planned(bench: Bench, choice: object, loading: Loading = Loading()) -> FusePlan:  # noqa: B008
     layout = bench.lay_out(bench.prompt(*ORDER))
     return plan_fusion(bench.model, layout, choice, loading)  # type: ignore[arg-type]
-
-
-def test_spans_are_exact_or_inexact_and_all_else_is_fresh(bench: Bench) -> None:
-    plan = planned(bench, Repair(NonePolicy()))
-    assert [span.chunk_id for span in plan.exact] == ["chunk-0"]
-    assert [span.chunk_id for span in plan.inexact] == ["chunk-2", "chunk-1", "chunk-3"]
-    covered = {row for span in plan.spans for row in range(span.prompt_start, span.prompt_end)}
-    assert set(plan.fresh.tolist()) == set(range(len(plan.layout.token_ids))) - covered
 
 
 def test_a_prompts_first_token_is_computed_unless_it_is_exact(bench: Bench) -> None:
@@ -68,37 +59,12 @@ def test_a_prompts_first_token_is_computed_unless_it_is_exact(bench: Bench) -> N
     assert plan_fusion(bench.model, kept, Repair(NonePolicy()), Loading()).spans == layout.spans[1:]
 
 
-def test_without_a_record_its_tokens_are_fresh_and_the_miss_is_counted(bench: Bench) -> None:
-    plan = planned(bench, Repair(BoundaryPolicy(ratio=0.2)))
-    lost, chosen = plan.inexact[0], plan.inexact[1]
-    fewer = plan.without({lost.record_id: "record damaged", chosen.record_id: None})
-    assert [span.chunk_id for span in fewer.inexact] == ["chunk-3"]
-    assert fewer.misses == {"record damaged": 1}
-    assert len(fewer.fresh) == len(plan.fresh) + lost.length + chosen.length
-    assert fewer.layout is plan.layout
-    assert plan.misses == {}
-
-
-def test_the_question_is_asked_only_where_there_is_something_to_choose(bench: Bench) -> None:
-    plan = planned(bench, Repair(QueryPolicy(0.2)))
-    assert plan.question_layers == range(4)
-    alone = plan.without(dict.fromkeys(span.record_id for span in plan.inexact))
-    assert alone.question_layers == range(0)
-    assert alone.exact == plan.exact
-
-
 def test_the_question_starts_after_the_last_chunk_and_its_links(bench: Bench) -> None:
     plan = planned(bench, Repair(QueryPolicy(0.2)))
     last = plan.spans[-1].prompt_end
     assert plan.question_start == last
     linked = replace(plan, layout=replace(plan.layout, links=(LinkRow(last + 2, 0),)))
     assert linked.question_start == last + 3
-
-
-def test_layers_that_recompute_everything_load_nothing(bench: Bench) -> None:
-    assert planned(bench, Repair(NonePolicy())).num_whole_layers == 0
-    assert planned(bench, Repair(DeviationPolicy(0.3))).num_whole_layers == 1
-    assert planned(bench, Repair(DeviationPolicy(1.0))).num_whole_layers == 4
 
 
 def test_a_model_of_one_layer_needs_no_repair() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.errors import ParameterError
-from kvrag.fusion.controller import LoadingController, make_choice
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.repair import make_repair
@@ -84,19 +82,3 @@ def test_where_no_row_is_computed_or_all_are_nothing_moves(bench: Bench) -> None
         still, moved = fused(bench, spec, ratio), fused(bench, f"{spec}:shift=1", ratio)
         assert torch.equal(still.logits, moved.logits)
         assert relative_difference(rows_of(moved.kv), rows_of(still.kv)) == 0.0
-
-
-def test_it_is_part_of_the_policy() -> None:
-    repair = make_repair("query:shift=0.5", ratio=0.1)
-    assert repair.shift == 0.5
-    assert str(repair) == "query(ratio=0.1, shift=0.5)"
-    assert make_repair(str(repair)) == repair
-    with pytest.raises(ParameterError, match=r"shift 1.5: expected 0 to 1"):
-        make_repair("query:shift=1.5")
-
-
-def test_a_controller_passes_it_on() -> None:
-    choice = make_choice("auto:ratio=0.2:shift=0.5")
-    assert isinstance(choice, LoadingController)
-    assert choice.shift == 0.5
-    assert make_choice(str(choice)) == choice

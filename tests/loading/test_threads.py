@@ -22,7 +22,6 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import HttpStore
 from kvrag.store.tiered import TieredStore
 from tests.support.instructions import torch_threads
-from tests.support.threads import at_work
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
@@ -121,35 +120,6 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     if not child:
         os._exit(0 if threads.each(lambda n: n + 1, [1, 2, 3], 3) == [2, 3, 4] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_threads_of_the_package_are_told_from_others() -> None:
-    """A library under a folder called kvrag, as in a checkout's own environment, is not ours."""
-    library: dict[str, object] = {"__name__": "tqdm._monitor"}
-    path = "/home/someone/kvrag/.venv/lib/python3/site-packages/tqdm/_monitor.py"
-    exec(compile("def run(stop):\n    stop.wait(30)\n", path, "exec"), library)
-    stop, begun = threading.Event(), threading.Event()
-    monitor = threading.Thread(target=library["run"], args=(stop,), name="tqdm-monitor")
-    monitor.start()
-
-    def work(_: int) -> None:
-        begun.set()
-        stop.wait(30)
-
-    def load() -> None:
-        threads.each(work, [0], 1)
-
-    try:
-        assert at_work("kvrag-load") == []
-        ours = threads.start(load)
-        assert begun.wait(30)
-        assert len(at_work("kvrag-load")) == 1
-    finally:
-        stop.set()
-        monitor.join()
-    ours.result()
-    assert at_work("kvrag-load") == []
-    assert _num_threads() > 0
 
 
 def test_every_thread_of_the_package_is_named() -> None:

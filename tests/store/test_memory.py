@@ -2,25 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
-from kvrag.store.base import Store
 from kvrag.store.memory import MemoryStore
-from kvrag_testing.store_contract import StoreContract, key_number, read_all
-
-
-class TestMemoryStore(StoreContract):
-    @pytest.fixture
-    def store(self) -> Store:
-        return MemoryStore()
-
-    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        assert isinstance(store, MemoryStore)
-        store._records[key] = record
-
-    def peek(self, store: Store, key: ChunkKey) -> bytes:
-        assert isinstance(store, MemoryStore)
-        return store._records[key]
+from kvrag_testing.store_contract import key_number, read_all
 
 
 def test_what_is_kept_is_not_the_callers_buffer() -> None:

@@ -4,18 +4,16 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import boto3
 import pytest
 
 from kvrag.errors import KVRagError, ParameterError, StoreError
 from kvrag.store.capabilities import capability
 from kvrag.store.file import FileStore
 from kvrag.store.memory import MemoryStore
-from kvrag.store.objects import ObjectStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
 from kvrag_testing.store_contract import key_number
-from tests.support.servers import RedisServer, S3Server
+from tests.support.servers import RedisServer
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -129,17 +127,6 @@ def test_redis(redis_server: RedisServer, redis_password: str) -> None:
     assert list(again.keys()) == [key_number(0)]
     assert list(open_store(redis_server.url).keys()) == []
     store.delete(key_number(0))
-
-
-def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    with closing(boto3.client("s3", "us-east-1", endpoint_url=s3_server.endpoint)) as client:
-        client.create_bucket(Bucket="registry")
-    store = open_store(f"s3://registry/x?endpoint={s3_server.endpoint}&region=us-east-1")
-    assert capability(store, ObjectStore) is not None
-    store.put(key_number(0), b"record")
-    assert list(open_store(store.url).keys()) == [key_number(0)]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,15 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.codec.level import LevelCoder
-from kvrag.codec.planes import NUM_CONTEXTS, digit_contexts
 from kvrag.codec.profile import Level, Profile
-from kvrag.codec.tables import NUM_SYMBOLS, TOTAL, ZERO_SYMBOL, fit_frequencies
+from kvrag.codec.tables import (
+    NUM_CONTEXTS,
+    NUM_SYMBOLS,
+    TOTAL,
+    ZERO_SYMBOL,
+    digit_contexts,
+    fit_frequencies,
+)
 from kvrag.native import RansModel, ideal_bits
 
 _SPREAD = 1.95  # of normal numbers that take about 3 bits each
