@@ -216,7 +216,6 @@ def lay_out(
     prefix_ids: Sequence[int],
     *,
     hints: Collection[str] = (),
-    min_run_length: int = MIN_RUN_LENGTH,
 ) -> Layout:
     """Return the layout of a prompt, with spans for the chunks found in it.
 
@@ -234,8 +233,6 @@ def lay_out(
     hints
         Ids of chunks that the prompt probably contains; they decide between chunks with the same
         text.
-    min_run_length
-        Minimum number of tokens in a span; a match with fewer is a miss.
     """
     token_ids = tokens.token_ids
     prefix = tuple(prefix_ids)
@@ -256,7 +253,7 @@ def lay_out(
             misses[MISS_NO_OFFSETS] += 1
             continue
         span = placed.longest_run(match, known[0], prefix_length if has_prefix else 0)
-        if span.length < min_run_length:
+        if span.length < MIN_RUN_LENGTH:
             misses[MISS_TOKENS_DIFFER] += 1
             continue
         spans.append(span)

@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 MISS_ABSENT = "absent"
 MISS_UNREADABLE = "unreadable"
@@ -67,6 +68,9 @@ class StoreCounts:
         return asdict(self)
 
 
+_SUMS = tuple(one.name for one in fields(StoreCounts) if one.name not in ("name", "misses"))
+
+
 class StoreMetrics:
     """Counts events of one store; safe to use from several threads.
 
@@ -80,17 +84,11 @@ class StoreMetrics:
         self.name = name
         self._lock = threading.Lock()
         self._misses: Counter[str] = Counter()
-        self._hits = 0
-        self._bytes_read = 0
-        self._bytes_written = 0
-        self._evictions = 0
-        self._bytes_evicted = 0
-        self._seconds = 0.0
+        self._sums: dict[str, Any] = dict.fromkeys(_SUMS, 0) | {"seconds": 0.0}
 
     def hit(self) -> None:
         """Count a record that was opened."""
-        with self._lock:
-            self._hits += 1
+        self._add(hits=1)
 
     def miss(self, reason: str) -> None:
         """Count a record that could not be read, by reason."""
@@ -99,19 +97,15 @@ class StoreMetrics:
 
     def read(self, num_bytes: int) -> None:
         """Count bytes read."""
-        with self._lock:
-            self._bytes_read += num_bytes
+        self._add(bytes_read=num_bytes)
 
     def wrote(self, num_bytes: int) -> None:
         """Count bytes written."""
-        with self._lock:
-            self._bytes_written += num_bytes
+        self._add(bytes_written=num_bytes)
 
     def evicted(self, num_bytes: int) -> None:
         """Count a record removed to keep within a limit."""
-        with self._lock:
-            self._evictions += 1
-            self._bytes_evicted += num_bytes
+        self._add(evictions=1, bytes_evicted=num_bytes)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -120,22 +114,17 @@ class StoreMetrics:
         try:
             yield
         finally:
-            with self._lock:
-                self._seconds += time.perf_counter() - started
+            self._add(seconds=time.perf_counter() - started)
 
     def counts(self) -> StoreCounts:
         """Return the counts so far."""
         with self._lock:
-            return StoreCounts(
-                name=self.name,
-                hits=self._hits,
-                misses=dict(self._misses),
-                bytes_read=self._bytes_read,
-                bytes_written=self._bytes_written,
-                evictions=self._evictions,
-                bytes_evicted=self._bytes_evicted,
-                seconds=self._seconds,
-            )
+            return StoreCounts(self.name, misses=dict(self._misses), **self._sums)
+
+    def _add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] += amount
 
 
 def labelled(counts: Sequence[StoreCounts]) -> Counts:

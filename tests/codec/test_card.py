@@ -23,6 +23,7 @@ from kvrag_testing.codec_contract import KEY, BytesSource
 from tests.codec import forge
 from tests.codec.test_pipeline import CONFIGS, fitting_codec
 from tests.support.codecs import smooth_kv
+from tests.support.properties import in_turn
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 CPU = torch.device("cpu")
@@ -106,9 +107,9 @@ class _Setting:
         assert end == len(self.numbers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("name", KINDS)
-def test_kernels_decode_as_the_host_does(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "is_half"), in_turn(KINDS))
+def test_kernels_decode_as_the_host_does(name: str, is_half: bool) -> None:
+    dtype = torch.float16 if is_half else torch.float32
     setting = _Setting(name, dtype)
     staged, flags = setting.decoded(in_kernel=True)
     assert not flags.any()
@@ -126,8 +127,7 @@ def test_kernels_decode_as_the_host_does(name: str, dtype: torch.dtype) -> None:
     setting.assert_same_numbers()
 
 
-@pytest.mark.parametrize("in_kernel", [True, False], ids=["kernels", "played"])
-@pytest.mark.parametrize("name", ["transform", "cachegen"])
+@pytest.mark.parametrize(("name", "in_kernel"), in_turn(("transform", "cachegen")))
 def test_streams_that_lie_raise_their_record_s_flag_alone(name: str, in_kernel: bool) -> None:
     setting = _Setting(name, torch.float32, damaged=True)
     staged, flags = setting.decoded(in_kernel)
@@ -139,8 +139,7 @@ def test_streams_that_lie_raise_their_record_s_flag_alone(name: str, in_kernel: 
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("in_kernel", [True, False], ids=["kernels", "played"])
-@pytest.mark.parametrize("name", ["transform", "cachegen"])
+@pytest.mark.parametrize(("name", "in_kernel"), in_turn(("transform", "cachegen")))
 def test_escapes_in_a_record_that_says_it_has_none_raise_its_flag(
     name: str, in_kernel: bool
 ) -> None:

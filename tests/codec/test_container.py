@@ -7,7 +7,7 @@ import torch
 
 from kvrag.codec import container
 from kvrag.codec.block import BlockReader
-from kvrag.codec.container import RecordReader, header_size, padded_size, write_record
+from kvrag.codec.container import RecordReader, header_size, write_record
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
@@ -46,10 +46,6 @@ def test_blocks_of_any_size_come_back() -> None:
         assert not any(buffer[block.size_bytes :])
     assert found == [b"one", b"two", b"x" * 100]
     assert reader.size_bytes == len(record) == header_size(3) + 64 + 64 + 128
-
-
-def test_padding() -> None:
-    assert [padded_size(size) for size in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
 
 
 def test_a_header_longer_than_the_first_read() -> None:
@@ -163,25 +159,6 @@ def test_lying_index(layer_index: int, field: str, value: int, message: str) -> 
     forge.set_block_field(record, layer_index, field, value)
     with pytest.raises(RecordError, match=f"record {KEY}: {message}"):
         decode(RawCodec(), KEY, forge.reseal(record, header_size(3)), SPEC)
-
-
-def test_swapped_blocks() -> None:
-    record = make_record()
-    start, size = header_size(3), 512
-    first, second = record[start : start + size], record[start + size : start + 2 * size]
-    record[start : start + 2 * size] = second + first
-    with pytest.raises(RecordError, match="block 0: checksum"):
-        decode(RawCodec(), KEY, bytes(record), SPEC)
-
-
-def test_trailing_bytes() -> None:
-    with pytest.raises(RecordError, match="length"):
-        decode(RawCodec(), KEY, bytes(make_record()) + b"\0" * 64, SPEC)
-
-
-def test_every_error_says_how_to_mend_it() -> None:
-    with pytest.raises(RecordError, match=r"; delete this record and ingest its document again$"):
-        decode(RawCodec(), KEY, bytes(make_record()[:-1]), SPEC)
 
 
 def test_a_lie_costs_no_memory() -> None:

@@ -145,10 +145,6 @@ def test_a_model_too_wide_for_the_machine() -> None:
         PCA().fitter(KVSpec(4000, 64, 128, torch.bfloat16))
 
 
-def test_fitting_is_a_function_of_the_chunks() -> None:
-    assert fit(CONFIG, SPEC).hash == fit(CONFIG, SPEC).hash
-
-
 def test_memory_is_bounded_by_the_model_not_by_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.codec.fitting._MAX_KEPT_NUMBERS", smooth_kv(SPEC, 80).keys.numel())
     seen = 0

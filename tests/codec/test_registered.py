@@ -17,7 +17,6 @@ from kvrag.errors import ParameterError, ProfileError, RecordError
 from kvrag_testing.codec_contract import (
     KEY,
     BytesSource,
-    CodecContract,
     random_kv,
     same_bits,
     spec_of,
@@ -48,12 +47,6 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def mirror(tmp_path: Path) -> Codec:
     with installed(tmp_path / "site", "mirror_codec", MIRROR, POINTS):
         yield get_codec("mirror")
-
-
-class TestRegistered(CodecContract):
-    @pytest.fixture
-    def codec(self, mirror: Codec) -> Codec:
-        return mirror
 
 
 def test_it_is_named_as_kvrags_own_are(mirror: Codec) -> None:

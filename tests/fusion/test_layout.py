@@ -161,18 +161,6 @@ def test_last_token_is_always_computed():
     assert layout.spans[0].prompt_end == len(layout.token_ids) - 1
 
 
-def test_chat_prompt_gets_no_second_bos():
-    tokenizer = get_tokenizer("byte-level")
-    messages = [{"role": "user", "content": f"{A}\n\n{B}\n\nWho?"}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    corpus = {"a": A, "b": B}
-    layout, chunks, _ = find_and_lay_out(tokenizer, prompt, corpus, (0,), add_special_tokens=False)
-    check(layout, tokenizer, prompt, chunks, add_special_tokens=False)
-    assert layout.token_ids.count(0) == 1
-    assert layout.prefix_length == 1
-    assert len(layout.spans) == 2
-
-
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
 def test_cut_chunk_is_reused_up_to_the_cut(name):
     tokenizer = get_tokenizer(name)
@@ -204,16 +192,6 @@ def test_chunk_of_another_tokenizer_is_a_miss():
     )
     assert layout.spans == ()
     assert layout.misses == {MISS_TOKENS_DIFFER: 1, MISS_UNKNOWN_CHUNK: 1}
-
-
-def test_min_run_length_is_a_parameter():
-    tokenizer = get_tokenizer("byte-level")
-    corpus = {"a": A}
-    num_tokens = len(make_chunk(tokenizer, "a", A).token_ids)
-    layout, _, _ = find_and_lay_out(tokenizer, A + "\n", corpus, min_run_length=num_tokens)
-    assert len(layout.spans) == 1
-    layout, _, _ = find_and_lay_out(tokenizer, A + "\n", corpus, min_run_length=num_tokens + 1)
-    assert layout.misses == {MISS_TOKENS_DIFFER: 1}
 
 
 def test_tokenizer_without_offsets_is_a_plain_prefill():

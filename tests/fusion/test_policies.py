@@ -214,17 +214,6 @@ def test_deviation_scores_what_it_is_told_to(on: str, picked: list[int]) -> None
     assert scores.topk(2).indices.sort().values.tolist() == picked
 
 
-def test_deviation_keeps_what_is_off(bench: Bench) -> None:
-    """A chunk at its own place behind the same text is right, so it is not chosen."""
-    fused = bench.fuse(bench.prompt(2, 0, 3, 1), DeviationPolicy(ratio=0.2))
-    assert len(fused.picks[0]) > len(fused.picks[1]) == fused.report.num_recomputed
-
-
-def test_parameters_follow_colons() -> None:
-    assert make_repair("gradual:spread=0.8:on=k", ratio=0.2).policy == GradualPolicy(0.2, "k", 0.8)
-    assert make_repair("query:depth=1").policy == QueryPolicy(depth=1)
-
-
 def test_query_takes_what_the_question_gathers_most_from() -> None:
     relevance = torch.zeros(1, NUM_REUSED)
     relevance[0, [0, 10, 40]] = torch.tensor([1.0, 3.0, 2.0])

@@ -40,13 +40,6 @@ def check(prompt: str, matches: list[Match], corpus: dict[str, str]) -> None:
 # --- examples ---------------------------------------------------------------------------------
 
 
-def test_find_returns_chunks_in_order_and_each_repeat():
-    prompt = f"Context:\n\n{B}\n\n{A}\n\n{B}\n\nQuestion"
-    matches = make_matcher({"a": A, "b": B}).find(prompt)
-    assert [m.chunk_id for m in matches] == ["b", "a", "b"]
-    check(prompt, matches, {"a": A, "b": B})
-
-
 def test_find_in_an_empty_prompt_or_with_nothing_known():
     assert make_matcher({"a": A}).find("") == []
     assert ChunkMatcher().find(A) == []
@@ -76,11 +69,6 @@ def test_crlf_prompt_matches_up_to_the_line_end_and_offsets_behind_it_hold():
 def test_decomposed_prompt_does_not_match_beyond_the_first_accent():
     text = "À " + A
     assert make_matcher({"a": text}).find(unicodedata.normalize("NFD", text)) == []
-
-
-def test_cut_chunk_is_a_prefix_match():
-    prompt = f"x {A[:70]}\n\n{B[:63]}"
-    assert make_matcher({"a": A, "b": B}).find(prompt) == [Match("a", 2, 72, True)]
 
 
 def test_min_prefix_length_is_a_parameter():

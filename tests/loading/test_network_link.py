@@ -21,15 +21,6 @@ def carry(link: NetworkLink, clock: Clock, num_bytes: int, seconds: float) -> No
         clock.now += seconds
 
 
-def test_a_steady_link() -> None:
-    clock = Clock()
-    link = NetworkLink(clock)
-    assert link.state.bytes_per_second is None
-    for _ in range(5):
-        carry(link, clock, 100_000, 0.1)
-        assert link.state.bytes_per_second == pytest.approx(1e6)
-
-
 def test_a_link_that_has_become_slow() -> None:
     """One slow chunk is not taken for the whole way; several are."""
     clock = Clock()

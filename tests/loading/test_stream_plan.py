@@ -183,12 +183,6 @@ def test_lost_chunks_are_reckoned_with() -> None:
     assert plan.undecided == [1, 2]
 
 
-def test_compressed_chunks_have_no_text() -> None:
-    sizes = [ChunkSize((100_000,), has_text=False)] * 2
-    found = simulate(sizes, constant(1e3), 0.5, 1e3, 0.001)
-    assert found.plan.num_planes == [1, 1]
-
-
 def test_a_given_plan_is_kept_to() -> None:
     plan = given_plan([2, TEXT, 1])([ChunkSize((1, 1))] * 3, lambda chosen: 0.0)
     taken = []

@@ -60,13 +60,6 @@ def test_wrappers_add_and_hide_nothing(tmp_path: Path) -> None:
         assert capability(store, FileStore) is folder
 
 
-def test_the_outermost_answers() -> None:
-    store = LimitedStore(LimitedStore(MemoryStore(), 1000), 10)
-    limited = capability(store, Limits)
-    assert limited is store
-    assert limited.limit_bytes == 10
-
-
 def test_tiers() -> None:
     memory, other = MemoryStore(), MemoryStore()
     assert tiers_of(memory) == (memory,)
@@ -90,19 +83,6 @@ def test_a_tier_is_pinned_inside_what_encrypts_it() -> None:
         store.unpin([pinned])
         store.tiers[0].put(key_number(3), b"x" * 600)
         assert not limited.contains(pinned)
-
-
-def test_a_tier_inside_what_encrypts_it_admits_as_it_would_outside() -> None:
-    limited = LimitedStore(MemoryStore(), 1000)
-    home = MemoryStore()
-    large = key_number(0)
-    home.put(large, b"x" * 5000)
-    with closing(TieredStore([EncryptedStore(limited, KEY), home], check=lambda *_: None)) as store:
-        record = store.open(large)
-        assert record is not None
-        record.read_into(0, memoryview(bytearray(5000)))
-        record.close()
-        assert not limited.contains(large)
 
 
 def test_what_says_that_it_is_not_in_memory_is_not() -> None:

@@ -68,11 +68,6 @@ def test_reading_makes_no_folder(store: FileStore, folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_another_store_on_the_folder_sees_the_records(store: FileStore, folder: Path) -> None:
-    store.put(KEY, record_of(KEY))
-    assert stored(FileStore(str(folder)), KEY) == record_of(KEY)
-
-
 def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
     store.put(KEY, b"record")
     shard = file_path(folder, KEY).parent

@@ -20,7 +20,7 @@ from kvrag.store.file import FileStore
 from kvrag.store.objects import HttpStore
 from kvrag.store.registry import open_store
 from kvrag_testing.codec_contract import spec_of
-from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag_testing.store_contract import StoreContract, key_number, record_of, stored
 from tests.store.test_objects import serving
 from tests.support import folders
 from tests.support.proxy import FaultyProxy
@@ -160,11 +160,6 @@ def test_tls(behind: FileStore, tmp_path: Path) -> None:
             HttpStore("https://127.0.0.1:1", ca=str(path))
 
 
-def test_a_server_without_tls(server: WebServer) -> None:
-    with pytest.raises(StoreUnreachableError):
-        HttpStore(server.url.replace("http", "https"), timeout_seconds=2)
-
-
 @pytest.mark.parametrize(
     ("url", "why"),
     [
@@ -190,17 +185,6 @@ def test_bad_urls(url: str, why: str) -> None:
 
 
 # -- records that change, servers that fail -----------------------------------------------------
-
-
-def test_a_replaced_record_is_never_mixed(server: WebServer, behind: FileStore) -> None:
-    behind.put(KEY, record_with_blocks())
-    store = HttpStore(server.url)
-    record = store.open(KEY)
-    assert record is not None
-    behind.replace(KEY, record_with_blocks(1))
-    with pytest.raises(StoreError, match="deleted or replaced since it was opened"):
-        read_all(record)
-    assert stored(store, KEY) == record_with_blocks(1)
 
 
 def test_reading_is_broken_off(server: WebServer, behind: FileStore) -> None:

@@ -98,11 +98,6 @@ def test_a_store_of_another_distribution(tmp_path: Path) -> None:
             open_store("lake://north?timeout=soon")
 
 
-def test_a_scheme_that_nobody_registers() -> None:
-    with pytest.raises(ParameterError, match=r"a store is file:PATH.*found 'lake://north'"):
-        open_store("lake://north")
-
-
 @pytest.mark.parametrize(
     ("module", "value", "message"),
     [

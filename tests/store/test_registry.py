@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import KVRagError, ParameterError, StoreError
-from kvrag.store.capabilities import capability
 from kvrag.store.file import FileStore
-from kvrag.store.memory import MemoryStore
-from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
 from kvrag_testing.store_contract import key_number
-from tests.support.servers import RedisServer
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -96,14 +92,6 @@ def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.M
         open_store(f"file:{tmp_path}")
 
 
-def test_memory() -> None:
-    store = open_store("memory:")
-    assert isinstance(store, MemoryStore)
-    assert store.url == "memory:"
-    store.put(key_number(0), b"record")
-    assert not open_store("memory:").contains(key_number(0))
-
-
 @pytest.mark.parametrize(
     "url",
     ["", "file", "file:", "file://host/x", "memory", "memory:x", "/tmp/x", "s3:bucket", ":", "x:y"],
@@ -117,16 +105,6 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="not a folder; a file is where a folder should be"):
         open_store(f"file:{tmp_path / 'file'}")
-
-
-def test_redis(redis_server: RedisServer, redis_password: str) -> None:
-    store = open_store(f"{redis_server.url}?prefix=registry&timeout=1.5")
-    assert capability(store, RedisStore) is not None
-    store.put(key_number(0), b"record")
-    again = open_store(store.url)
-    assert list(again.keys()) == [key_number(0)]
-    assert list(open_store(redis_server.url).keys()) == []
-    store.delete(key_number(0))
 
 
 @pytest.mark.parametrize(
