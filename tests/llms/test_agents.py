@@ -86,22 +86,6 @@ def test_a_stream_of_an_agent(prompts: list[str], chat: ChatKVRag, passages: Bas
     assert "tool_call" not in "".join(chunk.text for chunk in chunks)
 
 
-async def test_langgraphs_react_agent(
-    prompts: list[str], chat: ChatKVRag, passages: BaseTool
-) -> None:
-    from langgraph.prebuilt import create_react_agent
-
-    with pytest.warns(DeprecationWarning, match="create_react_agent"):
-        agent = create_react_agent(chat, [passages])
-    result = await agent.ainvoke({"messages": [HumanMessage(QUESTION)]})
-    assert [type(one).__name__ for one in result["messages"][1:]] == [
-        "AIMessage",
-        "ToolMessage",
-        "AIMessage",
-    ]
-    assert result["messages"][-1].text == ANSWER
-
-
 class Keeper(BaseModel):
     """Who keeps something."""
 

@@ -12,9 +12,7 @@ from langchain_core.runnables.history import RunnableWithMessageHistory
 from llama_index.core.chat_engine import ContextChatEngine, SimpleChatEngine
 from llama_index.core.llms import ChatResponse
 from llama_index.core.memory import ChatMemoryBuffer
-from pydantic import ValidationError
 
-from kvrag.engine.engine import KVEngine
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
@@ -87,24 +85,3 @@ def test_llamaindexs_chat_engines(rag: Rag, kind: str, monkeypatch: pytest.Monke
     assert second["num_kept"] > 0
     if kind == "simple":
         assert second["num_kept"] >= first["num_tokens"]
-
-
-def test_session_bytes_reach_the_engine(rag: Rag) -> None:
-    chat = ChatKVRag(index=rag.path, max_tokens=2, session_bytes=0)
-    for _ in range(2):
-        report = chat.invoke("Who keeps the ledger of the harbour?").response_metadata["report"]
-        assert report["num_kept"] == 0
-    with pytest.raises(ValidationError, match="session_bytes"):
-        ChatKVRag(index=rag.path, session_bytes=-1)
-
-
-def test_session_store_bytes_reach_the_engine(rag: Rag) -> None:
-    chat = ChatKVRag(index=rag.path, max_tokens=2, session_bytes=0, session_store_bytes=1 << 30)
-    engine = chat.engine()
-    assert isinstance(engine, KVEngine)
-    for number in range(2):
-        report = chat.invoke("Who keeps the ledger of the harbour?").response_metadata["report"]
-        assert (report["num_kept"] > 0) is (number > 0)
-        engine._fuser.stored.flush()
-    with pytest.raises(ValidationError, match="session_store_bytes"):
-        ChatKVRag(index=rag.path, session_store_bytes=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 import pickle
@@ -145,16 +144,6 @@ async def test_all_eight_calls_agree(rag: Rag) -> None:
     assert [p.message.content async for p in stream][-1] == answer.content
 
 
-async def test_event_loop_goes_on(rag: Rag) -> None:
-    llm = KVRagLLM(index=rag.path, max_tokens=40)
-    task = asyncio.create_task(llm.acomplete("Hello"))
-    ticks = 0
-    while not task.done():
-        ticks += 1
-        await asyncio.sleep(0.001)
-    assert ticks > 3
-
-
 def test_copied_and_pickled_after_use(rag: Rag, caplog: pytest.LogCaptureFixture) -> None:
     llm = KVRagLLM(index=rag.index, max_tokens=MAX_TOKENS)
     said = llm.complete(QUESTION).text
@@ -171,14 +160,6 @@ def test_neighbouring_turns_of_one_role_are_merged(rag: Rag) -> None:
     llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
     answer = llm.chat([ChatMessage("Hel"), ChatMessage("lo")]).message.content
     assert answer == rag.plain_answer([{"role": "user", "content": "Hel\n\nlo"}], MAX_TOKENS)
-
-
-def test_metadata(rag: Rag) -> None:
-    metadata = KVRagLLM(index=rag.path, max_tokens=33).metadata
-    assert metadata.context_window == rag.hf.config.max_position_embeddings
-    assert metadata.num_output == 33
-    assert metadata.is_chat_model
-    assert metadata.model_name == str(rag.model_folder)
 
 
 def test_call_parameters(rag: Rag) -> None:
