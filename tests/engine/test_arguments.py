@@ -14,7 +14,7 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.options import Sampling
 from kvrag.engine.shared import shared_index
-from kvrag.errors import IndexClosedError, KVRagError, ParameterError, PromptTooLongError
+from kvrag.errors import IndexClosedError, KVRagError, PromptTooLongError
 from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.settings import IndexSettings
@@ -370,20 +370,3 @@ def test_a_prompt_that_cannot_fit_is_not_tokenised(
     with pytest.raises(PromptTooLongError, match="tokens"):
         engine.generate("word " * 2000)
     assert asked
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (lambda: arguments.whole(0, "k", 1), "k 0: expected a whole number, at least 1"),
-        (lambda: arguments.whole(9, "n", 1, 4), "n 9: expected a whole number from 1 to 4"),
-        (lambda: arguments.number(2, "p", 0, 1), "p 2: expected a number from 0 to 1"),
-        (lambda: arguments.number(0, "s", above=0), "s 0: expected a number above 0"),
-        (lambda: arguments.texts("ab", "ids"), "ids 'ab': expected several texts"),
-        (lambda: open_store(None), "a store is file:PATH"),  # type: ignore[arg-type]
-    ],
-)
-def test_messages_say_what_is_expected(value: Callable[[], object], message: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        value()
-    assert str(caught.value).startswith(message)

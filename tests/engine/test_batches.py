@@ -23,16 +23,13 @@ from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError, RecordError
-from kvrag.fusion import decoding
 from kvrag.fusion.decoding import RowDecoder
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
-from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
-from kvrag.native import REFERENCE, instruction_set
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import examples
@@ -76,17 +73,6 @@ def alone(engine: KVEngine) -> dict[tuple[int, int], str]:
     """The answer to each prompt, for each kind of request, one after the other."""
     places = [(n, k) for n in range(len(PROMPTS)) for k in range(len(KINDS))]
     return {place: engine.generate(request_of(*place)).text for place in places}
-
-
-def test_each_kind_of_request_gets_its_own_answer(
-    engine: KVEngine, alone: dict[tuple[int, int], str]
-) -> None:
-    places = [(kind % len(PROMPTS), kind) for kind in range(len(KINDS))]
-    answers = engine.generate_batch([request_of(*place) for place in places])
-    assert [one.text for one in answers] == [alone[place] for place in places]
-    assert all(one.usage.completion_tokens <= 10 for one in answers)
-    assert answers[3].finish_reason == "length"
-    assert answers[5].report.eviction is not None
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -236,33 +222,6 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (max(sizes, default=0) > 1) is not model.family.attends_itself
 
 
-@pytest.mark.skipif(instruction_set() == REFERENCE, reason="nothing is compiled")
-def test_answers_are_written_by_one_call_a_step(
-    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    run = CompiledLayers.run
-    monkeypatch.setattr(CompiledLayers, "run", lambda *given: calls.append(1) or run(*given))
-    answer = engine.generate(PROMPTS[0])
-    assert len(calls) >= answer.usage.completion_tokens - 1 > 0
-
-
-def test_logits_are_those_of_single_steps_bit_for_bit(engine: KVEngine) -> None:
-    model = engine.index.model
-    both = []
-    for together in (False, True):
-        fused = [engine.fuse(prompt, max_tokens=4) for prompt in PROMPTS]
-        decoders = [RowDecoder(model, one) for one in fused]
-        tokens = list(range(5, 5 + len(decoders)))
-        for _ in range(3):
-            if together:
-                logits = list(RowDecoder.step_each(decoders, tokens))
-            else:
-                logits = [one.step(token) for one, token in zip(decoders, tokens, strict=True)]
-        both.append(logits)
-    assert all(a.equal(b) for a, b in zip(*both, strict=True))
-
-
 def test_one_bad_request_harms_nobody(engine: KVEngine, alone: dict[tuple[int, int], str]) -> None:
     asked: list[Any] = [PROMPTS[0], 5, "word " * 3000, PROMPTS[1]]
     answers: list[Any] = engine.generate_batch(asked, return_exceptions=True)
@@ -297,71 +256,6 @@ def test_an_error_of_a_step_ends_only_its_answer(
     assert [one.text for one in answers[1:]] == [alone[1, 0], alone[2, 0]]
 
 
-def test_a_time_limit_ends_one_answer(engine: KVEngine, alone: Any) -> None:
-    late = Request(PROMPTS[0], timeout_seconds=1e-9)
-    answers = engine.generate_batch([late, PROMPTS[1]])
-    assert (answers[0].finish_reason, answers[0].usage.completion_tokens) == ("timeout", 1)
-    assert answers[1].text == alone[1, 0]
-
-
-def test_answers_begin_in_order_and_no_more_than_allowed(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = KVEngine(index, max_tokens=30, max_batch=2)
-    sizes: list[int] = []
-    step_all = decoding.step_all
-    monkeypatch.setattr(
-        "kvrag.engine.scheduler.step_all",
-        lambda steps: sizes.append(len(steps)) or step_all(steps),
-    )
-    answers = engine.generate_batch(PROMPTS)
-    assert max(sizes) == 2
-    begun = [one.total_seconds - one.ttft_seconds for one in answers]
-    assert all(seconds > 0 for seconds in begun)
-    assert [one.ttft_seconds for one in answers] == sorted(one.ttft_seconds for one in answers)
-
-
-def test_a_prompt_is_fused_beside_a_running_answer(
-    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two pieces of a running answer lie a few slices, never a whole prompt."""
-    happened: list[str] = []
-    forward_rows, forward_each = KVModel.forward_rows, KVModel.forward_each
-
-    def rows(self: KVModel, *given: Any, **named: Any) -> None:
-        happened.append("slice")
-        forward_rows(self, *given, **named)
-
-    def each(self: KVModel, *given: Any) -> Any:
-        happened.append("step")
-        return forward_each(self, *given)
-
-    first = engine.stream(PROMPTS[0], max_tokens=30)
-    next(first)
-    # A step seems to take no time, so only one slice goes before each.
-    monkeypatch.setattr("kvrag.engine.scheduler.time.perf_counter", lambda: 0.0)
-    monkeypatch.setattr(KVModel, "forward_rows", rows)
-    monkeypatch.setattr(KVModel, "forward_each", each)
-    engine._scheduler._step_seconds = -1.0
-    second = engine.stream(PROMPTS[1], policy="none", max_tokens=2)
-    monkeypatch.setattr(type(engine._scheduler), "_step", _without_clock(engine))
-    list(second)
-    joined = "".join("s" if one == "slice" else "|" for one in happened)
-    assert "ss" not in joined
-    assert joined.count("s") >= engine.index.model.spec.num_layers
-    first.close()  # type: ignore[attr-defined]
-
-
-def _without_clock(engine: KVEngine) -> Any:
-    step = type(engine._scheduler)._step
-
-    def timed(self: Any) -> None:
-        step(self)
-        self._step_seconds = -1.0
-
-    return timed
-
-
 def test_a_prompt_is_read_beside_running_answers(
     engine: KVEngine, alone: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,14 +280,6 @@ def test_a_prompt_is_read_beside_running_answers(
     may_read.set()
     assert "".join(one.text for one in late if one is not None) == alone[1, 0]
     assert engine._scheduler.num_open == 0
-
-
-def test_a_prompt_that_cannot_fit_is_not_searched(
-    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PromptReader, "_find_chunks", None)
-    with pytest.raises(PromptTooLongError, match="tokens, but the model holds"):
-        engine.generate("word " * 3000)
 
 
 def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,22 +310,6 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
 
     wait_until(are_freed)
     assert engine._scheduler.num_open == 0
-
-
-def test_threads_share_a_batch(engine: KVEngine, alone: Any) -> None:
-    answers: dict[int, Answer] = {}
-
-    def ask(number: int) -> None:
-        answers[number] = engine.generate(PROMPTS[number])
-
-    threads = [threading.Thread(target=ask, args=[number]) for number in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    assert [answers[n].text for n in range(len(PROMPTS))] == [
-        alone[n, 0] for n in range(len(PROMPTS))
-    ]
 
 
 def test_async_answers_need_one_thread_that_ends(engine: KVEngine, alone: Any) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
@@ -103,16 +102,6 @@ def test_its_kv_is_reused_all_the_same(bench: Bench) -> None:
     for span in layout.spans:
         assert span.chunk_start <= MAX_EDGE_TOKENS
         assert span.chunk_end >= len(chunks[span.chunk_id].token_ids) - MAX_EDGE_TOKENS
-
-
-def test_computing_everything_again_equals_plain_prefill(bench: Bench) -> None:
-    prompt = ask(f"{GOOD}\n\n{EVIL}")
-    fused = bench.engine.fuse(prompt, policy="boundary", boundary_tokens=10_000)
-    ids = torch.tensor([bench.engine.prompt_ids(prompt)])
-    with torch.no_grad():
-        expected = bench.index.model.hf(input_ids=ids).logits[0, -1]
-    torch.testing.assert_close(fused.logits, expected, rtol=1e-3, atol=1e-3)
-    assert fused.report.num_recomputed > 0
 
 
 def test_a_question_and_an_earlier_answer_are_text_as_well(bench: Bench) -> None:

@@ -64,28 +64,25 @@ def check_counted(index: Index, lost: ChunkKey, reason: str) -> None:
     assert counted == report.num_tokens
 
 
-def test_a_missing_record(index: Index) -> None:
-    key = keys(index)[0]
-    index.store.delete(key)
-    check_counted(index, key, MISS_ABSENT)
+def cut(share: float) -> Callable[[bytearray], object]:
+    return lambda content: content.__delitem__(slice(int(share * len(content)), None))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
-def test_a_flipped_bit(index: Index, share: float) -> None:
+@pytest.mark.parametrize(
+    "change", [*(flip(at) for at in (0, 5000, -5000, -20)), *(cut(at) for at in (0.0, 0.5, 0.999))]
+)
+def test_a_damaged_record(index: Index, change: Callable[[bytearray], object]) -> None:
     key = keys(index)[1]
-    damage(index, key, flip(int(share * len(stored(index.store, key) or b""))))
+    damage(index, key, change)
     check_counted(index, key, MISS_DAMAGED)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
-def test_a_truncated_record(index: Index, share: float) -> None:
-    key = keys(index)[2]
-    damage(index, key, lambda content: content.__delitem__(slice(int(share * len(content)), None)))
-    check_counted(index, key, MISS_DAMAGED)
-
-
-def test_a_record_of_another_chunk(index: Index) -> None:
+def test_a_missing_record_and_one_of_another_chunk(index: Index) -> None:
     first, second, *_ = keys(index)
+    content = stored(index.store, first) or b""
+    index.store.delete(first)
+    check_counted(index, first, MISS_ABSENT)
+    index.store.put(first, content)
     index.store.replace(first, stored(index.store, second) or b"")
     check_counted(index, first, MISS_DAMAGED)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -115,10 +114,3 @@ def test_where_a_record_is_is_told_without_reading_it(index: Index, tiers: Tiere
     assert [counts.hits for counts in tiers.counts()] == before
     assert index.tier_of("no such chunk") is None
     assert index.tier_of(near, (1, 2, 3)) is None
-
-
-def test_other_policies_load_all(index: Index) -> None:
-    report = KVEngine(index).fuse(PROMPT, policy="none").report
-    assert report.decisions == ()
-    assert report.num_computed == 0
-    assert replace(report, decisions=()).to_dict()["num_computed"] == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -96,21 +95,6 @@ def test_answer_names_its_sources_and_counts_its_tokens(index: Index) -> None:
     assert json.loads(json.dumps(answer.to_dict()))["report"]["policy"] == "none"
 
 
-def test_without_reuse_everything_is_computed(engine: KVEngine) -> None:
-    answer = engine.generate(PROMPT, reuse=False)
-    assert answer.report.num_fresh == answer.report.num_tokens
-    assert answer.text == plain_answer(engine.index.model, engine.prompt_ids(PROMPT), 12)
-
-
-def test_pieces_of_a_stream_are_the_answer(engine: KVEngine) -> None:
-    deltas = list(engine.stream(PROMPT))
-    assert all(delta.answer is None for delta in deltas[:-1])
-    answer = deltas[-1].answer
-    assert answer is not None
-    assert "".join(delta.text for delta in deltas) == answer.text
-    assert len(deltas) > 3
-
-
 def test_stop_strings_end_the_answer_across_tokens(engine: KVEngine) -> None:
     whole = engine.generate(PROMPT, max_tokens=12).text
     stop = whole[4:7]
@@ -196,13 +180,6 @@ def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:
     )
     text = engine.index.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
     assert text == engine.generate(PROMPT, ratio=1.0).text
-
-
-def test_a_ratio_for_the_default_policy_does_not_leak_into_another(index: Index) -> None:
-    engine = KVEngine(index, policy="deviation", ratio=0.5)
-    assert engine.fuse(PROMPT).report.policy == "deviation(ratio=0.5, on=v)"
-    assert engine.fuse(PROMPT, policy="none").report.policy == "none"
-    assert engine.fuse(PROMPT, policy="boundary").report.policy == "boundary(tokens=16)"
 
 
 def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -> None:
@@ -306,21 +283,6 @@ def test_inference_mode_around_one_call_does_not_spoil_the_next(index: Index) ->
     with torch.inference_mode():
         first = engine.generate(PROMPT).text
     assert engine.generate(PROMPT).text == first
-
-
-def test_time_before_the_first_piece_is_the_callers(engine: KVEngine) -> None:
-    stream = engine.stream(PROMPT)
-    time.sleep(0.6)
-    started = time.perf_counter()
-    answer = list(stream)[-1].answer
-    assert answer is not None
-    assert answer.report.seconds["layout"] < time.perf_counter() - started
-    assert sum(answer.report.seconds.values()) <= answer.ttft_seconds
-
-
-def test_half_a_surrogate_pair_is_refused(engine: KVEngine) -> None:
-    with pytest.raises(ParameterError, match="character 3 is half of a surrogate pair"):
-        engine.generate("caf\udce9")
 
 
 def test_many_chunks_repeats_and_one_token_chunks(tmp_path: Path, model: KVModel) -> None:

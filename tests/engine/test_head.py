@@ -74,10 +74,6 @@ def check_repaired(index: Index, prompt: Prompt) -> None:
     assert fused.report.num_chunks == len(TEXTS)
 
 
-def test_the_prefix_is_all_that_stands_before_the_first_document(index: Index) -> None:
-    assert index.tokenizer.decode(index.prefix_ids) == HEAD
-
-
 @pytest.mark.parametrize("policy", ["boundary", "deviation", "query", "two_stage"])
 def test_the_first_chunk_is_exact_and_never_recomputed(index: Index, policy: str) -> None:
     engine = KVEngine(index)

@@ -195,12 +195,6 @@ def test_chunks_are_read_at_the_same_time(index: Index, watched) -> None:
     assert not report.misses
 
 
-def test_nothing_is_hidden_without_threads(index: Index) -> None:
-    report = KVEngine(index, load_threads=0).fuse(PROMPT, policy="none").report
-    assert report.hidden_load_seconds == 0.0
-    assert report.seconds["load"] > 0.0
-
-
 @pytest.mark.parametrize("num_threads", [0, 1, 4])
 @pytest.mark.parametrize("policy", ["none", "deviation", "two_stage"])
 def test_a_store_that_fails_half_way(index: Index, watched, num_threads: int, policy: str) -> None:
@@ -255,9 +249,3 @@ def test_a_defect_is_not_taken_for_damage(index: Index, watched) -> None:
     with pytest.raises(ZeroDivisionError):
         KVEngine(index).fuse(PROMPT, policy="none")
     assert not at_work("kvrag-load")
-
-
-@pytest.mark.parametrize("load_threads", [-1, 65, 1.5, "4"])
-def test_threads_out_of_range(index: Index, load_threads: object) -> None:
-    with pytest.raises(ParameterError, match="load_threads"):
-        KVEngine(index, load_threads=load_threads)

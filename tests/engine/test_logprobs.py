@@ -10,7 +10,6 @@ import torch
 from kvrag.engine.answer import AnswerDelta, TokenLogprob
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
-from kvrag.errors import ParameterError
 from kvrag.models.tokens import token_bytes
 from tests.support.rag import PASSAGES, Rag, rag
 
@@ -77,13 +76,3 @@ def test_the_tokens_of_a_stop_string_are_left_out(rag: Rag) -> None:
     assert answer.text == whole.text[:cut]
     assert answer.logprobs == tuple(one for one in whole.logprobs if one.start < cut)
     assert answer.usage.completion_tokens > len(answer.logprobs)
-
-
-def test_without_being_asked_there_are_none(rag: Rag) -> None:
-    assert KVEngine(rag.index, max_tokens=3).generate(PROMPTS[0]).logprobs == ()
-
-
-@pytest.mark.parametrize("wrong", [-1, 21, 1.5, "3", True])
-def test_what_is_refused(wrong: Any) -> None:
-    with pytest.raises(ParameterError, match="logprobs"):
-        Request("x", logprobs=wrong)

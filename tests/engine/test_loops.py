@@ -82,49 +82,30 @@ def test_the_reason_says_so_and_only_if_asked(rag: Rag, monkeypatch: pytest.Monk
     assert engine.generate("Who?", stop_loops=True, constraint=form).finish_reason == "length"
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
 def test_the_server_ends_answers_over_its_own_prompts(
-    rag: Rag,
-    served: Served,
-    client: OpenAI,
-    monkeypatch: pytest.MonkeyPatch,
-    is_streamed: bool,
+    rag: Rag, served: Served, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = SENTENCE * 20
     follow(monkeypatch, rag, lambda prompt: said)
 
     def ask(model: str, question: str, **options: Any) -> tuple[str, Any]:
-        asked: dict[str, Any] = {
-            **options,
-            "model": model,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": 300,
-        }
-        if is_streamed:
-            events = [
-                one.choices[0] for one in client.chat.completions.create(**asked, stream=True)
-            ]
-            return "".join(one.delta.content or "" for one in events), events[-1].finish_reason
+        turns: Any = [{"role": "user", "content": question}]
+        asked: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": 300, **options}
         choice = client.chat.completions.create(**asked).choices[0]
+        streamed = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True)]
+        assert choice.message.content == "".join(one.delta.content or "" for one in streamed)
+        assert choice.finish_reason == streamed[-1].finish_reason
         return choice.message.content, choice.finish_reason
 
     text, finish = ask(served.rag, "Who keeps it?")
     assert (text.count("kept by Ines"), finish) == (3, "stop")
-    answer = whole(
-        client,
-        is_streamed=is_streamed,
-        model=served.rag,
-        input="Who keeps it?",
-        max_output_tokens=300,
-    )
-    assert (answer.output_text, answer.status, answer.incomplete_details) == (
-        *(text, "completed"),
-        None,
-    )
-    assert answer.output[0].status == "completed"  # type: ignore[union-attr]
+    for is_streamed in (False, True):
+        answer = whole(
+            client, is_streamed=is_streamed, model=served.rag, input="Who?", max_output_tokens=300
+        )
+        assert (answer.output_text, answer.status) == (text, "completed")
     # A prompt of the client's own is answered as the model does.
-    text, finish = ask("model", "Who keeps it?")
-    assert finish == "length"
+    assert ask("model", "Who keeps it?")[1] == "length"
     said = "Ines.\n\nQuestion: And who?\nAnswer: Ines."
     follow(monkeypatch, rag, lambda prompt: said)
     assert ask(served.rag, "Who keeps it?") == ("Ines.\n", "stop")

@@ -51,11 +51,6 @@ def test_a_process_tells_what_it_has_counted(index: Index) -> None:
         ask(server.port)
 
 
-def test_a_port_that_is_none(index: Index) -> None:
-    with pytest.raises(ParameterError, match="choose another port"):
-        kvrag.serve_metrics(index, port=70000)
-
-
 def test_without_the_library(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ParameterError, match=r"kvrag\[metrics\]"):

@@ -19,7 +19,6 @@ from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import Pace
-from kvrag.loading.streaming import Streaming
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, relative_difference
 
@@ -40,30 +39,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _state(monkeypatch: pytest.MonkeyPatch, stated: RowPrices) -> None:
     monkeypatch.setattr(Prices, "known", lambda *_: stated)
-
-
-def test_prices_are_linear_between_what_was_measured_and_after() -> None:
-    found = RowPrices((10, 20, 40), (1.0, 1.0, 3.0))
-    assert [found.of(n) for n in (1, 10, 15, 30, 40, 80)] == [1.0, 1.0, 1.0, 2.0, 3.0, 7.0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [
-        ((1,), (1.0,)),
-        ((1, 2), (1.0,)),
-        ((2, 1), (1.0, 1.0)),
-        ((1, 2), (0.0, 1.0)),
-        ((1, 2), (1.0, float("nan"))),
-        ((1, 2), (1.0, float("inf"))),
-        ((1, 2), (1.0, 10**400)),
-        ((1, 10**400), (1.0, 2.0)),
-        ((1, 2), ("a", 1.0)),
-    ],
-)
-def test_prices_that_are_none(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
-    with pytest.raises(ParameterError, match="expected two or more ascending"):
-        RowPrices(rows, seconds)
 
 
 def test_reuse_is_priced_by_its_rows_and_its_look() -> None:
@@ -138,26 +113,6 @@ def test_a_deadline_decides_by_itself(index: Index, monkeypatch: pytest.MonkeyPa
     report = KVEngine(index, session_bytes=0).fuse(PROMPT, policy="none", ttft=100.0).report
     assert report.num_outpriced == 0
     assert report.stream is not None
-
-
-def test_prices_are_the_first_estimate_of_deadlines_and_patience(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _state(monkeypatch, BY_ROW)
-    num_layers = index.model.spec.num_layers
-    engine = KVEngine(index, session_bytes=0)
-    computing = engine._fuser._estimates.computing
-    given: list[float | None] = []
-    stream = engine._fuser._streaming
-
-    def noting(ttft: float, layout_seconds: float) -> Streaming:
-        made = stream(ttft, layout_seconds)
-        given.append(computing.seconds(500 * num_layers))
-        return made
-
-    monkeypatch.setattr(engine._fuser, "_streaming", noting)
-    engine.fuse(PROMPT, policy="none", ttft=100.0)
-    assert given == [pytest.approx(0.5)]
 
 
 def test_the_first_prompt_measures_for_all_processes(

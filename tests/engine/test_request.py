@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -32,11 +31,6 @@ def test_an_option_or_a_request_give_the_same(index: Index) -> None:
     assert last.answer.usage.completion_tokens <= 2
 
 
-def test_an_unknown_option_is_named(index: Index) -> None:
-    with pytest.raises(ParameterError, match="unknown option rato; a request takes boundary"):
-        KVEngine(index).generate(PROMPT, rato=0.5)
-
-
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
@@ -60,22 +54,6 @@ def test_a_policy_object_says_its_ratio_itself() -> None:
     )
     with pytest.raises(ParameterError, match=r"ratio 0\.1 given with policy deviation"):
         Request("x", policy=DeviationPolicy(0.2), ratio=0.1)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"ratio": 1.5},
-        {"ratio": "0.5"},
-        {"ratio": float("nan")},
-        {"boundary_tokens": 0},
-        {"boundary_tokens": True},
-        {"hints": ["\ud800"]},
-    ],
-)
-def test_a_value_out_of_range_is_refused_without_a_policy_too(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=next(iter(wrong))):
-        Request("x", **wrong)
 
 
 def test_a_request_does_not_change_with_the_callers_lists() -> None:

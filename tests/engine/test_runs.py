@@ -177,30 +177,6 @@ def test_a_catalog_that_cannot_be_read_costs_only_the_runs(
     assert all(span.chunk_start == 0 for span in layout.spans)
 
 
-def test_a_failed_reading_of_the_table_is_made_again(
-    cut: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = cut.catalog.texts.tokens_behind
-    (cut.path / "runs.cache").unlink(missing_ok=True)
-    with Index.open(cut.path, model=cut.model) as again:
-        monkeypatch.setattr("kvrag.ingest.run_finder._BATCH", 1)
-        num_read = 0
-
-        def failing(row: int, count: int) -> object:
-            nonlocal num_read
-            num_read += 1
-            if num_read == 3:
-                raise StoreError("busy")
-            return read(row, count)
-
-        monkeypatch.setattr(again.catalog.texts, "tokens_behind", failing)
-        finder = again.run_finder
-        with pytest.raises(StoreError):
-            _ = finder.fingerprints
-        whole = cut.run_finder.fingerprints
-        assert finder.fingerprints.size_bytes == whole.size_bytes > 0
-
-
 def test_every_fresh_token_has_a_reason(cut: Index) -> None:
     engine = KVEngine(cut)
     report = engine.fuse(middle(cut) + QUESTION).report

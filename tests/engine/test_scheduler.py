@@ -51,6 +51,7 @@ class Script:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_batch: int = 8) -> None:
         self.clock = Clock()
         self.happened: list[str] = []
+        self.sizes: list[int] = []
         self.errors: dict[str, Exception] = {}
         self.scheduler = Scheduler(max_batch)
         monkeypatch.setattr(scheduling, "time", self.clock)
@@ -59,6 +60,7 @@ class Script:
     def step(self, steps: Sequence[Any]) -> list[Any]:
         self.clock.now += STEP
         self.happened.append("|")
+        self.sizes.append(len(steps))
         return [object() for _ in steps]
 
     def submit(
@@ -119,6 +121,14 @@ def test_a_long_prompt_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -
         script.submit(str(number % 10), 2)
         script.scheduler._advance()
     assert long.is_ended
+
+
+def test_no_more_answers_run_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, max_batch=2)
+    for name in "abcde":
+        script.submit(name, 1, num_tokens=5)
+    assert [one for one in script.run() if one.isalpha()] == list("aabbccddee")
+    assert max(script.sizes) == 2
 
 
 def test_targets_order_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

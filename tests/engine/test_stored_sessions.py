@@ -18,7 +18,7 @@ from kvrag.engine import stored_sessions
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_fuser import MISS_LOST
 from kvrag.engine.stored_sessions import StoredKept
-from kvrag.errors import ParameterError, StoreError
+from kvrag.errors import StoreError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.base import StoredRecord, StoreWrapper
@@ -100,44 +100,15 @@ def conversations(request: pytest.FixtureRequest, index: Index) -> _Stored:
 def test_an_answer_is_that_of_a_conversation_in_memory(
     conversations: _Stored, data: st.DataObject
 ) -> None:
-    """Conversations go on, branch, are edited and asked again, in any order."""
     memory = data.draw(st.sampled_from([0, 1, 1 << 20]))
     store = conversations.index.store
     # An engine of another test may not have been collected yet.
     others = set(store.keys()) - chunk_keys(conversations.index)
     engine = conversations.engine = storing(conversations.index, session_bytes=memory)
-    orders = st.lists(st.integers(0, len(TEXTS) - 1), max_size=3, unique=True)
-    questions = st.sampled_from(QUESTIONS)
-    chains: list[tuple[str, ...]] = []
-    for _ in range(data.draw(st.integers(2, 6))):
-        move = data.draw(st.sampled_from(["begin", "go on", "go on", "again"]))
-        order, question = data.draw(orders), data.draw(questions)
-        if move == "begin" or not chains:
-            chain: tuple[str, ...] = (root_of(order, question),)
-        else:
-            chain = data.draw(st.sampled_from(chains))
-            if move == "go on":
-                answer = conversations.alone(chain).text
-                chain = (*chain, next_of(chain[-1], answer, order, question))
-        before = engine.stored_bytes
-        asked = conversations.check(chain)
-        if chain in chains or len(chain) > 1:
-            assert asked.report.num_kept > 0
-            assert memory > 1 or (before and asked.report.bytes_loaded > 0)
-        assert not asked.report.misses
-        chains.append(chain)
+    conversations.reads = memory <= 1
+    conversations.play(data, 6, lambda: memory > 1 or engine.stored_bytes)
     engine._fuser.stored.close()
     assert set(store.keys()) - others == chunk_keys(conversations.index)
-
-
-def test_what_is_in_memory_is_not_read(own: Index) -> None:
-    engine = storing(own, session_bytes=ROOM)
-    prompt = root_of((0, 1), QUESTIONS[0])
-    first = tell(engine, prompt)
-    again = tell(engine, next_of(prompt, first.text, (), QUESTIONS[1]))
-    assert engine.stored_bytes == 0
-    assert again.report.num_kept > 50
-    assert again.report.bytes_loaded == 0
 
 
 def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
@@ -205,12 +176,6 @@ def test_by_default_nothing_is_written(own: Index) -> None:
     assert store.num_put == 0
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "1 GB", None])
-def test_a_wrong_size_is_refused(index: Index, value: Any) -> None:
-    with pytest.raises(ParameterError, match="session_store_bytes"):
-        KVEngine(index, session_store_bytes=value)
-
-
 # -- damage --------------------------------------------------------------------------------------
 
 
@@ -276,24 +241,6 @@ def test_a_lost_record_is_a_counted_miss(own: Index, harm: Callable[..., Any]) -
     assert not again.misses
 
 
-def test_what_is_lost_leaves_what_is_in_memory(own: Index) -> None:
-    engine = storing(own, session_bytes=ROOM)
-    prompt = root_of((1, 0), QUESTIONS[0])
-    first = tell(engine, prompt)
-    longer = next_of(prompt, first.text, (), QUESTIONS[1])
-    second = tell(engine, longer)
-    # The longer one goes to the store, the beginning stays in memory.
-    ((_, kept),) = engine._fuser.sessions._kept
-    engine._fuser.sessions._kept.clear()
-    engine._fuser.stored.write(None, kept)
-    engine._fuser.stored.flush()
-    tell(engine, root_of((1, 0), QUESTIONS[1]))
-    own.store.delete(kept_of(engine)[0].key)
-    asked = tell(engine, next_of(longer, second.text, (), QUESTIONS[2])).report
-    assert dict(asked.misses) == {MISS_LOST: 1}
-    assert asked.num_kept > 20
-
-
 def test_a_store_that_refuses_costs_what_computing_costs(
     own: Index, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,15 +296,6 @@ def test_the_end_removes_everything(tmp_path: Path, model: KVModel, how: str) ->
         gc.collect()
     assert set(index.store.keys()) == chunk_keys(index)
     index.close()
-
-
-def test_an_engine_goes_on_without_its_index_s_room(own: Index) -> None:
-    engine = storing(own)
-    prompt = root_of((0, 1), QUESTIONS[0])
-    tell(engine, prompt)
-    engine._fuser.stored.close()
-    engine._fuser.stored.close()
-    assert (tell(engine, prompt).report.num_kept, engine.stored_bytes) == (0, 0)
 
 
 def test_what_a_killed_process_left_is_garbage_and_no_damage(own: Index) -> None:
