@@ -11,10 +11,10 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm import adapter_settings
-from kvrag.llms.vllm.langchain import ChatKVRagVLLM, KVRagVLLM
+from kvrag.llms.vllm.langchain import KVRagVLLM
 from kvrag.llms.vllm.llamaindex import KVRagVLLM as LlamaIndexVLLM
 from tests.llms.conftest import own_event_loop
-from tests.vllm.conftest import TEXTS, make_prompt
+from tests.vllm.conftest import make_prompt
 
 __all__ = ["own_event_loop"]
 
@@ -92,17 +92,6 @@ def test_stops_and_limits_hold(llm: KVRagVLLM, oracle: KVEngine) -> None:
         llm.invoke(prompt, max_tokens=2)
         == oracle.generate(prompt, policy="none", max_tokens=2).text
     )
-
-
-def test_a_conversation(given: dict[str, Any], oracle: KVEngine) -> None:
-    chat = ChatKVRagVLLM(**given)
-    content = f"{TEXTS[3]}\n\nWho paid?"
-    message = chat.invoke(content)
-    wanted = oracle.generate(
-        [{"role": "user", "content": content}], policy="none", max_tokens=MAX_TOKENS
-    )
-    assert message.content == whole_characters(wanted.text)
-    assert message.response_metadata["report"]["num_chunks"] == 1
 
 
 def test_llamaindex(given: dict[str, Any], oracle: KVEngine, own_event_loop: None) -> None:

@@ -155,32 +155,3 @@ def test_another_connector_beside_it(vllm: Any, served: Index, oracle: KVEngine)
     assert len(fused) >= 2
     assert again == fused
     assert not set(plain) & set(fused)
-
-
-def test_offloading_needs_a_gpu(vllm: Any, served: Index) -> None:
-    """The refusal is vLLM's own: its offloading connector takes no CPU engine."""
-    ours = engine_options(ConnectorSettings(str(served.path)))["kv_transfer_config"]
-    theirs = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
-    }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours, theirs]},
-    }
-    with (
-        pytest.raises(Exception, match="only supported on CUDA-alike"),
-        running(vllm, served, kv_transfer_config=both),
-    ):
-        pass
-
-
-def test_quantised_caches_are_refused(vllm: Any, served: Index) -> None:
-    with (
-        pytest.raises(Exception, match=r"kv_cache_dtype='fp8'|fp8"),
-        running(vllm, served, kv_cache_dtype="fp8"),
-    ):
-        pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -96,22 +95,6 @@ def test_each_worker_reads_its_part(llm: Any, oracle: KVEngine) -> None:
         assert others == whole
 
 
-def test_several_requests_at_once(llm: Any, oracle: KVEngine) -> None:
-    asked = [
-        (make_prompt(0, 1), RequestParams(policy="none")),
-        (make_prompt(3, 4, 5), RequestParams(policy="boundary")),
-        (make_prompt(4, 2), RequestParams(policy="two_stage")),
-        (make_prompt(6, 9), RequestParams(reuse=False)),
-    ]
-    outputs = llm.generate(
-        [{"prompt_token_ids": list(oracle.prompt_ids(prompt))} for prompt, _ in asked],
-        [sampling(request) for _, request in asked],
-        use_tqdm=False,
-    )
-    for (prompt, request), output in zip(asked, outputs, strict=True):
-        assert_same(given(output), expected(oracle, prompt, request.policy))
-
-
 def test_an_artefact(llm: Any, oracle: KVEngine, by_heads: Index) -> None:
     prompt = make_prompt(5, 0)
     fused = oracle.fuse(prompt, policy="boundary")
@@ -167,17 +150,3 @@ def test_an_abandoned_request_frees_its_memory(llm: Any, oracle: KVEngine) -> No
     prompt = make_prompt(3, 1)
     output = ask(llm, oracle, prompt, RequestParams(policy="none"))
     assert_same(given(output), expected(oracle, prompt, "none"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"tensor_parallel_size": 4}, "the model has 2 key heads, which 4 processes cannot share")],
-)
-def test_refused(vllm: Any, by_heads: Index, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message), running(vllm, by_heads, **options):
-        pass
-
-
-def test_folder(by_heads: Index) -> None:
-    assert Path(by_heads.path).is_dir()
-    assert by_heads.config.codec == "raw-heads"

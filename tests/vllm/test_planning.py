@@ -15,6 +15,8 @@ import torch
 from transformers import LlamaConfig, Phi3Config
 
 from kvrag.chunk import Document
+from kvrag.engine.answer import Answer
+from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
@@ -120,27 +122,6 @@ def test_a_chunk_that_was_cut_is_found_as_far_as_it_goes(
     assert (span.prompt_start, span.chunk_start, span.length) == (1, 0, 39)
     # A few tokens alike are nobody's beginning.
     assert not finder.find([*whole[:12], 5, 6, 7, 8]).spans
-
-
-def test_the_last_token_is_never_reused(finder: TokenFinder, oracle: KVEngine) -> None:
-    ids = oracle.prompt_ids(TEXTS[3])
-    (span,) = finder.find(ids).spans
-    assert span.prompt_end == len(ids) - 1
-
-
-def test_chunks_added_later_are_found(tmp_path: Any) -> None:
-    model = make_model("llama")
-    model.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    with Index.create(tmp_path / "i", model=tmp_path / "model", embedding="hashing") as index:
-        index.add([Document(source="a", text=TEXTS[0])])
-        finder = TokenFinder(index)
-        ids = KVEngine(index).prompt_ids(make_prompt(0, 1))
-        assert len(finder.find(ids).spans) == 1
-        index.add([Document(source="b", text=TEXTS[1])])
-        assert len(finder.find(ids).spans) == 2
-        index.delete(sources=["a", "b"])
-        assert not finder.find(ids).spans
 
 
 # -- plans ---------------------------------------------------------------------------------------
@@ -327,9 +308,22 @@ def test_a_batch_is_a_list_and_an_error_takes_its_answers_place(served: Index) -
     for one in ("abc", Request("abc"), None):
         with pytest.raises(ParameterError, match="put the prompt into a list"):
             engine.generate_batch(one, return_exceptions=True)  # type: ignore[arg-type]
-    answers: list[Any] = engine.generate_batch(["abc", 5], return_exceptions=True)  # type: ignore[list-item]
-    assert answers[0].text == "a"
-    assert isinstance(answers[1], ParameterError)
+    refused: list[dict[str, Any]] = [
+        {"eviction": "corm"},
+        {"ttft": 1.0},
+        {"constraint": Constraint.regex("a")},
+        {"logprobs": 0},
+        {"stop_loops": True},
+        {"explain": True},
+    ]
+    asked: list[Any] = ["abc", 5, *(Request("abc", **one) for one in refused)]
+    first, *errors = engine.generate_batch(asked, return_exceptions=True)
+    assert isinstance(first, Answer)
+    assert first.text == "a"
+    assert all(isinstance(one, ParameterError) for one in errors)
+    for options, error in zip(refused, errors[1:], strict=True):
+        assert str(error).startswith(next(iter(options)))
+        assert str(error).endswith("leave it out, or answer with KVEngine")
 
 
 def test_messages_and_sampling_reach_vllm_as_they_reach_the_engine(

@@ -24,7 +24,7 @@ from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.langchain import KVRagVLLM
 from kvrag.llms.vllm.settings import RequestParams
 from tests.support.servers import free_port
-from tests.vllm.conftest import ENVIRONMENT, TEXTS, make_prompt
+from tests.vllm.conftest import ENVIRONMENT, make_prompt
 from tests.vllm.reference import NUM_TOKENS, TOLERANCE, expected
 from tests.vllm.test_adapters import whole_characters
 
@@ -99,16 +99,6 @@ def test_a_client_that_knows_nothing_of_kvrag(url: str, served: Index, oracle: K
     found = answer["choices"][0]["logprobs"]["token_logprobs"]
     for step, token in enumerate(wanted.tokens):
         assert abs(found[step] - wanted.logprobs[step, token].item()) <= TOLERANCE
-
-
-def test_a_conversation(url: str, oracle: KVEngine) -> None:
-    messages = [{"role": "user", "content": f"{TEXTS[3]}\n\nWho paid?"}]
-    model = json.loads(urlopen(f"{url}/models").read())["data"][0]["id"]
-    body = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0}
-    answer = post(url, "/chat/completions", body)
-    wanted = oracle.generate(messages, policy="none", max_tokens=MAX_TOKENS)
-    assert answer["choices"][0]["message"]["content"] == whole_characters(wanted.text)
-    assert answer["kv_transfer_params"]["kvrag"]["num_loaded"] > 0
 
 
 def test_the_langchain_model_over_it(llm: KVRagVLLM, oracle: KVEngine) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.base import route_key
+from kvrag.engine.options import DEFAULT_MAX_TOKENS
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Request, checked_batch
 from kvrag.errors import ParameterError, PromptTooLongError
@@ -23,6 +24,15 @@ from kvrag.llms.vllm.settings import RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, Piece, Transport
 
 _MAX_THREADS = 64
+# What a request may ask of the engine alone, and why.
+_REFUSED = {
+    "eviction_policy": "vLLM keeps all keys of an answer",
+    "ttft": "vLLM loads stored KV whole",
+    "constraint": "a form (response_format, or a forced call) is kept where tokens are drawn",
+    "logprobs": "kvrag does not read them from vLLM",
+    "stop_loops": "vLLM ends its answers itself",
+    "explain": "vLLM does not report what happened to single tokens",
+}
 
 
 class VLLMEngine:
@@ -37,32 +47,15 @@ class VLLMEngine:
         The index that the vLLM serves.
     connect
         Connects to the vLLM; called once, at the first prompt that can be served.
-    policy, ratio, boundary_tokens, max_tokens
-        See `kvrag.KVEngine`.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        connect: Callable[[], Transport],
-        *,
-        policy: str = DEFAULT_POLICY,
-        ratio: float | None = None,
-        boundary_tokens: int | None = None,
-        max_tokens: int = 256,
-    ) -> None:
+    def __init__(self, index: Index, connect: Callable[[], Transport]) -> None:
         self.index = index
         self._connect = connect
         self._connecting = threading.Lock()
         self._connected: Transport | None = None
         self._reader = PromptReader(index)
-        self.defaults = Request(
-            "",
-            policy=policy,
-            ratio=ratio,
-            boundary_tokens=boundary_tokens,
-            max_tokens=max_tokens,
-        )
+        self.defaults = Request("", policy=DEFAULT_POLICY, max_tokens=DEFAULT_MAX_TOKENS)
 
     @property
     def transport(self) -> Transport:
@@ -197,34 +190,13 @@ def _check_servable(asked: Request) -> None:
         )
     if not isinstance(asked.policy, str):
         raise ParameterError(f"policy {asked.policy}: expected a name such as 'gradual:spread=0.8'")
-    if asked.eviction_policy is not None:
-        raise ParameterError(
-            f"eviction {shown(asked.eviction)}: vLLM keeps all keys of an answer; leave it out, or "
-            "answer with KVEngine"
-        )
-    if asked.ttft is not None:
-        raise ParameterError(
-            f"ttft {asked.ttft}: vLLM loads stored KV whole; leave it out, or answer with KVEngine"
-        )
-    if asked.constraint is not None:
-        raise ParameterError(
-            "a constraint (response_format, or a forced call) is applied where tokens are drawn: "
-            "leave it out, or answer with KVEngine"
-        )
-    if asked.logprobs is not None:
-        raise ParameterError(
-            f"logprobs {asked.logprobs}: kvrag does not read them from vLLM; leave it out, or "
-            "answer with KVEngine"
-        )
-    if asked.stop_loops:
-        raise ParameterError(
-            "stop_loops: vLLM ends its answers itself; leave it out, or answer with KVEngine"
-        )
-    if asked.explain:
-        raise ParameterError(
-            "explain: vLLM does not report what happened to single tokens; leave it out, or answer "
-            "with KVEngine"
-        )
+    for name, why in _REFUSED.items():
+        value = getattr(asked, name)
+        if value is not None and value is not False:
+            raise ParameterError(
+                f"{name.removesuffix('_policy')} {shown(value)}: {why}; leave it out, or answer "
+                "with KVEngine"
+            )
     asked.recompute.choice()
 
 

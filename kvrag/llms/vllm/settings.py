@@ -91,22 +91,17 @@ class ConnectorSettings:
 
 
 @dataclass(frozen=True)
-class RequestParams:
-    """A client's parameters for one request.
+class RequestParams(Recompute):
+    """A client's parameters for one request: what to compute again, or else as the operator says.
 
     Attributes
     ----------
-    policy, ratio, boundary_tokens
-        What to compute again; None uses the operator's settings.
     reuse
         Whether anything may be reused; False means full prefill.
     artefact
         KV that was fused before, to use instead of fusing now.
     """
 
-    policy: str | None = None
-    ratio: float | None = None
-    boundary_tokens: int | None = None
     reuse: bool = True
     artefact: ArtefactName | None = None
 
@@ -143,6 +138,5 @@ class RequestParams:
 
     def make_policy(self, settings: ConnectorSettings) -> Choice:
         """Return the policy for this request. Raises ParameterError."""
-        said = Recompute(self.policy, self.ratio, self.boundary_tokens)
-        meant = said.over(Recompute(settings.policy, settings.ratio, settings.boundary_tokens))
-        return meant.choice()
+        usual = Recompute(settings.policy, settings.ratio, settings.boundary_tokens)
+        return self.over(usual).choice()
