@@ -75,6 +75,16 @@ def alone(engine: KVEngine) -> dict[tuple[int, int], str]:
     return {place: engine.generate(request_of(*place)).text for place in places}
 
 
+def test_each_kind_of_request_gets_its_own_answer(
+    engine: KVEngine, alone: dict[tuple[int, int], str]
+) -> None:
+    places = [(kind % len(PROMPTS), kind) for kind in range(len(KINDS))]
+    answers = engine.generate_batch([request_of(*place) for place in places])
+    assert [one.text for one in answers] == [alone[place] for place in places]
+    assert answers[3].finish_reason == "length"
+    assert answers[5].report.eviction is not None
+
+
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_streams_gives_the_same_texts(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
@@ -43,16 +43,16 @@ class Simulation:
         self.window = window
         self.layer = EvictingLayer(policy, window, 0, _Memory(1))
         held = HeldKeys.of_prompts(torch.ones(1, num_prompt, dtype=torch.bool), HEADS)
-        asking = min(policy.num_queries, num_prompt)
-        for query in range(num_prompt - asking, num_prompt):
-            weights = torch.stack(
-                [
-                    torch.stack([self._row(h, g, query, range(query + 1)) for g in range(GROUPS)])
-                    for h in range(HEADS)
-                ]
-            )
-            visible = [len(self.visible(range(query + 1), query))]
-            policy.observe(held, weights[:, :, None], torch.tensor(visible))
+        asking = range(num_prompt - min(policy.num_queries, num_prompt), num_prompt)
+        for at in range(0, len(asking), 3):  # a few queries at a time, as attention does
+            seen = [(query, range(query + 1)) for query in asking[at : at + 3]]
+            weights = [
+                [[self._row(h, g, *one) for one in seen] for g in range(GROUPS)]
+                for h in range(HEADS)
+            ]
+            stacked = torch.stack([torch.stack([torch.stack(g) for g in h]) for h in weights])
+            visible = [len(self.visible(places, query)) for query, places in seen]
+            policy.observe(held, stacked, torch.tensor(visible))
         rows = torch.arange(num_prompt, dtype=torch.float32)[None, None, :, None]
         self.layer.keep(held, rows.expand(1, HEADS, -1, 4), rows.expand(1, HEADS, -1, 4) + 0.5)
 
@@ -123,6 +123,8 @@ def follow(
     layer_window=st.none() | st.integers(1, 24),
     seed=st.integers(0, 1000),
 )
+@example(num_prompt=30, num_steps=20, window=6, recent=4, threshold=1.0, layer_window=None, seed=1)
+@example(num_prompt=30, num_steps=20, window=6, recent=4, threshold=2.0, layer_window=9, seed=2)
 def test_corm_keeps_what_the_slow_account_keeps(
     num_prompt: int,
     num_steps: int,
@@ -163,6 +165,7 @@ def test_corm_keeps_what_the_slow_account_keeps(
     sinks=st.integers(0, 6),
     recent=st.integers(1, 20),
 )
+@example(num_prompt=30, num_steps=20, sinks=3, recent=7)
 def test_streaming_keeps_sinks_and_the_recent(
     num_prompt: int, num_steps: int, sinks: int, recent: int
 ) -> None:
@@ -183,6 +186,7 @@ def test_streaming_keeps_sinks_and_the_recent(
     window=st.integers(1, 20),
     seed=st.integers(0, 1000),
 )
+@example(num_prompt=30, num_steps=15, heavy=5, recent=4, window=12, seed=1)
 def test_h2o_keeps_heavy_hitters_and_the_recent(
     num_prompt: int, num_steps: int, heavy: int, recent: int, window: int, seed: int
 ) -> None:

@@ -37,7 +37,6 @@ def check(kv: RaggedKV, expected: list[set[int]]) -> None:
         assert set(found.tolist()) == places
         assert kv.notes.held[head].sum() == count
         assert kv.notes.held[head, :count].all()
-        assert torch.equal(kv.notes.marks[head, :count], torch.where(found < 1000, found / 7, 0.0))
         keys, values = kv.head(head)
         assert torch.equal(keys, rows_of(found, head))
         assert torch.equal(values, -keys)
@@ -53,8 +52,7 @@ def test_rows_come_and_go(data: st.DataObject) -> None:
     kv = make_ragged(held)
     expected = [set(row.nonzero()[:, 0].tolist()) for row in held]
     check(kv, expected)
-    place = 1000  # those that come have no marks yet
-    kv.notes.num_seen.fill_(place)
+    place = num_rows
     for share in data.draw(st.lists(st.sampled_from([0.0, 0.02, 0.5, 0.97]), max_size=8)):
         for _ in range(data.draw(st.integers(1, 40))):
             rows = torch.stack([rows_of(torch.tensor(place), head) for head in range(num_heads)])
@@ -70,3 +68,20 @@ def test_rows_come_and_go(data: st.DataObject) -> None:
         check(kv, expected)
         spare = kv.keys.shape[0] - sum(kv.counts)
         assert spare <= 2 * STEP_ROWS * num_heads
+
+
+def test_marks_follow_their_keys_and_memory_goes_in_steps() -> None:
+    """A few rows that go leave the block as it is; more make it anew, smaller."""
+    kv = make_ragged(torch.ones(2, 1000, dtype=torch.bool))
+    gone = torch.zeros(2, 1000, dtype=torch.bool)
+    gone[0, ::3] = True
+    gone[1, :150] = True
+    assert kv.remove(gone)
+    notes = kv.notes
+    assert torch.equal(notes.marks[notes.held], notes.places[notes.held].float() / 7)
+
+    def below(place: int) -> torch.Tensor:
+        slots = max(kv.counts)
+        return kv.notes.held[:, :slots] & (kv.notes.places[:, :slots] < place)
+
+    assert [kv.remove(below(place)) for place in (700, 703, 706)] == [True, False, False]

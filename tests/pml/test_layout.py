@@ -244,6 +244,17 @@ def test_text_goes_where_positions_are_free() -> None:
     assert own[2].start == layout.num_positions
 
 
+def test_an_argument_may_fill_its_room_and_the_last_token_is_computed() -> None:
+    room = "<parameter name='p' length='9'/>"
+    schema, layout = laid_out(f"<schema name='s'><module name='a'>{room} days</module></schema>")
+    prompt = parse_prompt("<prompt schema='s'><a p='xxxxxxxxx'/></prompt>", schema)
+    pieces = place_prompt(layout, prompt, TOKENIZER)
+    assert len(pieces[0].token_ids) == 9
+    fused = as_layout(layout, pieces, passages_of(layout), is_bound=False)
+    assert fused.positions is None
+    assert fused.spans[-1].prompt_end == len(fused.token_ids) - 1
+
+
 WRONG_PROMPTS = [
     ("<schema name='s'/>", "is not a prompt"),
     ("<prompt/>", "names no schema"),
