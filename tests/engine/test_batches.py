@@ -278,18 +278,20 @@ def test_a_prompt_is_read_beside_running_answers(
         return lay_out(self, request, *more)
 
     monkeypatch.setattr(PromptReader, "lay_out", slow)
-    late = engine.steps(PROMPTS[1])
-    assert next(late) is None
-    for number in (0, 2):
-        text = "".join(one.text for one in engine.steps(PROMPTS[number]) if one is not None)
-        assert text == alone[number, 0]
-    assert next(late) is None
-    left = engine.steps(PROMPTS[1])
-    assert next(left) is None
-    left.close()  # type: ignore[attr-defined]
-    may_read.set()
-    assert "".join(one.text for one in late if one is not None) == alone[1, 0]
-    assert engine._scheduler.num_open == 0
+
+    async def main() -> str:
+        late, left = (asyncio.create_task(engine.agenerate(PROMPTS[1])) for _ in range(2))
+        for number in (0, 2):
+            assert (await engine.agenerate(PROMPTS[number])).text == alone[number, 0]
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert not late.done()
+        may_read.set()
+        return (await late).text
+
+    assert asyncio.run(main()) == alone[1, 0]
+    _wait_until_idle(engine)
 
 
 def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +307,9 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
     streams = [engine.stream(prompt) for prompt in PROMPTS[:3]]
     for stream in streams:
         next(stream)
-    half = engine.steps(PROMPTS[3])
+    half = engine._start_now(PROMPTS[3], {}).fuse(0.0)
     while len(buffers) < 4:
-        assert next(half) is None  # read in another thread, and fused in part
+        next(half)  # fused in part
     for stream in [*streams, half]:
         stream.close()  # type: ignore[attr-defined]
     del stream, streams, half

@@ -56,14 +56,12 @@ def test_tokens_spell_the_answer_and_its_pieces(rag: Rag) -> None:
     starts = [one.start for one in answer.logprobs]
     assert starts == sorted(starts)
     assert starts[0] == 0
-    for way in (engine.stream, engine.steps):
-        deltas: list[AnswerDelta] = [one for one in way(PROMPTS[0], **options) if one is not None]
-        told = tuple(token for one in deltas for token in one.logprobs)
-        assert told == answer.logprobs
-        shown = 0
-        for delta in deltas:
-            assert all(shown <= one.start < shown + len(delta.text) for one in delta.logprobs)
-            shown += len(delta.text)
+    deltas: list[AnswerDelta] = list(engine.stream(PROMPTS[0], **options))
+    assert tuple(token for one in deltas for token in one.logprobs) == answer.logprobs
+    shown = 0
+    for delta in deltas:
+        assert all(shown <= one.start < shown + len(delta.text) for one in delta.logprobs)
+        shown += len(delta.text)
 
 
 def test_the_tokens_of_a_stop_string_are_left_out(rag: Rag) -> None:

@@ -70,7 +70,6 @@ def calls(engine):
     yield lambda: engine.generate("When?")
     yield lambda: engine.generate_batch(["When?"])
     yield lambda: next(engine.stream("When?"))
-    yield lambda: next(engine.steps("When?"))
     yield lambda: asyncio.run(engine.agenerate("When?"))
     yield lambda: engine.fuse("When?")
     yield lambda: engine.prompt_ids("When?")
