@@ -13,7 +13,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.fusion.calibration import Calibration
+    from kvrag.fusion.calibration import Calibration, Measured
 
 _POLICIES = "none,boundary,deviation,query,query:shift=1,two_stage"
 
@@ -75,13 +75,26 @@ def calibrate(
         console.write(found.to_json())
     else:
         _print(found)
-        if usual is not None:
-            repair, expected = usual
-            console.write(
-                f"'--policy auto' takes {repair} for a prompt of {max(2, chunks)} chunks of usual "
-                f"length, and expects to lose {expected.loss:.1%}; without it, answers take "
-                f"{DEFAULT_POLICY}\n"
-            )
+        if usual:
+            console.write(_sentence(usual, max(2, chunks)))
+
+
+def _sentence(usual: list[tuple[Measured, float]], chunks: int) -> str:
+    """Return what is lost, at which speed, and what loses less, for people."""
+    (chosen, speed), *better = usual
+    less = "nothing that was measured loses less"
+    for one, its_speed in better:
+        less = f"{_name(one)} loses {one.loss:.1%}, {its_speed:.1f} times sooner"
+    return (
+        f"With '--policy auto', {chosen.loss:.1%} of an answer's tokens differ from full "
+        f"prefill's, and the first comes about {speed:.1f} times sooner, for a prompt of {chunks} "
+        f"chunks of usual length ({_name(chosen)}); {less}. Without it, answers take "
+        f"{DEFAULT_POLICY}.\n"
+    )
+
+
+def _name(one: Measured) -> str:
+    return one.policy if one.ratio is None else f"{one.policy} at {one.ratio:.0%}"
 
 
 def _print(found: Calibration) -> None:

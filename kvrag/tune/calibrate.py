@@ -17,12 +17,12 @@ from kvrag.engine.request import Request
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import Expected, LoadingController, takes_ratio
+from kvrag.fusion.controller import LoadingController, takes_ratio
 from kvrag.fusion.fingerprints import MIN_RUN
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, check_ratio
-from kvrag.fusion.repair import Repair, make_repair
+from kvrag.fusion.repair import make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import StoredRows
 from kvrag.loading.pace import fit_prices
@@ -144,10 +144,11 @@ def calibrate(
 
 def usual_choice(
     index: Index, calibration: Calibration, num_chunks: int
-) -> tuple[Repair, Expected] | None:
+) -> list[tuple[Measured, float]]:
     """Return what ``auto`` takes for a prompt of chunks of the index's median length.
 
-    None if the index is empty.
+    Then, if there is one, the fastest policy that loses less. With each is how many times sooner
+    than by full prefill the first token is expected. Empty if the index is.
 
     Parameters
     ----------
@@ -156,14 +157,25 @@ def usual_choice(
     """
     lengths = sorted(map(index.num_rows, index.catalog.stored.keys().values()))
     if not lengths:
-        return None
+        return []
     length = lengths[len(lengths) // 2]
     starts = [number * length for number in range(1, max(2, num_chunks))]
     spans = tuple(ReusedSpan(str(start), start, 0, length) for start in starts)
     records = [StoredRows(str(start), (), length) for start in (0, *starts)]
     num_tokens = starts[-1] + length + _QUESTION_TOKENS
     prompt = PromptRows(num_tokens, index.model.spec.num_layers, spans)
-    return LoadingController(calibration=calibration).choose(prompt, _QUESTION_TOKENS, records)
+    whole = calibration.cost.of(num_tokens * prompt.num_layers, 0)
+
+    def speed(one: Measured) -> float:
+        policy = one.make().policy
+        found = calibration.estimate(policy, prompt, _QUESTION_TOKENS, records)
+        return whole / max(found.seconds, 1e-6)  # a price may have come out as nothing
+
+    controller = LoadingController(calibration=calibration)
+    repair, _ = controller.choose(prompt, _QUESTION_TOKENS, records)
+    chosen = next(one for one in calibration.policies if one.make() == repair)
+    better = [one for one in calibration.policies if one.loss < chosen.loss]
+    return [(one, speed(one)) for one in [chosen, *sorted(better, key=speed)[-1:]]]
 
 
 def _tried(options: CalibrationOptions) -> list[_Tried]:

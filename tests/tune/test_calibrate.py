@@ -13,7 +13,7 @@ from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError
-from kvrag.fusion.calibration import Calibration
+from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.loss import MISS_DAMAGED, LostError
@@ -122,13 +122,21 @@ def test_what_auto_takes_for_a_usual_prompt_is_known(tmp_path: Path) -> None:
         found = calibrate(index, CalibrationOptions(num_questions=2, max_tokens=2, num_chunks=2))
         losing = [replace(one, loss=0.5) for one in found.policies]
         losing[-1] = replace(losing[-1], loss=0.25)
-        chosen = usual_choice(index, replace(found, policies=tuple(losing)), 5)
-        assert chosen is not None
-        repair, expected = chosen
-        assert repair == losing[-1].make()
-        assert expected.loss == 0.25
+        measured = tuple(losing)
+        ((chosen, speed),) = usual_choice(index, replace(found, policies=measured), 5)
+        assert chosen == losing[-1]
+        assert speed > 0.0
+        # `none` is within what auto may lose, and the fastest; of two that lose less, the one that
+        # computes fewer rows is named.
+        by_rows = Cost(0.0, 1e-3, 0.0)
+        whole, half = (Measured("query", share, 0.0, 0.0, 0.0) for share in (1.0, 0.5))
+        cheap = Measured("none", None, 0.005, 0.0, 0.01)
+        made = replace(found, policies=(whole, cheap, half), cost=by_rows, loading=None)
+        (first, fast), (second, slower) = usual_choice(index, made, 5)
+        assert (first, second) == (cheap, half)
+        assert fast > slower > 1.0
     with make_index(tmp_path / "empty") as index:
-        assert usual_choice(index, found, 5) is None
+        assert usual_choice(index, found, 5) == []
 
 
 def test_time_ends_the_questions_after_eight(tmp_path: Path) -> None:
