@@ -119,3 +119,14 @@ def require_subclass(table: Table[Any], name: str, found: object, base: type[Any
     """Raise ParameterError unless `found`, the entry `name` of a table, is a subclass of `base`."""
     if not (isinstance(found, type) and issubclass(found, base)):
         table.refuse(name, f"a subclass of {base.__module__}.{base.__qualname__}", repr(found))
+
+
+def require(module: str, extra: str) -> Any:
+    """Import a library of an extra. Raises ParameterError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ParameterError(
+            f"this needs the library {module.partition('.')[0]!r}, which is not installed: "
+            f"pip install 'kvrag[{extra}]'"
+        ) from error

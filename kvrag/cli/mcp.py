@@ -41,7 +41,7 @@ def mcp(
 
     A client such as an editor starts this command and talks over its stdin and stdout.
     """
-    from kvrag.store.extras import require
+    from kvrag.plugins import require
 
     require("mcp", "mcp")
     from kvrag.server.mcp import make_server

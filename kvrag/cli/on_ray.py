@@ -12,7 +12,7 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
-from kvrag.store.extras import require
+from kvrag.plugins import require
 
 if TYPE_CHECKING:
     from kvrag.ingest.ray import RayOptions, RayRunner

@@ -170,7 +170,7 @@ def serve(
             show=show,
         )
         return
-    from kvrag.store.extras import require
+    from kvrag.plugins import require
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
         require(module, "serve")
@@ -214,7 +214,7 @@ def _traced(collector: str | None) -> Iterator[Callable[[ASGIApp], ASGIApp]]:
     if collector is None:
         yield lambda app: app
         return
-    from kvrag.store.extras import require
+    from kvrag.plugins import require
 
     require("opentelemetry.exporter.otlp.proto.http", "otel")
     from kvrag.engine.tracing import trace

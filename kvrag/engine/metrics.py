@@ -11,7 +11,7 @@ from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
 from kvrag.ingest.counting import METRICS
 from kvrag.ingest.index import Index
-from kvrag.store.extras import require
+from kvrag.plugins import require
 from kvrag.store.prometheus import StoreCollector, families
 
 DEFAULT_PORT = 9464

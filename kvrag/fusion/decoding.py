@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -23,13 +24,14 @@ from kvrag.native import MAX_ROWS
 class Decoder(Protocol):
     """Computes the tokens after a fused prompt, one at a time."""
 
+    @abstractmethod
     def step(self, token_id: int) -> torch.Tensor:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
         ...
 
     def report(self) -> EvictionReport | None:
         """Return what was evicted so far; None if the decoder evicts nothing."""
-        ...
+        return None
 
 
 def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | None) -> Decoder:
@@ -91,7 +93,7 @@ def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Except
     return [outcomes[number] for number in range(len(steps))]
 
 
-class CacheDecoder:
+class CacheDecoder(Decoder):
     """Continues a prompt without gaps in its positions, by means of Transformers.
 
     Parameters
@@ -116,11 +118,8 @@ class CacheDecoder:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
-    def report(self) -> None:
-        """Return None: every key is kept."""
 
-
-class RowDecoder:
+class RowDecoder(Decoder):
     """Continues a prompt row by row, as the fuser computes rows: on the CPU, in compiled kernels.
 
     It also continues prompts whose positions have gaps. Transformers derives the positions after a
@@ -170,11 +169,8 @@ class RowDecoder:
             one._next = replace(row, place=row.place + 1, position=row.position + 1)
         return logits
 
-    def report(self) -> None:
-        """Return None: every key is kept."""
 
-
-class GapDecoder:
+class GapDecoder(Decoder):
     """Continues a prompt with gaps in its positions, for families that attend in their own code.
 
     Parameters
@@ -209,6 +205,3 @@ class GapDecoder:
             logits = model.logits(hidden)[0]
         self._num_rows += 1
         return logits
-
-    def report(self) -> None:
-        """Return None: every key is kept."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -66,16 +67,21 @@ class _TimeLeft:
         """Return what `work` returns in another thread; `drop` gets it if it comes too late."""
         if self._patience.is_over:
             raise SlowStoreError("another record of the prompt was given up before")
-        task = _Task(work, drop)
+        future: Future[T] = Future()
         started = time.perf_counter()
-        if not (_hands.take(task) and task.wait(self._seconds)):
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if not _hands.take(run) or not wait([future], max(self._seconds, 0.0)).done:
             self._patience.is_over = True
+            future.add_done_callback(lambda late: late.exception() or drop(late.result()))
             raise SlowStoreError(f"a record took more than {self._patience.seconds:.3g} s")
         self._seconds -= time.perf_counter() - started
-        if task.error is not None:
-            raise task.error
-        found: T = task.result
-        return found
+        return future.result()
 
 
 class _PatientRecord(RecordWrapper):
@@ -102,38 +108,6 @@ class _PatientRecord(RecordWrapper):
         buffer.cast("B")[:] = content
 
 
-class _Task:
-    """Work of a thread that its caller may abandon."""
-
-    def __init__(self, work: Callable[[], Any], drop: Callable[[Any], object]) -> None:
-        self._work = work
-        self._drop = drop
-        self._done = threading.Event()
-        self._deciding = threading.Lock()
-        self._is_abandoned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do the work, in the thread."""
-        try:
-            self.result = self._work()
-        except BaseException as error:
-            self.error = error
-        with self._deciding:
-            self._done.set()
-            is_late = self._is_abandoned
-        if is_late and self.error is None:
-            self._drop(self.result)
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether it is done in time; otherwise it is abandoned."""
-        self._done.wait(max(seconds, 0.0))
-        with self._deciding:
-            self._is_abandoned = not self._done.is_set()
-        return not self._is_abandoned
-
-
 class _Hands:
     """Threads that are kept; they end with the process, whatever they wait for."""
 
@@ -142,7 +116,7 @@ class _Hands:
         self._idle: list[SimpleQueue[Any]] = []
         self._num = 0
 
-    def take(self, task: _Task) -> bool:
+    def take(self, task: Callable[[], None]) -> bool:
         """Let a thread do it; return False if all are abandoned."""
         with self._lock:
             if self._idle:
@@ -160,9 +134,9 @@ class _Hands:
         hand.put((hand, task))
         return True
 
-    def _run(self, job: tuple[Any, _Task]) -> None:
+    def _run(self, job: tuple[Any, Callable[[], None]]) -> None:
         hand, task = job
-        task.run()
+        task()
         with self._lock:
             self._idle.append(hand)
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
-from kvrag.store.extras import require
+from kvrag.plugins import require
 from kvrag.store.remote import upload_seconds
 
 SCHEMES = ("s3", "gs", "az")

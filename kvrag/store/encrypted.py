@@ -18,8 +18,8 @@ from typing import Any
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
+from kvrag.plugins import require
 from kvrag.store.base import Store, StoredRecord, StoreWrapper, check_range
-from kvrag.store.extras import require
 from kvrag.store.files import read_secret
 
 KEY_BYTES = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvrag.plugins import require
 from kvrag.store.base import Store
-from kvrag.store.extras import require
 from kvrag.store.metrics import METRICS, Counts, MetricsOf, labelled
 
 if TYPE_CHECKING:

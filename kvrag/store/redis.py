@@ -29,8 +29,8 @@ from kvrag.errors import (
     StoreError,
     StoreUnreachableError,
 )
+from kvrag.plugins import require
 from kvrag.recordformat import piece_ends
-from kvrag.store.extras import require
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
 from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
 

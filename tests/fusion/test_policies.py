@@ -277,6 +277,7 @@ def test_layers_that_are_computed_whole_are_not_loaded(
     # The first chunk, which stands where it was encoded, is always loaded.
     least = bench.fuse(prompt, RandomPolicy(1.0)).report.bytes_loaded
     most = bench.fuse(prompt, NonePolicy()).report.bytes_loaded
+    assert least < most
     assert fused.report.bytes_loaded == least + (most - least) * num_loaded / 4
 
 

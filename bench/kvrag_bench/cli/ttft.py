@@ -141,7 +141,7 @@ def bench_ingest(
 
 def _bench_ray(model: str | None, chunks: int, chunk_tokens: int, as_json: bool) -> None:
     from kvrag.cli.opening import quiet_libraries
-    from kvrag.store.extras import require
+    from kvrag.plugins import require
     from kvrag_bench.ray_ingest import run_ray_bench
 
     if model is None:

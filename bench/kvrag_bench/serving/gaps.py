@@ -20,7 +20,7 @@ from typing import Any
 from kvrag.chunk import Document
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
-from kvrag.store.extras import require
+from kvrag.plugins import require
 from kvrag_bench.serving.streams import serving_index
 from kvrag_corpus import generate_corpus
 

@@ -26,7 +26,7 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
-from kvrag.store.extras import require
+from kvrag.plugins import require
 from kvrag_corpus import generate_corpus
 
 _ALONE_SHARE = 0.1

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
-from kvrag.store.extras import require
+from kvrag.plugins import require
 from kvrag_bench.stream.trace import Trace, constant
 
 # A piece is what the slowest link carries in some ten milliseconds.

@@ -26,8 +26,8 @@ from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.stages import Run, lacking, windows
+from kvrag.plugins import require
 from kvrag.store.capabilities import tiers_of
-from kvrag.store.extras import require
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
