@@ -12,13 +12,14 @@ import pytest
 from kvrag import arguments
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.options import Sampling
+from kvrag.engine.options import ENGINE_DEFAULTS, AnswerOptions, EngineOptions, Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexClosedError, KVRagError, PromptTooLongError
 from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.settings import IndexSettings
 from kvrag.models.kv_model import KVModel
+from kvrag.optiontable import kind_of, options_of
 from kvrag.store.registry import open_store
 
 NAN, INF = float("nan"), float("inf")
@@ -34,32 +35,30 @@ def table(**wrong: list[Any]) -> list[tuple[str, Any]]:
     return [(name, value) for name, values in wrong.items() for value in values]
 
 
-SAMPLING = table(
-    temperature=[*NO_NUMBER, None, -1, 1e-9],
-    top_p=[*NO_NUMBER, None, 0, -0.1, 1.1],
-    top_k=[*NO_WHOLE, None, -1, 2**40],
-    repetition_penalty=[*NO_NUMBER, None, 0, -1, 1e-300, 101],
-    frequency_penalty=[*NO_NUMBER, None, -2.1, 3],
-    presence_penalty=[*NO_NUMBER, None, -2.1, 3],
-    min_p=[*NO_NUMBER, None, -0.1, 1.1],
-    seed=[2.5, True, "a", NAN, [1], -1, 2**63],
-)
-FUSING = table(
-    policy=[5, 2.5, True, b"none", ["none"], "", "unknown", "none:", "none(", "boundary(x)"],
-    ratio=[*NO_NUMBER, -0.1, 1.1],
-    boundary_tokens=[*NO_WHOLE, 0, -1],
-    max_tokens=[*NO_WHOLE, 0, -1],
-    hints=NO_TEXTS,
-    ttft=[*NO_NUMBER, 0, -1],
-)
+def wrong_of(options: type) -> list[tuple[str, Any]]:
+    """Return what no number and no flag of a table of options may be."""
+    found: list[tuple[str, Any]] = []
+    of_kind = {int: NO_WHOLE, float: NO_NUMBER, bool: [1, "yes"]}
+    for one, rule in options_of(options):
+        wrong = [*of_kind.get(kind_of(one), ())]
+        wrong += [None] if wrong and "None" not in str(one.type) else []
+        wrong += [] if rule.least is None else [rule.least - 1]
+        wrong += [] if rule.above is None else [rule.above]
+        wrong += [] if rule.most is None else [rule.most + 1]
+        found += [(one.name, value) for value in wrong]
+    return found
+
+
 ANSWERING = [
-    *SAMPLING,
-    *FUSING,
+    *wrong_of(AnswerOptions),
     *table(
+        temperature=[1e-9],
+        repetition_penalty=[-1, 1e-300],
+        policy=[5, 2.5, True, b"none", ["none"], "", "unknown", "none:", "none(", "boundary(x)"],
         eviction=[5, True, b"corm", ["corm"], "", "unknown", "corm:window=a", "corm:window=-1"],
+        hints=NO_TEXTS,
         stop=[None, "abc", 5, [""], [None], [5]],
-        timeout_seconds=[*NO_NUMBER, 0, -1],
-        reuse=[None, 1, "yes"],
+        session=[3, b"ines", "\ud800"],
     ),
 ]
 PROMPTS = [
@@ -96,19 +95,15 @@ def ids(value: object) -> str:
 
 @pytest.mark.parametrize(("name", "value"), ANSWERING, ids=ids)
 def test_answering(index: Index, name: str, value: object) -> None:
-    refused(lambda: KVEngine(index).stream(PROMPT, **{name: value}))
+    refused(lambda: KVEngine(index).stream(PROMPT, **{name: value}), name)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, value) for name, value in ANSWERING if name in ("policy", "eviction", "ttft")),
-        *table(
-            ratio=[*NO_NUMBER, -0.1],
-            links=[5, True, b"x", "/nonexistent"],
-            max_tokens=[*NO_WHOLE, 0],
-            load_threads=[*NO_WHOLE, -1, 10**6],
-        ),
+        *((name, value) for name, value in ANSWERING if name in ENGINE_DEFAULTS),
+        *wrong_of(EngineOptions),
+        *table(links=[5, True, b"x", "/nonexistent"]),
     ],
     ids=ids,
 )
