@@ -12,7 +12,7 @@ from openai import OpenAI
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.text_stream import TextStream
-from tests.cli.conftest import Run, documents, index_folder, model_folder, run
+from tests.cli.conftest import Run, index_folder, model_folder, run, whole_index
 from tests.server.conftest import client, served
 from tests.server.test_responses import whole
 from tests.support.api_server import Served
@@ -20,7 +20,7 @@ from tests.support.models import make_tokenizer
 from tests.support.rag import Rag, rag
 from tests.support.scripted import follow
 
-__all__ = ["client", "documents", "index_folder", "model_folder", "rag", "run", "served"]
+__all__ = ["client", "index_folder", "model_folder", "rag", "run", "served", "whole_index"]
 
 SENTENCE = "The harbour ledger is kept by Ines of Varn every day. "
 LOOPS = {
@@ -28,20 +28,20 @@ LOOPS = {
     "lines": "- the old bridge near Varn\n" * 20,
     "dialogue": "Who keeps it?\n\nThe keeper does.\n\n" * 20,
     "clause": "She is kind, and she is kind, and " * 20,
-    "word": "It is " + "very " * 200,
+    "word": "It is " + "very " * 100,
 }
 MEANT = {
     "list": "".join(f"{n}. Item of the list, which is like the others\n" for n in range(1, 25)),
     "table": "| Ines | harbour ledger of Varn | 0 |\n" * 20,
     "numbers": "0, 0, 0, 0, 0, 0, 0, 0, 0, 0\n" * 20,
-    "series": "null, " * 100,
+    "series": "null, " * 60,
     "yes": "yes\n" * 20,
     "tabs": "the\tsame\tthree\twords\n" * 20,
     "code": "```\nprint the same line again and again\n" + "say hello to all of them\n" * 20,
     "bare code": "    assert_that(value).is_not(None)\n" * 20 + "foo(bar, [1, 2, 3])\n" * 20,
     "json": '{"name": "Ines", "keeps": "the harbour ledger"}, ' * 20,
     "twice": SENTENCE * 2 + "So she does.",
-    "rule": "-" * 400 + "\n" + "= " * 200,
+    "rule": "-" * 150 + "\n" + "= " * 80,
 }
 
 

@@ -133,6 +133,9 @@ def test_without_content_nothing_is_told(rag: Rag) -> None:
     assert len(found.spans) == 2
     told = json.dumps([attributes(span) for span in found.spans], default=str)
     assert "ledger" not in told
+    assert not {"input.value", "output.value"} & {
+        one for span in found.spans for one in attributes(span)
+    }
 
 
 def test_kvrag_does_not_import_the_library() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import BaseTool, create_retriever_tool
 from llama_index.core import PromptTemplate
 from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
@@ -73,17 +73,6 @@ def test_langchains_agent(prompts: list[str], chat: ChatKVRag, passages: BaseToo
     assert report["num_cached"] > 30
     sources = {one["source"] for one in answered.response_metadata["sources"]}
     assert "ledger" in sources
-
-
-def test_a_stream_of_an_agent(prompts: list[str], chat: ChatKVRag, passages: BaseTool) -> None:
-    agent = create_agent(chat, [passages])
-    pieces = agent.stream({"messages": [HumanMessage(QUESTION)]}, stream_mode="messages")
-    chunks = [one for one, _ in pieces if isinstance(one, AIMessageChunk)]
-    calls = [one for chunk in chunks for one in chunk.tool_call_chunks]
-    assert [(one["name"], one["index"]) for one in calls] == [("passages", 0)]
-    assert json.loads(calls[0]["args"] or "") == {"query": "harbour ledger"}
-    assert len([chunk for chunk in chunks if chunk.text]) > 4
-    assert "tool_call" not in "".join(chunk.text for chunk in chunks)
 
 
 class Keeper(BaseModel):

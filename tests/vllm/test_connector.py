@@ -23,7 +23,6 @@ from kvrag.models.kv_model import KVModel
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import (
-    Given,
     assert_same,
     expected,
     given,
@@ -143,26 +142,14 @@ def test_a_prompt_without_chunks_is_the_engines_own(llm: Any, oracle: KVEngine) 
 # -- trap 1: the engine's own cache --------------------------------------------------------------
 
 
-def _plain_after_fused(llm: Any, oracle: KVEngine) -> tuple[Given, Given]:
+def test_a_plain_request_never_gets_fused_blocks(llm: Any, oracle: KVEngine) -> None:
     prompt = make_prompt(3, 1)
     fresh = given(ask(llm, oracle, prompt, PLAIN))
     assert llm.reset_prefix_cache()
     ask(llm, oracle, prompt, RequestParams(policy="none"))
-    return fresh, given(ask(llm, oracle, prompt, PLAIN))
-
-
-def test_a_plain_request_never_gets_fused_blocks(llm: Any, oracle: KVEngine) -> None:
-    fresh, after = _plain_after_fused(llm, oracle)
+    after = given(ask(llm, oracle, prompt, PLAIN))
     assert after.tokens == fresh.tokens
     assert torch.equal(after.logprobs, fresh.logprobs)
-
-
-def test_without_the_salt_it_would(
-    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.llms.vllm.scheduler_side._add_salt", lambda request, salt: None)
-    fresh, after = _plain_after_fused(llm, oracle)
-    assert not torch.equal(after.logprobs, fresh.logprobs)
 
 
 def test_policies_do_not_share_blocks(llm: Any, oracle: KVEngine) -> None:
