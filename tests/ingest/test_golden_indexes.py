@@ -17,6 +17,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.config import FORMAT_VERSION
 from kvrag.ingest.index import Index
+from kvrag.ingest.schema import Checksums
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("*.zip"))
@@ -32,6 +33,25 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def version_of(name: str) -> int:
     return int(name.partition("-")[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("state", (3, 1, b"d", 2, b"f"), "1c06c5d8d1ed91dc7494a130f7d03006"),
+        ("file", ("p", "d", 5, 6, 7, 8), "534b36d90bc6b570398e4ac055de4084"),
+        ("document", ("s", "f", "d", "{}", 1, b"c"), "a6076404c9877b924fda4180e50c1fb4"),
+        ("document", ("s", None, "d", "{}", 1, b"c"), "c5bcbcc1445dcf126b0a9564efc2d144"),
+        (
+            "chunk",
+            (1, "id", "s", 0, "text", b"ids", b"starts", 1, "{}", b""),
+            "b0025e458386134a8e5147b7156acac3",
+        ),
+        ("vector", (1, "id", b"vector"), "dcd87657b95eaf506f88a036d8b1329d"),
+    ],
+)
+def test_checksums_of_rows_stay(name: str, row: tuple[object, ...], expected: str) -> None:
+    assert Checksums(b"key").of(name, row).hex() == expected
 
 
 def test_there_is_a_file_of_each_format_version() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sqlite3
 import time
 from pathlib import Path
 
@@ -13,20 +11,7 @@ import pytest
 from kvrag.errors import IndexFormatError
 from kvrag.ingest import plan
 from kvrag.ingest.index import Index
-from kvrag.ingest.schema import SCHEMA_VERSION
 from kvrag.models.kv_model import KVModel
-
-
-def test_a_catalog_of_a_newer_kvrag_is_left_as_it_is(index: Index, docs: Path) -> None:
-    index.add(docs)
-    index.close()
-    path = index.path / "catalog.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    before = path.read_bytes()
-    with pytest.raises(IndexFormatError, match=r"newer kvrag.*Upgrade kvrag"):
-        Index.open(index.path)
-    assert path.read_bytes() == before
 
 
 def change_unnoticed(path: Path, old: str, new: str) -> None:

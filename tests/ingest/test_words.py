@@ -150,7 +150,7 @@ def test_a_text_removed_while_the_file_is_made_does_not_stay(
             other.delete(sources=["ines"])
 
     monkeypatch.setattr(words.WordIndex, "_fill", removing)
-    filled.search_words("fox")
+    filled.search_words("fox", 1)
     assert not path.exists() or b"harbour" not in path.read_bytes()
     assert found(filled, "harbour") == []
     assert b"harbour" not in path.read_bytes()
