@@ -468,11 +468,13 @@ def test_a_damaged_view_is_made_again(machine: Machine, url: str) -> None:
     catalog = index.path / "catalog.sqlite"
     with sqlite3.connect(catalog) as connection:
         connection.execute("UPDATE chunks SET text = 'another text' WHERE source = 'd1'")
+        connection.execute("UPDATE chunks SET embedding = zeroblob(4) WHERE source = 'd2'")
     connection.close()
+    assert {hit.chunk.source for hit in index.search_dense("page 2", 9)} == {"d0"}
     assert not index.upkeep.verify().ok
     assert index.upkeep.verify(repair=True).is_healed
     assert index.upkeep.verify().ok
-    assert sources(index) == {"d0", "d1", "d2"}
+    assert {hit.chunk.source for hit in index.search_dense("page 2", 9)} == {"d0", "d1", "d2"}
     index.close()
     catalog.write_bytes(b"nothing that SQLite knows" * 500)
     again = machine("one", url)
