@@ -53,7 +53,10 @@ ANSWERING = [
     *wrong_of(AnswerOptions),
     *table(
         temperature=[1e-9],
-        repetition_penalty=[-1, 1e-300],
+        top_k=[2**40],
+        repetition_penalty=[-1, 1e-300, 101],
+        frequency_penalty=[-2.1, 3],
+        seed=[2**63],
         policy=[5, 2.5, True, b"none", ["none"], "", "unknown", "none:", "none(", "boundary(x)"],
         eviction=[5, True, b"corm", ["corm"], "", "unknown", "corm:window=a", "corm:window=-1"],
         hints=NO_TEXTS,
@@ -103,7 +106,7 @@ def test_answering(index: Index, name: str, value: object) -> None:
     [
         *((name, value) for name, value in ANSWERING if name in ENGINE_DEFAULTS),
         *wrong_of(EngineOptions),
-        *table(links=[5, True, b"x", "/nonexistent"]),
+        *table(links=[5, True, b"x", "/nonexistent"], load_threads=[65], max_batch=[1025]),
     ],
     ids=ids,
 )
