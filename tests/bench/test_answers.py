@@ -7,7 +7,7 @@ import torch
 
 from kvrag.fusion.repair import make_repair
 from kvrag.models.kv_model import KVModel
-from kvrag_bench.judge.answers import MAX_CANDIDATE_TOKENS, Answerer, guess
+from kvrag_bench.judge.answers import MAX_CANDIDATE_TOKENS, Answerer
 from kvrag_bench.judge.continuing import FullContinuation
 from kvrag_testing.bench_top import TEXTS, Bench
 from tests.support.models import FAMILIES, OTHER_POSITIONS, make_model, make_tokenizer
@@ -44,15 +44,6 @@ def test_after_a_fused_prompt_they_score_as_fed_one_by_one() -> None:
     with torch.no_grad(), going_on.answering():
         for candidate, logits in zip(CANDIDATES, together, strict=True):
             torch.testing.assert_close(logits, going_on.feed(candidate, 0), atol=1e-5, rtol=1e-5)
-
-
-def test_what_an_answer_may_go_on_with() -> None:
-    texts = [[1, 2, 3, 4], [7, 2, 3, 5, 6], [8, 3, 9, 3, 10]]
-    assert guess([0, 2, 3], texts) == [4]
-    assert guess([7, 2, 3], texts) == [5, 6]
-    assert guess([8, 3], texts) == [9, 3, 10]
-    assert guess([9], texts) == [3, 10]
-    assert guess([10], texts) == guess([11], texts) == ()
 
 
 def test_only_the_beginning_of_a_long_candidate_is_scored() -> None:

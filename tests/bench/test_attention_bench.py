@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from kvrag.errors import ParameterError
 from kvrag_bench.attention import AttentionOptions, run_attention_bench
 
 
@@ -18,11 +15,3 @@ def test_every_way_has_a_rate(dtype: torch.dtype) -> None:
     assert [row.way for row in rows][:2] == ["kernel", "kernel, with the mass of keys"]
     assert len(rows) == 5
     assert all(0.01 < row.gflops < 10_000 for row in rows)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"heads": 4}, {"num_tokens": 0}, {"ratio": 0.0}, {"ratio": 1.1}, {"repeats": 0}]
-)
-def test_what_cannot_be_measured(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match="bench attention: expected sizes"):
-        AttentionOptions(**wrong)

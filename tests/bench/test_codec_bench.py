@@ -4,12 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from kvrag.codec.config import choose_codec
-from kvrag.codec.fitting import fit_profile
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
@@ -20,16 +17,11 @@ from kvrag_bench.codec.baselines import (
     measure_eight_bit,
     public_bins,
 )
-from kvrag_bench.codec.decoding import context_rows
-from kvrag_bench.codec.designs import REFERENCE, design_rows
-from kvrag_bench.codec.encoder import EncoderKV
-from kvrag_bench.codec.numba_coder import NumbaCoder
 from kvrag_bench.codec.options import MINILM, CodecBenchOptions
 from kvrag_bench.codec.presets import preset_rows
-from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
+from kvrag_bench.codec.rows import BASELINE, CODER, EQUAL, PRESET, CodecRow
 from kvrag_bench.codec.sources import Source, make_source
 from kvrag_bench.codec.speed import speed_rows
-from kvrag_bench.codec.symbols import preset_mix, three_bits
 
 ROOT = Path(__file__).parents[2]
 SMALL = CodecBenchOptions(
@@ -121,28 +113,6 @@ def test_bins_of_the_public_scheme() -> None:
     assert sum(bins == 32 for bins in public_bins(32, 1)) == 2
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
-@pytest.mark.parametrize("count", [4, 400, 20_000])
-def test_the_coder_of_numba_gives_back_its_symbols(lanes: int, count: int) -> None:
-    matrix = three_bits(1, count)
-    coder = NumbaCoder(matrix.model.frequencies[0], lanes)
-    coded = coder.encode(matrix.symbols[0])
-    out = np.zeros(count, dtype=np.uint8)
-    coder.decode(coded, out)
-    assert np.array_equal(out, matrix.symbols[0])
-
-
-def test_designs_are_compared_at_equal_distortion(source: Source) -> None:
-    rows = list(design_rows(source))
-    by_design = {(row.preset, row.relative_error): row for row in rows}
-    assert {row.part for row in rows} == {DESIGN}
-    assert by_design[REFERENCE, 0.02].ratio == 1.0
-    bits = [by_design[design, 0.02].bits_per_element for design in ("none", REFERENCE)]
-    assert bits[0] is not None
-    assert bits[1] is not None
-    assert bits[0] > bits[1]
-
-
 def test_smaller_than_the_public_scheme_at_equal_distortion(source: Source) -> None:
     rows = preset_rows(source, ("transform:0.3", "transform:0.1", "transform:0.05"))
     equal = [row for row in rows if row.part == EQUAL and row.baseline == CACHEGEN_PUBLIC]
@@ -164,38 +134,6 @@ def test_entropy_coders_take_turns(source: Source, monkeypatch: pytest.MonkeyPat
         assert row.entropy_bits is not None
         assert row.bits_per_element is not None
         assert row.entropy_bits < row.bits_per_element
-
-
-def test_a_context_is_decoded_and_timed() -> None:
-    rows = list(context_rows(SMALL))
-    assert [row.name for row in rows] == [
-        "lossless",
-        "raw",
-        "transform:1, 1 layers",
-        "transform:1, 3 layers",
-    ]
-    for row in rows:
-        assert row.part == CONTEXT
-        assert row.num_tokens == 60
-        assert row.seconds is not None
-        assert row.ratio is not None
-        assert row.ratio > 0
-
-
-def test_keys_and_values_of_the_encoder() -> None:
-    model = EncoderKV()
-    ids = model.tokenizer("The old river bank was built.", add_special_tokens=False)["input_ids"]
-    kv = model.prefill(ids)
-    assert kv.keys.shape == (6, 12, len(ids), 32)
-    output = model._model(
-        input_ids=torch.tensor(
-            [[model.tokenizer.cls_token_id, *ids, model.tokenizer.sep_token_id]]
-        ),
-        output_hidden_states=True,
-    )
-    layer = model._model.encoder.layer[2].attention.self
-    values = layer.value(output.hidden_states[2])[0, 1:-1].view(len(ids), 12, 32).transpose(0, 1)
-    assert torch.allclose(kv.values[2], values, atol=1e-5)
 
 
 @pytest.fixture
@@ -230,14 +168,3 @@ def test_a_picture(source: Source, tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ParameterError, match="nothing to draw"):
         draw_codecs([CodecRow(part=CODER, source="x", preset="y")], path)
-
-
-def test_the_mix_has_the_entropy_of_records(source: Source) -> None:
-    choice = choose_codec("transform:1")
-    assert choice.config is not None
-    profile = fit_profile(choice.config, source.spec, "0" * 40, source.fit)
-    level = profile.levels[profile.level_index("1")]
-    num_rows = len(level.classes)
-    mix = preset_mix(profile, level, num_rows, 4000)
-    bits = sum(matrix.entropy for matrix in mix) / 4000 / (2 * 3 * 2 * 8)
-    assert bits == pytest.approx(level.bits, rel=0.1)

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from random import Random
 
 import pytest
 
@@ -12,14 +11,12 @@ from kvrag_corpus import (
     TYPE_SHARES,
     UNKNOWN_ANSWER,
     Corpus,
-    Grammar,
     QuestionType,
     generate_corpus,
     names_of_split,
     split_of_name,
 )
-from kvrag_corpus.context import sample_context
-from kvrag_corpus.names import NameSource, name_heads, name_tails
+from kvrag_corpus.names import name_heads, name_tails
 
 ANSWERABLE = {
     QuestionType.INSIDE,
@@ -67,23 +64,6 @@ def test_types_come_in_the_promised_shares(corpus: Corpus) -> None:
     assert counts[QuestionType.CARRIED_OVER] >= 400
     for kind in ANSWERABLE | {QuestionType.UNANSWERABLE}:
         assert counts[kind] >= 60
-
-
-def test_confusable_two_hops_have_another_person_to_confuse() -> None:
-    grammar = Grammar(confusable_share=1.0, link_share=1.0, continuation_share=0.0)
-    rng = Random(3)
-    asked = 0
-    for _ in range(20):
-        shares = {QuestionType.TWO_HOP: 1.0}
-        context = sample_context(rng, NameSource("train", rng), 5, 20, shares, grammar)
-        named = [chunk.person.name for chunk in context.chunks]
-        for question in context.questions:
-            asked += 1
-            subject = subject_of(question.text)
-            text = next(t for t in context.texts if f", {subject} the " in t)
-            linked = [name for name in set(named) if name != subject and f" {name}." in text]
-            assert len(linked) >= 2
-    assert asked > 100
 
 
 def test_answers_are_copied_from_a_supporting_chunk(corpus: Corpus) -> None:
@@ -141,17 +121,6 @@ def test_two_hops_may_say_the_person_in_between(corpus: Corpus) -> None:
         assert exact_match(f"{answer}: {answer}", question.answers) == 0
 
 
-def test_other_chunks_stand_between_and_share_trades(corpus: Corpus) -> None:
-    carried = [q for q in corpus.questions if q.type is QuestionType.CARRIED_OVER]
-    apart = sum(q.supporting[1] - q.supporting[0] > 1 for q in carried)
-    shared = sum(
-        sum(f" the {q.chunks[q.supporting[1]].text.split()[1]} " in c.text for c in q.chunks) > 1
-        for q in carried
-    )
-    assert apart / len(carried) > 0.2
-    assert shared / len(carried) > 0.5
-
-
 def test_superseded_values_are_corrected_later(corpus: Corpus) -> None:
     for question in corpus.questions:
         if question.type is QuestionType.SUPERSEDED:
@@ -167,12 +136,3 @@ def test_files_read_back_as_written(corpus: Corpus, tmp_path) -> None:
     rows = json.loads((tmp_path / "questions.json").read_text("utf-8"))
     assert {"question", "answers", "ctxs", "type", "id"} <= set(rows[0])
     assert {"title", "text"} <= set(rows[0]["ctxs"][0])
-
-
-def test_bad_requests_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_questions"):
-        generate_corpus(seed=0, num_questions=0)
-    with pytest.raises(ValueError, match="docs_per_question"):
-        generate_corpus(seed=0, docs_per_question=7)
-    with pytest.raises(ValueError, match="split"):
-        generate_corpus(seed=0, split="dev")  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvrag.errors import ParameterError
 from kvrag_bench.exact import FLOAT32_BOUND, ExactOptions, ExactRow, run_exact_bench
 from tests.support.models import needs_named_model
 
@@ -44,20 +43,6 @@ def test_bfloat16_stands_beside_its_noise() -> None:
     assert 1e-3 < rows[0].by_deviation < 1
     assert all(row.bound is None for row in rows)
     assert by_way(rows)["boundary, ratio 1.0"].by_deviation < 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_tokens": (2048,)}, "do not fit the 2048"),
-        ({"num_tokens": (0,)}, "1 or more"),
-        ({"data": HANDBOOK / "absent.md", "num_tokens": (100,)}, "cannot read"),
-        ({"policies": ("nonsense",)}, "nonsense"),
-    ],
-)
-def test_what_cannot_be_compared(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        list(run_exact_bench(ExactOptions(**{**SMALL, **options})))
 
 
 def check_real_weights(name: str, *num_tokens: int) -> None:

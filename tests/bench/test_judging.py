@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvrag.errors import ParameterError
 from kvrag.fusion.chosen_links import LINKS_OFF
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judging import check_policies, judge_policies
@@ -58,21 +55,6 @@ def test_both_judges_find_the_same() -> None:
         ]
     rows = [trials[0].num_rows for trials in judged.values()]
     assert rows[0] == min(rows) < max(rows)
-
-
-@pytest.mark.parametrize(
-    ("policies", "ratios", "message"),
-    [
-        (["auto"], [0.1], "it chooses among the others"),
-        (["auto:ttft=1"], [0.1], "it chooses among the others"),
-        (["best"], [0.1], "unknown policy 'best'"),
-        (["none"], [1.5], r"ratio 1\.5"),
-        (["none", "deviation"], [], "no ratio was given"),
-    ],
-)
-def test_what_cannot_be_judged(policies: list[str], ratios: list[float], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        check_policies(policies, ratios)
 
 
 def test_a_policy_that_says_what_it_spends_needs_no_ratio() -> None:

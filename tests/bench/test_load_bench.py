@@ -6,10 +6,9 @@ import time
 import pytest
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import ParameterError, StoreUnreachableError
+from kvrag.errors import StoreUnreachableError
 from kvrag.store.base import StoreWrapper, read_whole
 from kvrag.store.memory import MemoryStore
-from kvrag.store.tiered import TieredStore
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.stores import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
@@ -66,21 +65,6 @@ def test_rows_add_up() -> None:
         assert row.over_bound == pytest.approx(row.pipelined_seconds / (1.1 * longer + 0.005))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"gigabytes_per_second": []},
-        {"gigabytes_per_second": [0.0]},
-        {"repeats": 0},
-        {"ratios": []},
-        {"policy": "nonsense"},
-    ],
-)
-def test_wrong_options(wrong: dict) -> None:
-    with pytest.raises(ParameterError):
-        PipeliningOptions(**wrong)
-
-
 def test_what_loading_costs_is_what_the_line_takes() -> None:
     with indexed(SMALL, lambda _: None) as (index, _):
         index.store = ThrottledStore(index.store, 3e5)
@@ -91,19 +75,6 @@ def test_what_loading_costs_is_what_the_line_takes() -> None:
     (cost,) = found.tiers
     assert cost.of(120, 3) >= 0.3
     assert cost.seconds_per_token >= 0.5 * 768 / 3e5
-
-
-@pytest.mark.slow
-def test_each_tier_has_a_cost_of_its_own() -> None:
-    with indexed(SMALL, lambda _: None) as (index, _):
-        home = ThrottledStore(index.store, 3e5)
-        index.store = TieredStore([MemoryStore(), home])
-        found = measure_loading(index, 3)
-        index.store.close()
-    assert found is not None
-    near, far = found.tiers
-    assert far.of(120, 3) >= 0.3
-    assert near.of(120, 3) < far.of(120, 3) / 3
 
 
 @pytest.mark.slow

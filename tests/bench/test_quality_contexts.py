@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvrag.codec.registry import get_codec
-from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.questions import Passage, render
@@ -51,21 +50,6 @@ def test_earlier_text_and_the_documents_truth_are_read(tmp_path: Path) -> None:
     assert first.before == ((), (), (FIRST,), (THIRD,))
     assert first.passages[2] == Passage(SECOND, (FIRST,))
     assert (first.document_answers, alone.document_answers) == ((), ("Tomas",))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"document_answers": "Tomas"}, "field 'document_answers' is a string"),
-        ({"ctxs": [{"text": FIRST, "before": "one"}]}, r"ctxs\[0\]: field 'before' is a string"),
-        ({"ctxs": [{"text": FIRST, "before": [1]}]}, r"ctxs\[0\]: field 'before' is a list"),
-    ],
-)
-def test_fields_of_another_kind_are_named(
-    tmp_path: Path, changed: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ParameterError, match=message):
-        load_questions(write(tmp_path / "set.json", **changed))
 
 
 def test_generated_questions_are_asked_again_without_the_predecessor() -> None:
@@ -113,18 +97,6 @@ def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:
     assert kl["neighbours"] == pytest.approx(kl["none"], rel=1e-3)
     near = {name: by_name[name, "none", "near"].kl for name in kl}
     assert near["neighbours"] == pytest.approx(near["document"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("contexts", "message"),
-    [
-        (("later",), "context 'later': expected one of"),
-        ((), "one context, one compression and one eviction"),
-    ],
-)
-def test_contexts_that_cannot_be(contexts: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        run_quality_bench(QualityOptions(contexts=contexts))
 
 
 def test_the_same_text_in_two_documents_is_told_apart(model: KVModel) -> None:

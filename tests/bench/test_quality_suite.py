@@ -16,7 +16,7 @@ from kvrag.tune.bootstrap import mean_interval, ratio_interval
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.judging import prompts_that_fit
 from kvrag_bench.quality.contest import part_of, run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions, load_asked, suite_sets
+from kvrag_bench.quality.entrants import QualityOptions, load_asked
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -128,19 +128,6 @@ def test_processes_share_the_questions(tmp_path: Path) -> None:
     assert sorted(keys) == sorted(json.loads(line)["key"] for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"jobs": 0}, "jobs 0"),
-        ({"jobs": 2}, "by name"),
-        ({"suite": ("poems",)}, "no real set 'poems'"),
-    ],
-)
-def test_what_cannot_be_judged(model: KVModel, changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        run_quality_bench(options(model=model, **changed))
-
-
 def test_a_model_in_bfloat16_is_its_own_noise_floor() -> None:
     low = KVModel(make_model(dtype=torch.bfloat16), make_tokenizer(), name="low")
     with pytest.raises(ParameterError, match="bfloat16 already"):
@@ -152,15 +139,6 @@ def test_the_interval_of_a_ratio_is_paired() -> None:
     assert ratio_interval([one / 4 for one in wholes], wholes) == pytest.approx((0.25, 0.25))
     ones = [1.0] * len(wholes)
     assert ratio_interval(wholes, ones) == mean_interval(wholes)
-
-
-def test_names_of_sets() -> None:
-    assert suite_sets(["biography"]) == ["biography:2", "biography:4", "biography:8"]
-    assert suite_sets(["biography:4", "needle:8k"]) == ["biography:4", "needle:8k"]
-    everything = suite_sets(["real"])
-    assert "biography:8" in everything
-    assert not any(name.endswith("8k") for name in everything)
-    assert suite_sets(["real"], "file.json") == [*everything, "musique"]
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 9])

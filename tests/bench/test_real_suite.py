@@ -81,23 +81,6 @@ def test_wrong_choices_are_said_of_others_in_the_prompt(name: str, in_prompt: in
         assert sum(times(choice, prompt) for choice in asked.choices) >= in_prompt
 
 
-@pytest.mark.parametrize("name", ["biography:8", "carried", "bridge"])
-def test_no_fact_comes_twice_in_a_prompt(name: str) -> None:
-    for asked in generate(name, 8, 15):
-        prompt = words("\n".join(asked.chunks))
-        # Chunks of a bridge name their firm again and again.
-        values = VALUES - {words(firm) for firm in every_word.FIRMS if name == "bridge"}
-        said = {value: prompt.count(value) for value in values}
-        assert [value for value, count in said.items() if count > 1] == []
-        assert sum(said.values()) >= 30
-
-
-@pytest.mark.parametrize("name", WITH_CHOICES)
-def test_right_choices_stand_anywhere(name: str) -> None:
-    places = {asked.choices.index(asked.answers[0]) for asked in generate(name, 7, 25)}
-    assert places == set(range(NUM_CHOICES))
-
-
 def test_only_the_first_chunk_of_a_document_names_its_subject() -> None:
     for asked in generate("carried", 9, 15):
         subject = _subject(asked)

@@ -3,9 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kvrag.cli.main import app
 from kvrag.errors import ParameterError
 from kvrag_bench.quality.handbook import handbook_pages
 from kvrag_bench.recognition.reuse import measure_reuse
@@ -23,13 +21,3 @@ def test_text_cut_by_other_splitters_is_reused(tmp_path: Path) -> None:
     assert all(row.whole < 0.6 < row.runs for name, row in altered.items() if "line" in name)
     with pytest.raises(ParameterError, match="no documents"):
         next(measure_reuse(tmp_path, "kvrag-tiny", [], 160, lambda _: None))
-
-
-def test_wrong_arguments_of_the_command(tmp_path: Path) -> None:
-    for arguments, expected in (
-        (["--parts", "speed"], "expected reuse or lookup"),
-        (["--parts", "reuse", "--data", str(tmp_path)], "expected a folder of text files"),
-    ):
-        result = CliRunner().invoke(app, ["bench", "recognition", *arguments])
-        assert result.exit_code == 1
-        assert expected in " ".join(result.output.split())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.errors import ParameterError
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.quality.together import PLAIN_REUSE, close_together, main
 
@@ -44,15 +43,3 @@ def test_questions_of_all_files_count_alike(
     assert filled.low <= filled.gap_closed <= filled.high
     main([str(first), str(second)])
     assert "75%" in capsys.readouterr().out
-
-
-def test_files_that_say_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="plain reuse was judged on 0 of 1"):
-        close_together([write(tmp_path / "a.jsonl", (FILLED, "question 0", [1.0]))])
-    with pytest.raises(ParameterError, match="0 of 0"):
-        close_together([])
-    (tmp_path / "b.jsonl").write_text("{}\n")
-    with pytest.raises(ParameterError, match=r"b\.jsonl, line 1: not a judgement"):
-        close_together([tmp_path / "b.jsonl"])
-    with pytest.raises(ParameterError, match="cannot be read"):
-        close_together([tmp_path / "c.jsonl"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.errors import ParameterError
 from kvrag.ingest import vectorheader
 from kvrag_bench import vectors as bench
 
@@ -30,12 +29,3 @@ def test_rows(tmp_path: Path) -> None:
     again = bench.run_vector_bench(options)
     assert again.build_seconds != again.build_seconds  # it was made before
     assert [row.recall for row in again.rows][:4] == [row.recall for row in result.rows][:4]
-
-
-def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="expected more than 1,000"):
-        bench.run_vector_bench(bench.VectorBenchOptions(1000, 16, 5))
-    path = str(tmp_path / "graph")
-    bench.run_vector_bench(bench.VectorBenchOptions(1500, 16, 2, graph=path))
-    with pytest.raises(ParameterError, match="a graph of other vectors"):
-        bench.run_vector_bench(bench.VectorBenchOptions(1500, 8, 2, graph=path))

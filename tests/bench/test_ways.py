@@ -55,6 +55,7 @@ def test_chunks_are_encoded_after_texts_of_their_own(trial: Trial) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
