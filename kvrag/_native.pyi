@@ -61,19 +61,6 @@ def transform(
     tables: tuple[_Floats, _Floats] | None,
     threads: int,
 ) -> None: ...
-def channels(
-    numbers: _Numbers,
-    shrink: _Floats | None,
-    patches: _Patches | None,
-    row_scale: _Floats | None,
-    token_scale: _Floats | None,
-    addend: _Floats | None,
-    out: NDArray[np.float32] | NDArray[np.int16],
-    element_type: int,
-    first_token: int,
-    tables: tuple[_Floats, _Floats] | None,
-    threads: int,
-) -> None: ...
 def attend(
     query: _Elements,
     key: _Elements,

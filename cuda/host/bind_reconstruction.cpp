@@ -1,4 +1,4 @@
-// Bindings of the inverse transform, of channels, and of refinement.
+// Bindings of the inverse transform and of refinement.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
@@ -122,34 +122,6 @@ void transform(const AnyMatrix& matrix, const std::optional<Floats1>& shrink,
   run_transform(numbers, {basis.data(), mean.data()}, placement, threads);
 }
 
-void channels(const AnyMatrix& matrix, const std::optional<Floats1>& shrink,
-              const std::optional<Patches>& patches, const std::optional<Floats1>& row_scale,
-              const std::optional<Floats1>& token_scale, const std::optional<Floats2>& addend,
-              AnyCube out, i32 type, u64 first_token, const std::optional<Tables>& tables,
-              u32 threads) {
-  const Numbers numbers = make_numbers(matrix, shrink, patches);
-  const Placement placement = make_placement(matrix, out, type, first_token, tables);
-  require(numbers.num_rows == placement.num_heads * placement.head_dim, "one row a channel");
-  Channels factors{};
-  if (row_scale) {
-    require(row_scale->shape(0) == numbers.num_rows && is_packed(*row_scale), "row_scale");
-    factors.row_scale = row_scale->data();
-  }
-  if (token_scale) {
-    require(token_scale->shape(0) == matrix.shape(1) && is_packed(*token_scale), "token_scale");
-    factors.token_scale = token_scale->data();
-  }
-  if (addend) {
-    require(addend->shape(0) == matrix.shape(0) && addend->shape(1) == matrix.shape(1) &&
-                (addend->size() == 0 || addend->shape(1) <= 1 || addend->stride(1) == 1),
-            "addend");
-    factors.addend = addend->data();
-    factors.addend_stride = addend->stride(0);
-  }
-  const nb::gil_scoped_release release;
-  run_channels(numbers, factors, placement, threads);
-}
-
 void contexts(const Array<const i16, 2>& values, Array<u8, 2> out) {
   require(is_packed(values) && is_packed(out) && out.shape(0) == values.shape(0) &&
               out.shape(1) == values.shape(1),
@@ -173,10 +145,6 @@ void bind_reconstruction(nb::module_& m) {
         nb::arg("patches").none(), nb::arg("basis").noconvert(), nb::arg("mean").noconvert(),
         nb::arg("out").noconvert(), nb::arg("element_type"), nb::arg("first_token"),
         nb::arg("tables").none(), nb::arg("threads"));
-  m.def("channels", &channels, nb::arg("numbers").noconvert(), nb::arg("shrink").none(),
-        nb::arg("patches").none(), nb::arg("row_scale").none(), nb::arg("token_scale").none(),
-        nb::arg("addend").none(), nb::arg("out").noconvert(), nb::arg("element_type"),
-        nb::arg("first_token"), nb::arg("tables").none(), nb::arg("threads"));
   m.def("contexts", &contexts, nb::arg("values").noconvert(), nb::arg("out").noconvert());
   m.def("refine", &refine, nb::arg("values").noconvert(), nb::arg("symbols").noconvert());
 }

@@ -7,7 +7,6 @@
 #include <immintrin.h>
 
 #include "attend_tile.h"
-#include "channels_tile.h"
 #include "elements_tile.h"
 #include "int8_tile.h"
 #include "lane_tables.h"
@@ -172,7 +171,6 @@ const Kernels kAvx2 = {
     1,
     encode_stream<Avx2>,
     transform_tile,
-    channels_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

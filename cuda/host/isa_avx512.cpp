@@ -7,7 +7,6 @@
 #include <immintrin.h>
 
 #include "attend_tile.h"
-#include "channels_tile.h"
 #include "elements_tile.h"
 #include "int8_tile.h"
 #include "linear_tile.h"
@@ -135,7 +134,6 @@ const Kernels kAvx512 = {
     1,
     encode_stream<Avx512>,
     transform_tile,
-    channels_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

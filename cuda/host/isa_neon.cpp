@@ -7,7 +7,6 @@
 #include <arm_neon.h>
 
 #include "attend_tile.h"
-#include "channels_tile.h"
 #include "elements_tile.h"
 #include "int8_tile.h"
 #include "lane_tables.h"
@@ -155,7 +154,6 @@ const Kernels kNeon = {
     1,
     encode_stream<Neon>,
     transform_tile,
-    channels_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

@@ -6,7 +6,6 @@
 #define KVRAG_UNROLL
 
 #include "attend_tile.h"
-#include "channels_tile.h"
 #include "elements_tile.h"
 #include "int8_tile.h"
 #include "linear_tile.h"
@@ -73,7 +72,6 @@ const Kernels kScalar = {
     1,
     encode_stream<Scalar>,
     transform_tile,
-    channels_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

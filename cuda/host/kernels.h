@@ -79,14 +79,6 @@ struct Transform {
   const float* mean;   // [num_heads, head_dim]
 };
 
-// Rows that are channels; each factor may be nullptr.
-struct Channels {
-  const float* row_scale;    // [num_rows]
-  const float* token_scale;  // [tokens of the chunk]
-  const float* addend;       // [num_rows, tokens of the chunk]
-  i64 addend_stride;
-};
-
 // How many tokens a kernel takes at once, and how many share one pass over a basis.
 constexpr u64 kTileTokens = 32;
 constexpr u64 kPanelTokens = 8;
@@ -97,7 +89,6 @@ constexpr u64 transform_scratch(u64 num_rows, u64 head_dim) {
   const u64 rows = (kTileTokens / kPanelTokens + 1) * num_rows;
   return panels + rows + kPanelTokens * head_dim + 64;
 }
-constexpr u64 channels_scratch(u64 head_dim) { return 2 * kTileTokens * head_dim; }
 
 // Rows of queries that attend to the keys before them. Queries, keys, values and the output have
 // one type, f32 or bf16; strides are in elements, channels are contiguous.
@@ -241,8 +232,6 @@ struct Kernels {
   // Write tokens [begin, end) of the placement, at most kTileTokens. Scratch is aligned to 64.
   void (*transform)(const Numbers&, const Transform&, const Placement&, u64 begin, u64 end,
                     float* scratch) noexcept;
-  void (*channels)(const Numbers&, const Channels&, const Placement&, u64 begin, u64 end,
-                   float* scratch) noexcept;
   // Refinement of numbers by digits to base 3; see planes.h.
   void (*contexts)(const i16* values, u8* contexts, u64 count) noexcept;
   void (*refine)(i16* values, const u8* symbols, u64 count) noexcept;

@@ -33,16 +33,4 @@ void run_transform(const Numbers& numbers, const Transform& transform, const Pla
             });
 }
 
-void run_channels(const Numbers& numbers, const Channels& channels, const Placement& placement,
-                  u32 threads) {
-  const Kernels& chosen = kernels();
-  constexpr u64 kWorkAnElement = 16;
-  const u64 num_channels = placement.num_heads * placement.head_dim;
-  const u64 num_floats = channels_scratch(placement.head_dim);
-  run_tiles(placement, placement.num_tokens * num_channels * kWorkAnElement, threads,
-            [&](u64 begin, u64 end) {
-              chosen.channels(numbers, channels, placement, begin, end, scratch(num_floats));
-            });
-}
-
 }  // namespace kvrag::host

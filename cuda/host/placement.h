@@ -8,7 +8,4 @@ namespace kvrag::host {
 void run_transform(const Numbers& numbers, const Transform& transform, const Placement& placement,
                    u32 threads);
 
-void run_channels(const Numbers& numbers, const Channels& channels, const Placement& placement,
-                  u32 threads);
-
 }  // namespace kvrag::host

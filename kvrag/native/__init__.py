@@ -40,7 +40,6 @@ from kvrag.native.reconstruction import (
     Points,
     Rotation,
     contexts,
-    place_channels,
     reconstruct,
     refine,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "ideal_bits",
     "instruction_set",
     "instruction_sets",
-    "place_channels",
     "reconstruct",
     "refine",
     "rms_norm",

@@ -1,6 +1,6 @@
 """Reconstructs keys and values from whole numbers, straight into the fused buffer.
 
-One pass per layer and kind: dequantise, transform back (or scale), add the mean, rotate to
+One pass per layer and kind: dequantise, transform back, add the mean, rotate to
 positions, round to the model's type, scatter. The pass allocates nothing of the KV's size.
 ``cuda/include/kvrag/reconstruct.h`` describes the arithmetic, which is float32. Its last bits
 depend on the instruction set, because the order of the sums does.
@@ -125,65 +125,6 @@ def reconstruct(
         check_patches(points.patches, *matrix.shape),
         view(basis, "basis", np.float32, shape, contiguous=True),
         view(mean, "mean", np.float32, (num_heads, head_dim), contiguous=True),
-        placed,
-        element_type,
-        first_token,
-        _tables(rotation, placed),
-        torch.get_num_threads(),
-    )
-
-
-def place_channels(
-    points: Points[ArrayLike],
-    out: ArrayLike,
-    *,
-    row_scale: ArrayLike | None = None,
-    token_scale: ArrayLike | None = None,
-    addend: ArrayLike | None = None,
-    rotation: Rotation[ArrayLike] | None = None,
-    tokens: slice | None = None,
-) -> None:
-    """Write n tokens of one layer's keys or values; here rows are channels.
-
-    ``out[h, t, d] = points[r, t] row_scale[r] token_scale[t] + addend[r, t]``, rotated, where
-    r = h D + d.
-
-    Parameters
-    ----------
-    points
-        ``[H * D, T]``.
-    out
-        As for `reconstruct`.
-    row_scale
-        ``[H * D]`` float32, or None.
-    token_scale
-        ``[T]`` float32, or None.
-    addend
-        ``[H * D, T]`` float32, tokens contiguous, or None.
-    rotation, tokens
-        As for `reconstruct`.
-
-    Raises
-    ------
-    ParameterError, RecordError
-        As `reconstruct` does.
-    """
-    matrix = _numbers(points.numbers)
-    placed, element_type = _output(out)
-    num_rows, num_tokens = matrix.shape
-    if num_rows != placed.shape[0] * placed.shape[2]:
-        raise ParameterError(
-            f"numbers: expected {placed.shape[0]} x {placed.shape[2]} rows, found {num_rows}"
-        )
-    first_token = first_of_tokens(tokens, num_tokens, placed.shape[1])
-    shape = (num_rows, num_tokens)
-    kernels.channels(
-        matrix,
-        _factor(points.shrink, "shrink", num_rows),
-        check_patches(points.patches, *matrix.shape),
-        _factor(row_scale, "row_scale", num_rows),
-        _factor(token_scale, "token_scale", num_tokens),
-        None if addend is None else view(addend, "addend", np.float32, shape),
         placed,
         element_type,
         first_token,

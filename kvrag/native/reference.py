@@ -237,7 +237,6 @@ def _decode_streams(
 __all__ = [
     "INT8_PANEL",
     "Model",
-    "channels",
     "contexts",
     "decode",
     "encode",
@@ -288,33 +287,6 @@ def transform(
     del threads
     points = _points(numbers, shrink, patches, first_token, out.shape[1])
     _place(points.T @ basis + mean[:, None], out, element_type, tables)
-
-
-def channels(
-    numbers: _Numbers,
-    shrink: _Floats | None,
-    patches: _Patches | None,
-    row_scale: _Floats | None,
-    token_scale: _Floats | None,
-    addend: _Floats | None,
-    out: _Elements,
-    element_type: int,
-    first_token: int,
-    tables: tuple[_Floats, _Floats] | None,
-    threads: int,
-) -> None:
-    del threads
-    num_heads, num_tokens, head_dim = out.shape
-    tokens = slice(first_token, first_token + num_tokens)
-    points = _points(numbers, shrink, patches, first_token, num_tokens)
-    if row_scale is not None:
-        points *= row_scale[:, None]
-    if token_scale is not None:
-        points *= token_scale[tokens]
-    if addend is not None:
-        points += addend[:, tokens]
-    rows = points.reshape(num_heads, head_dim, num_tokens).transpose(0, 2, 1)
-    _place(rows, out, element_type, tables)
 
 
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None:

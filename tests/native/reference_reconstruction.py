@@ -45,27 +45,3 @@ def transformed(
     if mean is not None:
         found += mean.double()[:, None]
     return rotate(found, rotation)
-
-
-def placed(
-    points: Points[torch.Tensor],
-    num_heads: int,
-    *,
-    row_scale: torch.Tensor | None = None,
-    token_scale: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
-    rotation: Rotation[torch.Tensor] | None = None,
-    tokens: slice = slice(None),
-) -> torch.Tensor:
-    """Return ``[H, n, D]`` float64."""
-    found = points_of(points)
-    if row_scale is not None:
-        found *= row_scale.double()[:, None]
-    if token_scale is not None:
-        found *= token_scale.double()
-    if addend is not None:
-        found += addend.double()
-    found = found[:, tokens]
-    return rotate(
-        found.unflatten(0, (num_heads, len(found) // num_heads)).transpose(1, 2), rotation
-    )

@@ -17,12 +17,11 @@ from kvrag.native import (
     Rotation,
     contexts,
     instruction_sets,
-    place_channels,
     reconstruct,
     refine,
     use_instruction_set,
 )
-from tests.native.reference_reconstruction import placed, transformed
+from tests.native.reference_reconstruction import transformed
 from tests.support.instructions import kept_instruction_set, torch_threads
 from tests.support.properties import examples
 
@@ -105,44 +104,6 @@ def test_transform_matches_torch(data: st.DataObject) -> None:
             assert (buffer == 5.0).all()
 
 
-@settings(max_examples=examples(60))
-@given(data=st.data())
-def test_channels_match_torch(data: st.DataObject) -> None:
-    draw = data.draw
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    num_heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([1, 6, 8, 24, 64, 128]))
-    num_tokens = draw(st.sampled_from([1, 8, 31, 32, 33, 70]))
-    start = draw(st.integers(0, num_tokens))
-    tokens = slice(start, draw(st.integers(start, num_tokens)))
-    count = tokens.stop - tokens.start
-    shape = (num_heads * head_dim, num_tokens)
-    numbers = make_numbers(generator, shape, draw(st.sampled_from([torch.uint8, torch.int16])), 0.3)
-    options: dict[str, Any] = {"tokens": tokens}
-    for name, sizes in {
-        "row_scale": shape[:1],
-        "token_scale": shape[1:],
-        "addend": shape,
-    }.items():
-        if draw(st.booleans()):
-            options[name] = torch.rand(sizes, generator=generator)
-    if draw(st.booleans()):
-        width = draw(st.integers(0, head_dim // 2)) * 2
-        options["rotation"] = make_rotation(generator, count, width)
-    shrink = torch.rand(shape[:1], generator=generator) if draw(st.booleans()) else None
-    patches = make_patches(generator, shape, 50) if draw(st.booleans()) else None
-    points = Points(numbers, shrink, patches)
-    dtype = draw(st.sampled_from(list(RELATIVE)))
-    expected = placed(points, num_heads, **options)
-    # Rotation can cancel: what it rounds is as large as what it rotates.
-    scale = 0.05 * (float(numbers.double().abs().max()) + 1000)
-    with kept_instruction_set():
-        for name in instruction_sets():
-            use_instruction_set(name)
-            out = torch.empty(num_heads, count, head_dim, dtype=dtype)
-            place_channels(points, out, **options)
-            assert_close(out, expected, scale)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_torch_s(dtype: torch.dtype, isa: str) -> None:
     """Every exponent, halfway cases, subnormals, overflow, infinity."""
@@ -155,13 +116,13 @@ def test_rounding_is_torch_s(dtype: torch.dtype, isa: str) -> None:
     values = bits.view(torch.float32)
     values[4, :4] = torch.tensor([65519.9, 65520.0, float("inf"), -float("inf")])
     values = torch.where(values.isnan(), torch.zeros(()), values)
-    out = torch.empty(1, 4096, 8, dtype=dtype)
-    zeros = Points(torch.full((8, 4096), 128, dtype=torch.uint8))
-    place_channels(zeros, out, addend=values)
-    # The addend is added to a zero point, which takes the sign off a negative zero.
+    out = torch.empty(8, 1, 4096, dtype=dtype)
+    zero, basis = Points(torch.full((1, 1), 128, dtype=torch.uint8)), torch.zeros(8, 1, 4096)
+    reconstruct(zero, basis, values, out)
+    # Zero is added to the mean, which takes the sign off a negative zero.
     expected = (values + 0.0).to(dtype).view(torch.int16)
-    assert torch.equal(out[0].T.contiguous().view(torch.int16), expected)
-    place_channels(zeros, out, addend=torch.full((8, 4096), float("nan")))
+    assert torch.equal(out[:, 0].view(torch.int16), expected)
+    reconstruct(zero, basis, torch.full((8, 4096), float("nan")), out)
     assert out.isnan().all()
 
 
@@ -191,9 +152,9 @@ def test_parts_of_a_chunk_are_the_whole(isa: str) -> None:
 
 
 def test_numpy_and_torch_are_alike() -> None:
-    numbers = np.full((8, 5), 130, np.uint8)
+    numbers = np.full((2, 5), 130, np.uint8)
     out = np.empty((1, 5, 8), np.float16)
-    place_channels(Points(numbers), out, row_scale=np.full(8, 0.5, np.float32))
+    reconstruct(Points(numbers), np.full((1, 2, 8), 0.25, np.float32), None, out)
     assert (out == 1).all()
 
 
@@ -237,10 +198,8 @@ def test_mistakes_of_the_caller() -> None:
         tables = Rotation(torch.zeros(5, width), torch.zeros(5, width))
         with pytest.raises(ParameterError, match="cos: expected an even number"):
             reconstruct(points, basis, None, out, rotation=tables)
-    with pytest.raises(ParameterError, match="numbers: expected 2 x 4 rows, found 7"):
-        place_channels(Points(numbers[1:]), out)
-    with pytest.raises(ParameterError, match=r"token_scale: expected shape \[5\]"):
-        place_channels(points, out, token_scale=shrink)
+    with pytest.raises(ParameterError, match=r"shrink: expected shape \[8\]"):
+        reconstruct(Points(numbers, shrink[1:]), basis, None, out)
     with pytest.raises(ParameterError, match="out: expected uint8"):
         contexts(numbers.short(), numbers.short())
 
@@ -255,4 +214,4 @@ def test_patches_come_from_records(rows: list[int], tokens: list[int]) -> None:
     )
     points = Points(np.full((8, 5), 128, np.uint8), patches=patches)
     with pytest.raises(RecordError, match="patches: expected places within 8 rows and 5 tokens"):
-        place_channels(points, torch.zeros(1, 5, 8))
+        reconstruct(points, torch.zeros(1, 8, 8), None, torch.zeros(1, 5, 8))

@@ -2,8 +2,7 @@
 //
 //     number  = symbol - 128, or a 16-bit value; a patch replaces its point
 //     point   = number - sign(number) shrink[row]
-//     channel = mean[h, d] + sum over rows r of point[r, t] basis[h, r, d]        (transform)
-//     channel = point[h D + d, t] row_scale[row] token_scale[t] + addend[row, t]  (channels)
+//     channel = mean[h, d] + sum over rows r of point[r, t] basis[h, r, d]
 //     out     = channel, rotated to its position in the half-split layout, rounded to its type
 //
 // The basis includes the quantiser's steps. All arithmetic is float32. The order of the sum differs

@@ -111,21 +111,19 @@ inline void check_close(const float* found, const float* expected, u64 count, co
   for (u64 i = 0; i < count; ++i) check(std::fabs(found[i] - expected[i]) <= 1e-5f * scale, what);
 }
 
-// Something to reconstruct, one way or the other. Not to be moved: `numbers` and the others
+// Something to reconstruct. Not to be moved: `numbers` and the others
 // point into it.
 struct Reconstruction {
-  bool by_channel = below(2) == 0;
   u64 num_heads = 1 + below(3);
   u64 head_dim = below(2) ? 8 * (1 + below(17)) : 1 + below(40);
   u64 num_tokens = 1 + below(80);
-  u64 num_rows = by_channel ? num_heads * head_dim : below(50);
+  u64 num_rows = below(50);
   std::unique_ptr<u8[]> symbols;
   std::unique_ptr<i16[]> values;
-  std::unique_ptr<float[]> shrink, patches, cos, sin, basis, mean, token_scale, addend;
+  std::unique_ptr<float[]> shrink, patches, cos, sin, basis, mean;
   std::vector<u32> patch_rows, patch_tokens;
   Numbers numbers{};
   Placement placement{};
-  Channels factors{};
 
   Reconstruction() {
     const u64 density = below(3);
@@ -171,9 +169,6 @@ struct Reconstruction {
 
     basis = filled<float>(num_heads * num_rows * head_dim, uniform);
     mean = filled<float>(num_heads * head_dim, uniform);
-    token_scale = filled<float>(num_tokens, uniform);
-    addend = filled<float>(num_rows * num_tokens, uniform);
-    factors = {shrink.get(), token_scale.get(), addend.get(), static_cast<i64>(num_tokens)};
   }
 
   Reconstruction(const Reconstruction&) = delete;
@@ -184,11 +179,7 @@ struct Reconstruction {
   void run(void* out, ElementType type) {
     placement.out = out;
     placement.type = type;
-    if (by_channel) {
-      run_channels(numbers, factors, placement, 1);
-    } else {
-      run_transform(numbers, {basis.get(), mean.get()}, placement, 1);
-    }
+    run_transform(numbers, {basis.get(), mean.get()}, placement, 1);
   }
 };
 
