@@ -36,14 +36,12 @@ def test_the_fastest_is_chosen(own: str, seconds: Mapping[str, float], chosen: s
     assert fastest(own, seconds) == chosen
 
 
-def test_eight_bits_are_never_chosen_unless_faster_than_everything() -> None:
-    times = (1.0, 1.1, 1.3, 2.0, 3.0)
-    for first in times:
-        for second in times:
-            for third in times:
-                seconds = {"float32": first, "bfloat16": second, "int8": third}
-                if fastest("float32", seconds) == "int8":
-                    assert third < min(first, second)
+def test_eight_bits_are_refused_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IS_COMPILED", False)
+    hf = make_model()
+    assert "int8" not in measured(hf)
+    with pytest.raises(ParameterError, match="8 bits need kvrag's compiled kernels"):
+        resolved_compute(hf, "int8")
 
 
 def test_auto_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

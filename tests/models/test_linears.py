@@ -12,7 +12,6 @@ from torch import nn
 
 from kvrag.models import linears as module
 from kvrag.models.fast_modules import fast_modules
-from kvrag.models.linears import most_rows
 from kvrag.models.packed import can_pack
 from kvrag.native import MAX_ROWS, REFERENCE, FewRowsLinear, instruction_set
 
@@ -58,13 +57,6 @@ def test_few_rows_go_to_the_kernel(
     assert len(calls) == (2 if num_rows <= 16 else 0)
     assert not any("forward" in one.__dict__ for one in layer.modules())
     assert torch.equal(layer(rows), expected)
-
-
-def test_how_many_rows_a_matrix_unit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "multiplies_squares", lambda dtype: dtype == torch.bfloat16)
-    most = [most_rows(torch.bfloat16, width) for width in (1, 1536, 4864, 14336)]
-    assert most == [256, 256, 80, MAX_ROWS]
-    assert most_rows(torch.float32, 1536) == 16
 
 
 def test_gradients_stay(layer: nn.Module, calls: list[int]) -> None:
@@ -136,17 +128,6 @@ def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torc
     # It really computes in it.
     if dtype == torch.float32 and precision != "float32":
         assert error > 1e-4
-
-
-@torch.no_grad()
-def test_a_block_inside_another_has_its_own_precision(layer: nn.Module) -> None:
-    rows = torch.randn(20, 40)
-    with fast_modules(layer, "int8"):
-        rough = layer(rows)
-        with fast_modules(layer, "float32"):
-            assert torch.allclose(layer(rows), nn.Sequential.forward(layer, rows), atol=1e-5)
-            assert not torch.equal(layer(rows), rough)
-        assert torch.equal(layer(rows), rough)
 
 
 @torch.no_grad()

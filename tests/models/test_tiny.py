@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from kvrag_corpus import generate_corpus, names_of_split
+from kvrag_corpus import generate_corpus
 from kvrag_train.batches import Item, pack
 from kvrag_train.evaluate import Score, corpus_items, evaluate
 from kvrag_train.export import SHIPPED
@@ -59,13 +58,6 @@ def test_files_are_those_of_the_checksums() -> None:
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(sums)
     for name, digest in sums.items():
         assert hashlib.sha256((SHIPPED / name).read_bytes()).hexdigest() == digest, name
-
-
-def test_it_is_small(model) -> None:
-    assert sum(parameter.numel() for parameter in model.parameters()) <= 8_000_000
-    assert (SHIPPED / "model.safetensors").stat().st_size <= 16 * 2**20
-    assert model.config.head_dim == 64
-    assert model.config.num_key_value_heads < model.config.num_attention_heads
 
 
 def test_full_prefill_answers_unseen_names(full_prefill) -> None:
@@ -127,12 +119,6 @@ def test_any_text_tokenises_and_comes_back(tokenizer, text: str) -> None:
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_names_are_two_tokens(tokenizer) -> None:
-    names = [f" {name}" for split in ("train", "test") for name in names_of_split(split)[::37]]
-    encoded = tokenizer(names, add_special_tokens=False)["input_ids"]
-    assert {len(ids) for ids in encoded} == {2}
-
-
 def test_chat_template_renders_the_trained_formats(tokenizer) -> None:
     documents = ["The baker lives in Bramora.", "The smith fears Bramora."]
     user = [{"role": "user", "content": "\n\n".join(documents) + "\n\nQuestion: Who?"}]
@@ -153,7 +139,3 @@ def test_text_around_documents_never_changes_their_tokens(tokenizer, items) -> N
     for document in documents:
         expected += [*tokenizer(document, add_special_tokens=False)["input_ids"], *separator]
     assert ids[: len(expected)] == expected
-
-
-def test_the_folder_holds_no_pickle() -> None:
-    assert not [p for p in Path(SHIPPED).iterdir() if p.suffix in (".bin", ".pt", ".pkl")]

@@ -202,21 +202,22 @@ def on_threads(num_threads: int) -> torch.Tensor:
         return attend(query, keys, keys, rows, Scores(0.1))
 
 
-def test_two_threads_give_what_one_gives() -> None:
-    assert torch.allclose(on_threads(2), on_threads(1), atol=1e-6)
-
-
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
-    """OpenMP's threads are the parent's; the child must not ask them."""
+    """OpenMP's threads are the parent's, and the coder's; the child must not ask them."""
     code = (
         "import os, torch\n"
+        "from tests.native.cases import make_case\n"
         "from tests.native.test_attention import on_threads\n"
+        "from tests.native.test_entropy import round_trip\n"
+        "case = make_case(5, 300, 500)\n"
+        "round_trip(case, 7, threads=2)\n"
         "torch.set_num_threads(2)\n"
         "torch.randn(500, 500) @ torch.randn(500, 500)\n"
         "expected = on_threads(2)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    torch.set_num_threads(1)  # PyTorch's own operators would wait\n"
+        "    round_trip(case, 7, threads=2)\n"
         "    os._exit(0 if torch.allclose(on_threads(2), expected, atol=1e-6) else 1)\n"
         "raise SystemExit(os.waitpid(child, 0)[1])\n"
     )

@@ -156,25 +156,6 @@ def test_threads_change_nothing(isa: str) -> None:
         assert set(pool.map(lambda _: round_trip(case, 7, threads=2), range(16))) == {alone}
 
 
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    code = (
-        "import os\n"
-        "from tests.native.cases import make_case\n"
-        "from tests.native.test_entropy import round_trip\n"
-        "case = make_case(5, 300, 500)\n"
-        "round_trip(case, 7, threads=2)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    round_trip(case, 7, threads=2)\n"
-        "    os._exit(0)\n"
-        "raise SystemExit(os.waitpid(child, 0)[1])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], timeout=120, check=False, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_several_payloads_at_once(isa: str) -> None:
     cases = [make_case(seed, 5 * seed, 200, with_context=seed % 2 == 0) for seed in range(1, 7)]
     jobs = []
