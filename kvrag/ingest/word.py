@@ -464,7 +464,7 @@ def _equation(element: Any) -> str:
 
 
 def _parts(element: Any) -> str:
-    """Return the text of an equation's part, with brackets of its own."""
+    """Return the text of a part of an equation, with brackets around it."""
     _, above = _split(element.tag)
     if above == "t":
         return element.text or ""

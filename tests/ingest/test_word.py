@@ -89,45 +89,33 @@ def test_headers_come_first_and_footers_last_each_once() -> None:
     assert text == "Lease of Varn\n\nText.\n\nPage 1"
 
 
+def sign(text: str) -> str:
+    return f"<m:r><m:t>{text}</m:t></m:r>"
+
+
+def brackets(properties: str, *parts: str) -> str:
+    inside = "".join(f"<m:e>{part}</m:e>" for part in parts)
+    return f"<m:d><m:dPr>{properties}</m:dPr>{inside}</m:d>"
+
+
+BARS = "<m:begChr m:val='|'/><m:endChr m:val='|'/>"
+
+
 @pytest.mark.parametrize(
     ("equation", "text"),
     [
-        ("<m:r><m:t>A=πr2</m:t></m:r>", "A=πr2"),
+        (sign("A=πr2"), "A=πr2"),
+        (f"<m:sSup><m:e>{sign('r')}</m:e><m:sup>{sign('2')}</m:sup></m:sSup>", "r^2"),
+        (f"<m:f><m:num>{sign('a+b')}</m:num><m:den>{sign('2')}</m:den></m:f>", "(a+b)/2"),
+        (f"<m:rad><m:radPr/><m:deg/><m:e>{sign('x+1')}</m:e></m:rad>", "√(x+1)"),
         (
-            "<m:r><m:t>A=π</m:t></m:r><m:sSup><m:e><m:r><m:t>r</m:t></m:r></m:e><m:sup><m:r><m:t>2"
-            "</m:t></m:r></m:sup></m:sSup>",
-            "A=πr^2",
-        ),
-        (
-            "<m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num><m:den><m:r><m:t>2</m:t></m:r></m:den></m:f>",
-            "(a+b)/2",
-        ),
-        (
-            "<m:rad><m:radPr><m:degHide m:val='1'/></m:radPr><m:deg/><m:e><m:r><m:t>x+1</m:t></m:r>"
-            "</m:e></m:rad>",
-            "√(x+1)",
-        ),
-        (
-            "<m:nary><m:naryPr><m:chr m:val='∑'/></m:naryPr><m:sub><m:r><m:t>i=1</m:t></m:r>"
-            "</m:sub><m:sup/><m:e><m:r><m:t>i</m:t></m:r></m:e></m:nary>",
+            f"<m:nary><m:naryPr><m:chr m:val='∑'/></m:naryPr><m:sub>{sign('i=1')}</m:sub><m:sup/>"
+            f"<m:e>{sign('i')}</m:e></m:nary>",
             "∑_(i=1) i",
         ),
-        (
-            "<m:d><m:dPr><m:sepChr m:val=';'/></m:dPr><m:e><m:r><m:t>0</m:t></m:r></m:e><m:e><m:r>"
-            "<m:t>1</m:t></m:r></m:e></m:d>",
-            "(0;1)",
-        ),
-        (
-            "<m:d><m:e><m:r><m:t>A</m:t></m:r></m:e><m:e><m:d><m:dPr><m:begChr m:val='|'/>"
-            "<m:endChr m:val='|'/></m:dPr><m:e><m:r><m:t>B</m:t></m:r></m:e></m:d></m:e></m:d>",
-            "(A||B|)",
-        ),
-        (
-            "<m:d><m:dPr><m:begChr m:val='['/><m:endChr m:val=']'/></m:dPr><m:e><m:r><m:t>0,1</m:t>"
-            "</m:r></m:e></m:d>",
-            "[0,1]",
-        ),
-        ("<m:d><m:e><m:r><m:t>x</m:t></m:r></m:e></m:d>", "(x)"),
+        (brackets("<m:sepChr m:val=';'/>", sign("0"), sign("1")), "(0;1)"),
+        (brackets("", sign("A"), brackets(BARS, sign("B"))), "(A||B|)"),
+        (brackets("<m:begChr m:val='['/><m:endChr m:val=']'/>", sign("0,1")), "[0,1]"),
     ],
 )
 def test_equations_stand_in_their_sentence(equation: str, text: str) -> None:
@@ -240,6 +228,9 @@ def test_hidden_text_is_left_out() -> None:
             + run("Styled. ", '<w:rStyle w:val="Secret"/>')
             + run("Seen. ", '<w:vanish w:val="0"/>')
             + run("Too.", "<w:webHidden/>")
+            + "<w:r><w:rPr><w:vanish/></w:rPr><w:txbxContent><w:p><m:oMath>"
+            + brackets("", sign("x"))
+            + "</m:oMath></w:p></w:txbxContent></w:r>"
         ),
         # Of a paragraph's mark alone.
         paragraph("The rest.", "<w:rPr><w:vanish/></w:rPr>"),

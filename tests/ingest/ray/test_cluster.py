@@ -183,21 +183,18 @@ def test_an_index_that_a_cluster_cannot_fill_is_refused(
         yield SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
 
     monkeypatch.setattr("kvrag.ingest.ray.driver.connected", no_cluster)
-    with (
-        make(tmp_path / "named", embedding="hashing") as index,
-        pytest.raises(ParameterError, match=r"take 8\.25 processors, and this machine has 2"),
+    for number, (options, dataset, message) in enumerate(
+        (
+            ({"min_actors": 8}, None, r"take 8\.25 processors, and this machine has 2"),
+            ({"gpus": 1}, None, r"take 1 graphics cards, and this machine has 0"),
+            ({}, object(), r"take 2\.25 processors, and this machine has 2"),
+        )
     ):
-        index.add((), runner=RayRunner(RayOptions("local", min_actors=8)))
-    with (
-        make(tmp_path / "drawn", embedding="hashing") as index,
-        pytest.raises(ParameterError, match=r"take 1 graphics cards, and this machine has 0"),
-    ):
-        index.add((), runner=RayRunner(RayOptions("local", gpus=1)))
-    with (
-        make(tmp_path / "dataset", embedding="hashing") as index,
-        pytest.raises(ParameterError, match=r"take 2\.25 processors, and this machine has 2"),
-    ):
-        index.add((), runner=RayRunner(RayOptions("local"), dataset=object()))
+        with (
+            make(tmp_path / f"{number}", embedding="hashing") as index,
+            pytest.raises(ParameterError, match=message),
+        ):
+            index.add((), runner=RayRunner(RayOptions("local", **options), dataset))
     with (
         make(tmp_path / "index", model=model, embedding="hashing") as index,
         pytest.raises(ParameterError, match="built in memory"),
