@@ -39,10 +39,21 @@ class Archive:
             raise damaged(path, kind, error) from error
         parts = self._zip.infolist()
         self._parts = {one.filename.replace("\\", "/").lstrip("/").lower(): one for one in parts}
-        self.unpacked_bytes = sum(one.file_size for one in parts)
 
     def __contains__(self, name: str) -> bool:
         return name.lower() in self._parts
+
+    def check_size(self) -> None:
+        """Raise DocumentError if all of it unpacks to more than 256 MiB: a library knows no limits.
+
+        Nothing is unpacked: `zipfile` reads no more of a part than the archive says it holds.
+        """
+        size = sum(part.file_size for part in self._zip.infolist())
+        if size > _MAX_UNPACKED_BYTES:
+            raise DocumentError(
+                f"{self.path}: it unpacks to {size:,} bytes, and at most "
+                f"{_MAX_UNPACKED_BYTES:,} are read; save the document in parts"
+            )
 
     def pieces(self, name: str, limit: int = _MAX_UNPACKED_BYTES) -> Iterator[bytes]:
         """Yield a part's bytes.
@@ -97,24 +108,6 @@ class Archive:
             for one in self.tree(at).iter("{*}Relationship")
             if one.get("TargetMode") != "External"
         ]
-
-
-def check_archive(path: str, kind: str, content: bytes) -> None:
-    """Check an archive before a library unpacks it that knows no limits.
-
-    Nothing is unpacked: `zipfile` reads no more of a file than the archive says it holds.
-
-    Raises
-    ------
-    DocumentError
-        When it is damaged, or unpacks to more than 256 MiB in all.
-    """
-    size = Archive(path, kind, content).unpacked_bytes
-    if size > _MAX_UNPACKED_BYTES:
-        raise DocumentError(
-            f"{path}: it unpacks to {size:,} bytes, and at most {_MAX_UNPACKED_BYTES:,} are read; "
-            "save the document in parts"
-        )
 
 
 def check_kind(path: str, kind: str, content: bytes) -> None:

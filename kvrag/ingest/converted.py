@@ -24,7 +24,7 @@ from typing import Any
 
 from kvrag.chunk import PAGE_BREAK
 from kvrag.errors import DocumentError
-from kvrag.ingest.archives import check_archive, check_kind, damaged
+from kvrag.ingest.archives import Archive, check_kind, damaged
 
 # Cells of spreadsheets as their number formats show them: "00042", "12.5%", "30:15", "2 Jan 2026".
 #
@@ -337,7 +337,7 @@ def converted_to_text(path: str, content: bytes) -> tuple[str, str]:
     suffix = Path(path).suffix.lower()
     kind = _KINDS[suffix]
     if suffix in _ARCHIVES:
-        check_archive(path, kind, content)
+        Archive(path, kind, content).check_size()
     elif suffix == ".xls":
         check_kind(path, kind, content)
     try:

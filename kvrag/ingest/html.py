@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from kvrag.errors import DocumentError
-from kvrag.ingest.archives import Archive, check_archive, damaged
+from kvrag.ingest.archives import Archive, damaged
 from kvrag.ingest.files import read_page
 from kvrag.ingest.layout import Layout, numeral
 
@@ -210,9 +210,9 @@ def epub_to_text(path: str, content: bytes) -> tuple[str, str]:
     DocumentError
         When it is damaged, or unpacks to more than 256 MiB.
     """
-    check_archive(path, _BOOK, content)
     try:
         archive = Archive(path, _BOOK, content)
+        archive.check_size()
         (package, *_) = archive.tree("META-INF/container.xml").iter("{*}rootfile")
         place = package.get("full-path")
         book = archive.tree(place)

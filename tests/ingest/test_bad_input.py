@@ -291,6 +291,14 @@ def test_another_model_by_path_is_refused_when_it_is_loaded(tmp_path: Path, docs
         with pytest.raises(IndexMismatchError, match=r"one.*two.*ingest into a new folder"):
             index.add(docs)
         assert index.stats().num_documents == 0
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.add_tokens(["<one-more>"])
+    tokenizer.save_pretrained(tmp_path / "two")
+    with (
+        Index.open(tmp_path / "i", model=tmp_path / "two") as index,
+        pytest.raises(IndexMismatchError, match="with the tokenizer of"),
+    ):
+        _ = index.tokenizer
     shutil.rmtree(tmp_path / "one")
     with Index.open(tmp_path / "i") as index, pytest.raises(ModelLoadError, match="one"):
         _ = index.tokenizer

@@ -130,6 +130,15 @@ def test_a_file_of_two_places_is_read_once(tmp_path: Path) -> None:
     assert [(one.place, one.path) for one in listed] == [(f"file://{tmp_path}", str(file))]
 
 
+def test_a_long_damaged_file_is_one_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1" + b"?" * 1000)
+    monkeypatch.setattr("kvrag.ingest.ray.reading._PART_BYTES", 100)
+    assert [one.source for one in planned(tmp_path, file).plan.failed] == [str(file)]
+
+
 def test_a_long_parquet_file_is_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
