@@ -181,6 +181,7 @@ def damaged(content: bytes, change: object) -> bytes:
         (lambda t, m: t["level.0.plane.0.frequencies"].add_(1), "do not match its classes"),
         (lambda t, m: t["level.0.plane.1.num_rows"].fill_(9999), "do not match its matrices"),
         (lambda t, m: t["level.0.steps.0.0"].mul_(-1), "does not fit its rows"),
+        (lambda t, m: t.update({"level.0.steps.0.0": torch.ones(999)}), "does not fit its rows"),
         (lambda t, m: m.update(version=7), "of version 1, found 7"),
         (lambda t, m: m.update(levels=[]), "no level"),
         (lambda t, m: m["levels"][0].update(bits=[]), "0 planes"),
