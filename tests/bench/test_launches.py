@@ -269,6 +269,7 @@ def test_chunks_in_memory_are_not_copied_or_not_read() -> None:
         assert row.launches.get("loader", 0) == row.waits.get("loader", 0) == row.waits["load"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["transform:2", "cachegen"])
 def test_compressed_chunks_are_decoded_by_groups_of_layers_not_by_chunks(codec: str) -> None:
     few, many = (

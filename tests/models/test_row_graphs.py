@@ -179,6 +179,7 @@ def test_prompts_that_take_turns_have_their_own_rows() -> None:
         torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 def test_kernels_read_the_rows_from_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()

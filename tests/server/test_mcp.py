@@ -103,6 +103,7 @@ async def test_wrong_calls_say_what_is_wrong(
     assert message.replace("\\", "") in result.content[0].text
 
 
+@pytest.mark.slow
 async def test_over_stdin_and_stdout(path: Path) -> None:
     """Nothing but messages may be on stdout: the client would stumble over it."""
     started = StdioServerParameters(
@@ -118,6 +119,7 @@ async def test_over_stdin_and_stdout(path: Path) -> None:
         assert reply.structured_content["sources"]
 
 
+@pytest.mark.slow
 async def test_over_http_for_this_machine_only(path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvrag", "mcp", "-i", str(path), "--http", "--port", "0"],
