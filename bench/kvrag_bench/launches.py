@@ -15,12 +15,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from kvrag.codec.names import RAW
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.slices import Clock
+from kvrag.models import known_text
 from kvrag.models.kv_model import KVModel
 from kvrag_bench import shapes
 from kvrag_bench.card import Counts, pretended_card, to_card
@@ -81,7 +84,29 @@ def narrow_model(shape: str) -> KVModel:
     with patch.dict(shapes.SHAPES, {shape: {**whole, **narrow}} if whole else {}):
         made = shapes.random_model(shape)
     hf: Any = made.hf
-    return KVModel(hf.to(torch.bfloat16), made.tokenizer, name=f"narrow {shape}")
+    return KVModel(hf.to(torch.bfloat16), _byte_level_tokenizer(), name=f"narrow {shape}")
+
+
+def _byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 3's: tokenising takes as long as its kind does."""
+    words = shapes.random_words()
+    syllables = sorted({word[place : place + 2] for word in words for place in (0, 2)})
+    merges = [
+        *((one[0], one[1]) for one in syllables),
+        *(("Ġ", one) for one in syllables),
+        *((f"Ġ{word[:2]}", word[2:]) for word in words),
+    ]
+    tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    backend = Tokenizer(models.BPE({one: number for number, one in enumerate(tokens)}, merges))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(known_text.PATTERNS[1]), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    backend.decoder = decoders.ByteLevel()
+    begin = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(), begin])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>"
+    )
 
 
 def count_launches(

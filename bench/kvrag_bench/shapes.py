@@ -136,14 +136,15 @@ def chosen_model(name: str | None, shape: str, device: str | None = None) -> KVM
     return KVModel.load(name, device=device) if name else random_model(shape, device=device)
 
 
-def _words() -> list[str]:
+def random_words() -> list[str]:
+    """Return the words of random texts."""
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     return [a + b for a in syllables for b in syllables][:_NUM_WORDS]
 
 
 def _word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"<bos>": 0, "<eos>": 1, "<unk>": 2}
-    vocabulary |= {word: len(vocabulary) + i for i, word in enumerate(_words())}
+    vocabulary |= {word: len(vocabulary) + i for i, word in enumerate(random_words())}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(
@@ -163,7 +164,7 @@ def random_text(model: KVModel, num_tokens: int, seed: int) -> str:
         When the tokenizer splits text in a way that no cut gives that count.
     """
     draw = random.Random(seed)
-    words = draw.choices(_words(), k=num_tokens)
+    words = draw.choices(random_words(), k=num_tokens)
     encode = model.tokenizer.backend_tokenizer.encode
     text = " ".join(words)
     offsets = encode(text, add_special_tokens=False).offsets

@@ -26,6 +26,7 @@ from kvrag.ingest.folding import long_words
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.models.chat import PromptText, render_messages
+from kvrag.models.known_text import KnownText
 from kvrag.models.tokens import Span
 
 logger = logging.getLogger("kvrag")
@@ -141,11 +142,20 @@ class PromptReader:
             layout = prompt.layout if request.reuse else replace(prompt.layout, spans=())
             return LaidOutPrompt(layout, {}, prompt.open_kv, early=early)
         written = self._text(prompt, request.tools)
-        found = None
-        if request.reuse and early is not None:
-            found = self._find_chunks(written.text, hints)
-            early.begin(_probable_records(*found[:2]), *_probable_tokens(written.text, *found[:2]))
-        tokens = tokenise_prompt(index, written, hints)
+        matches, chunks, damage = (
+            self._find_chunks(written.text, hints) if request.reuse else ([], {}, {})
+        )
+        if early is not None:
+            early.begin(
+                _probable_records(matches, chunks),
+                *_probable_tokens(written.text, matches, chunks),
+            )
+        known = [
+            KnownText(match.start, match.end, chunks[match.chunk_id])
+            for match in matches
+            if match.chunk_id in chunks
+        ]
+        tokens = tokenise_prompt(index, written, hints, known)
         holds = index.config.max_positions
         if len(tokens.token_ids) >= holds and index.compression is None:
             raise PromptTooLongError(
@@ -154,9 +164,6 @@ class PromptReader:
             )
         if tokens.num_control:
             self._warn_of_control(tokens.num_control)
-        if request.reuse and found is None:
-            found = self._find_chunks(written.text, hints)
-        matches, chunks, damage = found or ([], {}, {})
         layout = lay_out(tokens, matches, chunks, index.prefix_ids, hints=hints)
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")

@@ -17,7 +17,7 @@ import numpy as np
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.fusion.segments import Match
-from kvrag.models.tokens import Tokens, num_equal
+from kvrag.models.tokens import SpliceOffsets, Tokens, num_equal
 
 MIN_RUN_LENGTH = 4
 """Shortest span that is reused: reading the KV of fewer tokens would save nothing."""
@@ -305,7 +305,10 @@ class _PromptTokens:
 
     def __init__(self, token_ids: tuple[int, ...], offsets: Sequence[tuple[int, int]]) -> None:
         self._ids = np.array(token_ids, np.int64)
-        self._starts = np.fromiter(map(itemgetter(0), offsets), np.int64, len(offsets))
+        if isinstance(offsets, SpliceOffsets):
+            self._starts = offsets.starts
+        else:
+            self._starts = np.fromiter(map(itemgetter(0), offsets), np.int64, len(offsets))
         # A special token has the offsets (0, 0) even at the end, but bisection needs order.
         self._ascending_starts = np.maximum.accumulate(self._starts)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvrag.fusion.compression.encoding import Compressor
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
+    from kvrag.models.known_text import KnownTexts
     from kvrag.models.kv_model import EncodedPrefix, KVModel
 
 
@@ -123,6 +124,14 @@ class Encoders:
         if self._config.control_tokens == KEEP:
             return None
         return ControlTokens(self.tokenizer)
+
+    @cached_property
+    def known_texts(self) -> KnownTexts:
+        """Tokenises prompts around the index's own texts. Raises as `tokenizer` does."""
+        from kvrag.models.known_text import KnownTexts
+
+        control = self.control
+        return KnownTexts(self.tokenizer, *([] if control is None else [control.find]))
 
     @cached_property
     def embedding(self) -> Embedding:

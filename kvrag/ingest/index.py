@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvrag.ingest.on_demand import OnDemand
     from kvrag.ingest.run_finder import RunFinder
     from kvrag.ingest.stages import Runner
+    from kvrag.models.known_text import KnownTexts
     from kvrag.models.kv_model import KVModel
 
 
@@ -313,6 +314,11 @@ class Index(Search):
     def control(self) -> ControlTokens | None:
         """The model's control strings, or None if they are kept. Raises as `tokenizer` does."""
         return self._encoders.control
+
+    @property
+    def known_texts(self) -> KnownTexts:
+        """Tokenises prompts around the index's own texts. Raises as `tokenizer` does."""
+        return self._encoders.known_texts
 
     @property
     def embedding(self) -> Embedding:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.models import templates
-from kvrag.models.tokens import Span, Tokens, encode, overlaps
+from kvrag.models.tokens import Span, SpliceOffsets, Tokens, encode, overlaps
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -263,6 +263,7 @@ class ControlTokens:
     def prompt(
         self,
         text: str,
+        tokens: Tokens | None = None,
         *,
         add_special_tokens: bool,
         data: Sequence[Span] = (),
@@ -274,6 +275,8 @@ class ControlTokens:
         ----------
         text
             The rendered prompt.
+        tokens
+            The tokenizer's own result; None: not known yet.
         add_special_tokens
             Whether the tokenizer adds its own.
         data
@@ -289,7 +292,8 @@ class ControlTokens:
             between two genuine control tokens that holds such a string gets the tokens that it
             would have if such strings were ordinary words.
         """
-        (tokens,) = encode(self._tokenizer, [text], add_special_tokens)
+        if tokens is None:
+            (tokens,) = encode(self._tokenizer, [text], add_special_tokens)
         return self._told_apart(text, tokens, add_special_tokens, data, is_data or _never)
 
     def _told_apart(
@@ -345,7 +349,9 @@ class ControlTokens:
     ) -> list[ControlToken]:
         content_by_id = self._content_by_id
         found = []
-        for number in [n for n, token_id in enumerate(token_ids) if token_id in content_by_id]:
+        # Known texts hold none.
+        numbers = offsets.apart if isinstance(offsets, SpliceOffsets) else range(len(token_ids))
+        for number in [one for one in numbers if token_ids[one] in content_by_id]:
             start, end = offsets[number]
             if start == end:
                 continue  # added by the tokenizer

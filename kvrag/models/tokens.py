@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, overload
 
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
@@ -15,6 +16,8 @@ from kvrag.foreign import reason
 from kvrag.process import working
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 # How some tokenizers write the token of a byte.
@@ -48,6 +51,46 @@ class Tokens:
     offsets: Sequence[Span]
     num_neutralised: int = 0
     num_control: int = 0
+
+
+class SpliceOffsets(Sequence[Span]):
+    """Offsets of a prompt whose tokens are partly those of known texts.
+
+    Parameters
+    ----------
+    starts
+        Each token's first character ``[T]``.
+    apart
+        The offsets of the tokens that are of no known text.
+    whole
+        Tokenises the prompt as a whole, for the ends of the others: they are seldom asked for.
+    """
+
+    def __init__(
+        self,
+        starts: NDArray[np.int64],
+        apart: Mapping[int, Span],
+        whole: Callable[[], Sequence[Span]],
+    ) -> None:
+        self.starts, self.apart, self._tokenise = starts, apart, whole
+
+    @cached_property
+    def _whole(self) -> Sequence[Span]:
+        return self._tokenise()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, number: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Span]: ...
+
+    def __getitem__(self, number: int | slice) -> Span | Sequence[Span]:
+        if isinstance(number, int) and number in self.apart:
+            return self.apart[number]
+        return self._whole[number]
 
 
 def encode(
@@ -87,7 +130,7 @@ def encode(
     ]
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """Return how tokenizers of GPT-2's kind write each byte."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -102,7 +145,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
         return bytes([int(piece[3:5], 16)])
     text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
     if "\ufffd" in text:
-        byte_of = {character: number for number, character in _byte_characters().items()}
+        byte_of = {character: number for number, character in byte_characters().items()}
         if all(character in byte_of for character in piece):
             return bytes(byte_of[character] for character in piece)
     # Decoders drop the space before a text's first word.
