@@ -76,9 +76,6 @@ def fastest(own: str, seconds: Mapping[str, float]) -> str:
     for name, taken in seconds.items():
         if name != own and taken <= _GAIN * seconds[chosen]:
             chosen = name
-    # Whatever the order: 8 bits lose most, and have to pay.
-    if chosen == INT8 and min(seconds.values()) < seconds[INT8]:
-        return min(seconds, key=seconds.__getitem__)
     return chosen
 
 
