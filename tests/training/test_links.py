@@ -149,9 +149,13 @@ def test_the_document_that_stands_first_has_no_filler_before_it() -> None:
     assert torch.equal(with_filler.stored_positions, without.stored_positions)
 
 
-@pytest.mark.parametrize("num_links", [0, 2])
-@pytest.mark.parametrize("rate", [0.5, 0.75])
-@pytest.mark.parametrize("family", ["llama", "llama-yarn", "mistral-sliding", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "rate", "num_links"),
+    [
+        *[("llama", 0.5, 0), ("llama-yarn", 0.75, 2), ("mistral-sliding", 0.5, 2)],
+        *[("mistral-sliding", 0.75, 0), ("gemma3", 0.5, 0), ("gemma3", 0.75, 2)],
+    ],
+)
 def test_training_on_anchors_computes_what_question_time_computes(
     family: str, rate: float, num_links: int
 ) -> None:
