@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FILE_NAME", "SCHEMA_VERSION", "Catalog", "Documents", "Texts"]
 
+_KEPT_TOKENS = 1 << 17  # of chunks that stay in memory: about 20 MB
 # Whether a chunk is found by its id and by the names of its KV: indexes may be damaged too.
 _IS_FOUND = (
     "(SELECT c.row FROM chunks c INDEXED BY sqlite_autoindex_chunks_1 "
@@ -104,6 +105,8 @@ class Catalog(CatalogFile):
         self.texts = Texts(self)
         self.words = WordIndex(self)
         self.stored = Stored(self)
+        self._kept: dict[str, Chunk] = {}
+        self._kept_for: object = None
 
     def close(self) -> None:
         """Close the file."""
@@ -120,16 +123,38 @@ class Catalog(CatalogFile):
     @checked
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks in the order of the ids; skips unknown and damaged chunks."""
-        found = self.find_chunks(chunk_ids)
+        found = self._read_chunks(list(dict.fromkeys(chunk_ids)))
         return [chunk for chunk_id in chunk_ids if (chunk := found.get(chunk_id)) is not None]
 
     @checked
     def find_chunks(self, chunk_ids: Iterable[str]) -> dict[str, Chunk | None]:
-        """Return chunks by id; None for a damaged chunk. Leaves out unknown ids."""
-        wanted = list(dict.fromkeys(chunk_ids))
+        """Return chunks by id; None for a damaged chunk. Leaves out unknown ids.
+
+        Do not change them: until somebody writes to the catalog, they are read once.
+        """
+        wanted, kept = list(dict.fromkeys(chunk_ids)), self._kept_chunks()
+        found = self._read_chunks([one for one in wanted if one not in kept])
+        read = {one: chunk for one, chunk in found.items() if chunk is not None}
+        found |= {one: kept[one] for one in wanted if one in kept}
+        if sum(len(one.token_ids) for one in (*kept.values(), *read.values())) > _KEPT_TOKENS:
+            kept.clear()
+        kept |= read
+        return found
+
+    def _kept_chunks(self) -> dict[str, Chunk]:
+        """Return the chunks that were read since the last write, of whatever connection."""
+        version = self.rows("PRAGMA data_version")
+        if self._connection.in_transaction or not version:
+            return {}
+        now = self._connection, version, self._connection.total_changes
+        if now != self._kept_for:
+            self._kept, self._kept_for = {}, now
+        return self._kept
+
+    def _read_chunks(self, chunk_ids: Sequence[str]) -> dict[str, Chunk | None]:
         return {
             values[1]: self._sound_chunk(values)
-            for values in self.select_in(CHUNK_COLUMNS, "chunk_id", wanted)
+            for values in self.select_in(CHUNK_COLUMNS, "chunk_id", chunk_ids)
         }
 
     @checked

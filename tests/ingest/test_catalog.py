@@ -45,6 +45,38 @@ def chunk_id(index: Index) -> str:
     return chunk_id
 
 
+def test_chunks_are_read_once_until_somebody_writes(
+    index: Index, chunk_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, read = index.catalog, list[object]()
+    sound = Catalog._sound_chunk
+    monkeypatch.setattr(
+        Catalog, "_sound_chunk", lambda self, row: read.append(row) or sound(self, row)
+    )
+    first = catalog.find_chunks([chunk_id])
+    assert catalog.find_chunks([chunk_id, "unknown"]) == first
+    assert len(read) == 1
+    index.add([Document("third", "The lamp is lit.")])
+    read.clear()
+    assert catalog.find_chunks([chunk_id]) == first
+    assert len(read) == 1
+    damage(index, "UPDATE chunks SET text = 'other' WHERE chunk_id = ?", chunk_id)
+    assert catalog.find_chunks([chunk_id]) == {chunk_id: None}
+    index.delete(sources=["short"])
+    assert catalog.find_chunks([chunk_id]) == {}
+
+
+def test_of_many_chunks_some_stay(
+    index: Index, chunk_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = index.catalog
+    (other,) = catalog.chunk_ids_of("long")
+    monkeypatch.setattr("kvrag.ingest.catalog._KEPT_TOKENS", 30)
+    for one in (chunk_id, other, chunk_id):
+        assert catalog.find_chunks([one])[one] is not None
+        assert list(catalog._kept) == [one]
+
+
 @pytest.mark.parametrize(
     "value",
     [
