@@ -13,18 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrag.ingest.index import Index
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.queue import AnswerQueue
-from tests.support.rag import save_model
+from tests.support.rag import make_index
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 
 
 def test_each_figure_of_the_dashboard_is_one_that_the_server_counts(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
+    with make_index(tmp_path) as index:
         text = ServerMetrics(index, AnswerQueue(lambda: 0.0)).text().decode()
     offered = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     offered |= {f"{name}_bucket" for name in offered}

@@ -14,7 +14,7 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.answering import Outcome, answer, as_turn, retrieve
+from kvrag.cli.answering import Outcome, answer, answer_plainly, as_turn, retrieve
 from kvrag.cli.demo_view import DemoQuestion, DemoRow, DemoView, read_questions, summarise
 from kvrag.cli.opening import quiet_libraries, warm_up
 from kvrag.cli.progress import IngestBar
@@ -262,8 +262,6 @@ def _make_first(index: Index, asked: Sequence[DemoQuestion], asking: Asking) -> 
 
 def _warm_up(engine: KVEngine, asked: DemoQuestion, asking: Asking) -> None:
     """Pay what only the first answer of a process pays."""
-    from kvrag.cli.plain import answer_plainly
-
     index = engine.index
     request, _ = retrieve(index, [as_turn(asked.question)], asking)
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
@@ -280,8 +278,6 @@ def _answer(
     view: DemoView,
 ) -> DemoRow:
     """Retrieve once, then answer with kvrag and with full prefill."""
-    from kvrag.cli.plain import answer_plainly
-
     with watch.part("kvrag"):
         index = engine.index
         request, seconds = retrieve(index, [as_turn(asked.question)], asking)

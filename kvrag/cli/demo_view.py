@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
-from kvrag.cli.answering import Outcome
+from kvrag.cli.answering import Outcome, PlainAnswer
 from kvrag.cli.options import DEFAULT_INDEX
 from kvrag.codec.names import RAW, expected_bytes_per_token
 from kvrag.errors import DocumentError, ParameterError
@@ -20,7 +20,6 @@ from kvrag.regularfile import read_regular
 
 if TYPE_CHECKING:
     from kvrag.chunk import Chunk
-    from kvrag.cli.plain import PlainAnswer
     from kvrag.ingest.report import IndexStats
 
 _BAR_COLUMNS = 40

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 import kvrag
+from kvrag.cli.command import lazy_group
 from kvrag.cli.failures import DEBUG_VARIABLE, guarded
-from kvrag.cli.lazy import lazy_group
 
 _COMMANDS = {
     "ingest": "ingest:ingest",
@@ -20,7 +20,7 @@ _COMMANDS = {
     "chat": "chat:chat",
     "adopt": "ingest:adopt",
     "search": "search:search",
-    "explain": "explain:explain",
+    "explain": "query:explain",
     "ls": "upkeep:ls",
     "rm": "rm:rm",
     "stats": "upkeep:stats",
@@ -28,10 +28,10 @@ _COMMANDS = {
     "gc": "upkeep:gc",
     "profile": "upkeep:profile",
     "calibrate": "calibrate:calibrate",
-    "choose-store": "choose_store:choose_store",
+    "choose-store": "calibrate:choose_store",
     "recode": "upkeep:recode",
     "serve": "serve:serve",
-    "mcp": "mcp:mcp",
+    "mcp": "serve:mcp",
     "doctor": "checkup:doctor",
     "config": "config:config",
     "demo": "demo:demo",

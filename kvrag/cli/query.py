@@ -1,7 +1,10 @@
-"""`kvrag query`: answer one question."""
+"""`kvrag query` answers one question; `kvrag explain` shows what a prompt is computed from."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,11 +12,14 @@ import typer
 from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.answering import Outcome, answer, as_turn, print_below, retrieve
+from kvrag.cli.answering import Outcome, answer, answer_plainly, as_turn, print_below, retrieve
 from kvrag.cli.command import given
 from kvrag.cli.opening import warm_up
+from kvrag.errors import DocumentError
+from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
+    from kvrag.engine.answer import Part
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.request import Request
 
@@ -72,8 +78,6 @@ def _answer_plainly(
     seconds: float,
     on_text: console.AnswerText,
 ) -> None:
-    from kvrag.cli.plain import answer_plainly
-
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
     max_tokens = engine.defaults.max_tokens or 0
     answered = answer_plainly(engine.index.model, token_ids, max_tokens, request.stop, on_text)
@@ -95,3 +99,72 @@ def _answer_plainly(
             f"  first token {ttft} | {answered.prompt_tokens} prompt tokens, full prefill",
             style="dim",
         )
+
+
+_STYLES = {
+    "kept": "cyan",
+    "exact": "bold green",
+    "reused": "green",
+    "repaired": "yellow",
+    "fresh": "",
+}
+
+
+def explain(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A text file with the whole prompt.")
+    ],
+    opening: o.Opening,
+    policy: o.PolicyOption = DEFAULT_POLICY,
+    ratio: o.RatioOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Show which tokens of a prompt are reused, repaired and computed, and why.
+
+    The prompt is fused, but not answered.
+    """
+    prompt = _read(file)
+    with opening.open() as opened:
+        from kvrag.engine.engine import KVEngine
+        from kvrag.engine.prompt_reader import PromptReader, prompt_parts
+        from kvrag.engine.request import Request
+
+        engine = KVEngine(opened, links="off")
+        laid_out = PromptReader(opened).lay_out(Request(prompt))
+        with console.working("loading the model"):
+            fused = engine.fuse(prompt, policy=policy, ratio=ratio)
+        parts = prompt_parts(laid_out, fused)
+        report = fused.report
+    if as_json:
+        console.print_json({"parts": parts, "report": report})
+        return
+    _print_parts(parts)
+    console.out().print(f"\n{report.one_line()}", style="dim", markup=False)
+
+
+def _read(file: Path) -> str:
+    from kvrag.regularfile import read_regular
+
+    try:
+        return read_regular(file).decode("utf-8")
+    except OSError as error:
+        raise DocumentError(f"cannot read {file}: {error}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{file} is not UTF-8 text: {error}; give a text file") from error
+
+
+def _print_parts(parts: Sequence[Part]) -> None:
+    from rich.text import Text
+
+    text = Text()
+    for part in parts:
+        text.append(console.harmless(part.text), style=_STYLES[part.state])
+    out = console.out()
+    out.print(text)
+    out.print()
+    numbers: Counter[tuple[str, str]] = Counter()
+    for part in parts:
+        numbers[part.state, part.why] += part.end - part.start
+    for (state, why), number in sorted(numbers.items(), key=lambda one: -one[1]):
+        line = f"{number:>7,} tokens {state:<9} {console.one_line(why)}"
+        out.print(Text(line, style=_STYLES[state]))

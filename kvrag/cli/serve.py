@@ -1,10 +1,12 @@
-"""`kvrag serve`: serve an index over an OpenAI-compatible API."""
+"""`kvrag serve` and `kvrag mcp`: an index over an OpenAI-compatible API, and as MCP tools."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +16,14 @@ import typer
 
 from kvrag import similar
 from kvrag.arguments import cut, shown
+from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.command import given
-from kvrag.cli.listening import until_told
 from kvrag.cli.opening import load_reranker, warm_up
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
-
 
 _TRANSFORMERS, _VLLM = "transformers", "vllm"
 # The parameters that vLLM alone takes, and those that both engines take.
@@ -244,3 +245,88 @@ def _serve_vllm(settings: dict[str, Any], command: dict[str, Any], *, show: bool
         # vLLM replaces this process, so that signals and the exit code are the server's.
         os.execv(words[0], words)
     raise typer.Exit(subprocess.run(words, check=False).returncode)
+
+
+def mcp(
+    opening: o.Opening,
+    answering: o.Answering,
+    sampled: o.Sampled,
+    http: Annotated[
+        bool,
+        typer.Option(
+            "--http",
+            help="Listen at http://127.0.0.1:PORT/mcp for programs of this machine, instead of "
+            "talking over stdin and stdout.",
+        ),
+    ] = False,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port for --http to listen on; 0 picks a free one."),
+    ] = 8000,
+    top_k: Annotated[
+        int,
+        o.setting(
+            "-k",
+            min=1,
+            max=50,
+            help="Chunks that a question is answered from, if a call says nothing else.",
+        ),
+    ] = o.DEFAULT_TOP_K,
+) -> None:
+    """Offer an index to agents as MCP tools: search, answer and read_chunk.
+
+    A client such as an editor starts this command and talks over its stdin and stdout.
+    """
+    from kvrag.plugins import require
+
+    require("mcp", "mcp")
+    from kvrag.server.mcp import make_server
+
+    with opening.open() as opened:
+        engine = answering.engine(opened, max_batch=8)
+        server = make_server(engine, top_k, sampled.values)
+        warm_up(opened)
+        opened.follow()
+        if not http:
+            server.run("stdio")
+            return
+        from kvrag.server.running import Server
+
+        listening = Server(server.streamable_http_app(), port=port)
+        until_told(listening.serve_forever, listening.stop, f"{listening.url}/mcp")
+
+
+def until_told(serve: Callable[[], None], stop: Callable[[], None], said: str) -> None:
+    """Serve until SIGTERM or SIGINT arrives, and finish the answers that have begun.
+
+    Parameters
+    ----------
+    serve
+        Serves until `stop` is called, in a thread.
+    stop
+        Returns after the last answer.
+    said
+        A line for stdout, once the server listens.
+    """
+    told = threading.Event()
+
+    def run() -> None:
+        try:
+            serve()
+        finally:
+            told.set()
+
+    before = {
+        number: signal.signal(number, lambda *_: told.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    thread = threading.Thread(target=run, name="kvrag-serve")
+    thread.start()
+    try:
+        console.write(f"{said}\n")
+        told.wait()
+    finally:
+        stop()
+        thread.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)

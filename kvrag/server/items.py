@@ -20,6 +20,8 @@ from kvrag.server.requests import (
     Asked,
     ChatRequest,
     False_,
+    Function,
+    NamedFunction,
     Object,
     Strict,
 )
@@ -94,21 +96,16 @@ class ResultItem(Strict):
         messages.append(result)
 
 
-class FunctionTool(Strict):
-    """A function that the model may call; the fields of `kvrag.server.requests.Function`."""
+class FunctionTool(Function):
+    """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(min_length=1, max_length=MAX_NAME)
-    description: str | None = None
-    parameters: Object | None = None
-    strict: bool | None = None
 
 
-class NamedFunctionTool(Strict):
+class NamedFunctionTool(NamedFunction):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: _Name
 
 
 class TextFormat(Strict):

@@ -72,14 +72,6 @@ class Names:
     embedding: str
     ranker: str
 
-    @classmethod
-    def of(cls, engine: KVEngine, ranker: Reranker | CosineRanker) -> Names:
-        """Return the names for an engine's index."""
-        config = engine.index.config
-        model = PurePath(config.model).name or "model"
-        embedding = PurePath(config.embedding).name
-        return cls(model, PREFIX + engine.index.name, embedding, ranker.name)
-
 
 class Service:
     """Answers requests with one engine and one queue.
@@ -100,7 +92,13 @@ class Service:
     ) -> None:
         self._reranker = reranker
         self._ranker = reranker or CosineRanker(engine.index.embedding)
-        self.names = Names.of(engine, self._ranker)
+        config = engine.index.config
+        self.names = Names(
+            PurePath(config.model).name or "model",
+            PREFIX + engine.index.name,
+            PurePath(config.embedding).name,
+            self._ranker.name,
+        )
         self._engine = engine
         self._queue = queue
         self._top_k = top_k

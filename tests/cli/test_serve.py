@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.ingest.index import Index
 from kvrag.llms.vllm import versions
 from tests.cli.conftest import Run
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import make_index
 
 
 @pytest.fixture(scope="module")
 def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
-    make_model("llama").save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    Index.create(folder / "index", model=folder / "model", embedding="hashing").close()
+    make_index(folder).close()
     return folder / "index"
 
 

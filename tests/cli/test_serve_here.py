@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest.index import Index
 from tests.cli.conftest import Run
-from tests.support.rag import PASSAGES, save_model
+from tests.support.rag import PASSAGES, make_index
 
 KEY = "0123456789abcdef0123"
 KEYS = f"""
@@ -35,8 +34,7 @@ FEW_FILES = ("sh", "-c", 'ulimit -n 256; exec "$0" "$@"')
 @pytest.fixture(scope="module")
 def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    save_model(folder / "model")
-    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:
+    with make_index(folder) as index:
         index.add([Document(source=name, text=text) for name, text in PASSAGES.items()])
     return folder / "index"
 
@@ -131,8 +129,7 @@ def test_silent_connections_beyond_the_limit_of_descriptors(index_path: Path) ->
 @pytest.mark.parametrize("num_lines", [0, 1, 10, 30])
 def test_a_kill_during_an_upload(tmp_path: Path, num_lines: int) -> None:
     """Killed after so many lines of progress, it takes the same file again."""
-    save_model(tmp_path / "model")
-    Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing").close()
+    make_index(tmp_path).close()
     table = b"name\n" + b"".join(b"Ines %d\n" % number for number in range(40))
     for is_killed in (True, False):
         with running(tmp_path / "index", "--allow-upload") as process:

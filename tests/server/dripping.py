@@ -22,9 +22,8 @@ from pathlib import Path
 import httpx
 
 from kvrag.chunk import Document
-from kvrag.ingest.index import Index
 from tests.cli.test_serve_here import FEW_FILES, running
-from tests.support.rag import PASSAGES, save_model
+from tests.support.rag import PASSAGES, make_index
 
 SPELL_SECONDS = 2.0
 BODY = {"model": "model", "prompt": PASSAGES["ledger"], "max_tokens": 8}
@@ -103,9 +102,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder / "model")
-        options = {"model": folder / "model", "embedding": "hashing"}
-        with Index.create(folder / "index", **options) as index:
+        with make_index(folder) as index:
             index.add([Document(source="ledger", text=PASSAGES["ledger"])])
         with running(folder / "index", before=FEW_FILES) as process:
             # Else the log fills the pipe, and the server waits.

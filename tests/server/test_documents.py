@@ -32,7 +32,7 @@ from kvrag.server.history import History
 from kvrag.server.running import Server
 from tests.server.test_faults import metric, wait_until
 from tests.support.api_server import Served, serving
-from tests.support.rag import PASSAGES, save_model
+from tests.support.rag import PASSAGES, make_index
 
 TEXT = b"The lighthouse keeper of Varn feeds three grey geese at noon."
 
@@ -40,8 +40,7 @@ TEXT = b"The lighthouse keeper of Varn feeds three grey geese at noon."
 @pytest.fixture(scope="module")
 def writable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("documents")
-    save_model(folder / "model")
-    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:
+    with make_index(folder) as index:
         index.add([Document(source="ledger", text=PASSAGES["ledger"])])
         with serving(index, ServerOptions(can_upload=True)) as served:
             yield served
@@ -340,10 +339,7 @@ def test_a_document_of_which_a_part_fails_is_not_added(
 
 
 def test_a_stop_ends_an_ingestion(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    with Index.create(
-        tmp_path / "index", model=tmp_path / "model", embedding="hashing", chunk_tokens=20
-    ) as index:
+    with make_index(tmp_path, chunk_tokens=20) as index:
         engine = KVEngine(index)
         app = make_app(engine, ServerOptions(can_upload=True))
         server = Server(app, port=0, grace_seconds=0)
@@ -384,8 +380,7 @@ def test_bytes_that_a_tenant_keeps(tmp_path: Path) -> None:
     of_a, of_b = ({"Authorization": f"Bearer {one.key}"} for one in keys)
     turn = {"question": "a", "answer": "b" * 20_000, "finish": "stop", "settings": ""}
     told = {"title": "t", "turns": [turn | {"citations": []}]}
-    save_model(tmp_path / "model")
-    with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
+    with make_index(tmp_path) as index:
         options = ServerOptions(keys=keys, can_upload=True, keeps_history=True)
         with serving(index, options) as served:
 
@@ -415,7 +410,6 @@ def test_bytes_that_a_tenant_keeps(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_model(tmp_path / "model")
     opened = History.of
 
     def small(index: Index) -> History:
@@ -426,7 +420,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(History, "of", small)
     turn = {"question": "a", "answer": "b" * 90_000, "finish": "stop", "settings": ""}
     told = {"title": "t", "turns": [turn | {"citations": []}]}
-    with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
+    with make_index(tmp_path) as index:
         options = ServerOptions(can_upload=True, keeps_history=True)
         with serving(index, options) as served:
             answers = [httpx.put(f"{served.url}/kvrag/conversations/{'0' * 32}", json=told)]

@@ -369,3 +369,18 @@ def test_what_is_counted(rag: Rag) -> None:
         assert metric(served, 'kvrag_server_requests_total{route="other",status="404"') == 1
         assert metric(served, "kvrag_tokens_total") > 0
         assert metric(served, "kvrag_store_hits_total") > 0
+
+
+def test_a_template_that_loops_over_what_a_message_says(
+    served: Served, rag: Rag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = rag.index.tokenizer.chat_template
+    template = f"{{% if 'again' in messages[-1].content %}}{loops}{{% endif %}}{template}"
+    monkeypatch.setattr(rag.index.tokenizer, "chat_template", template)
+    again = CHAT | {"messages": [{"role": "user", "content": "again"}]}
+    for body, status in ((again, 400), (CHAT, 200), (again, 400)):
+        answer = httpx.post(f"{served.url}/chat/completions", json=body)
+        assert answer.status_code == status, answer.text
+    assert "chat template" in answer.json()["error"]["message"]
+    assert "takes more than 1 s" in answer.json()["error"]["message"]

@@ -13,13 +13,12 @@ import httpx
 import pytest
 
 from kvrag.errors import ParameterError, StoreError
-from kvrag.ingest.index import Index
 from kvrag.server import history as module
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.history import History, history_path
 from tests.support.api_server import Served, serving
-from tests.support.rag import Rag, save_model
+from tests.support.rag import Rag, make_index
 
 ONE, TWO = "1" * 32, "2" * 32
 KEYS = {
@@ -150,16 +149,10 @@ def test_a_damaged_file_and_a_missing_folder(tmp_path: Path) -> None:
 def test_an_encrypted_index_has_encrypted_conversations(tmp_path: Path) -> None:
     pytest.importorskip("sqlcipher3")
     pytest.importorskip("cryptography")
-    save_model(tmp_path / "model")
     key = tmp_path / "key"
     key.write_text("ab" * 32)
     key.chmod(0o600)
-    with Index.create(
-        tmp_path / "index",
-        model=tmp_path / "model",
-        embedding="hashing",
-        store=f"file:records?key_file={key}",
-    ) as index:
+    with make_index(tmp_path, store=f"file:records?key_file={key}") as index:
         history = History.of(index)
         history.put("", ONE, "title", [turn("secret ingredient")])
         history.close()

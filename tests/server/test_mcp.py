@@ -19,7 +19,7 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.mcp import make_server
-from tests.support.rag import PASSAGES, save_model
+from tests.support.rag import PASSAGES, make_index
 
 pytestmark = pytest.mark.asyncio
 LONG = "\n\n".join(
@@ -30,10 +30,7 @@ LONG = "\n\n".join(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agents")
-    save_model(folder / "model")
-    index = Index.create(
-        folder / "index", model=folder / "model", embedding="hashing", chunk_tokens=64
-    )
+    index = make_index(folder, chunk_tokens=64)
     with index:
         index.add([Document(source=name, text=text) for name, text in PASSAGES.items()])
         index.add([Document(source="log/ships.md", text=LONG, metadata={"title": "The ships"})])

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest.index import Index
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.documents import uploads_path
@@ -21,7 +20,7 @@ from kvrag.server.history import history_path
 from tests.server.test_faults import metric, wait_until
 from tests.support.api_server import Served, lasting, serving
 from tests.support.browser import PHONE, NewPage, ask, browsing, serious_findings, started
-from tests.support.rag import Rag, save_model
+from tests.support.rag import Rag, make_index
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "kvrag" / "server" / "page"
@@ -32,12 +31,9 @@ EVIL = "<img src=x onerror=\"document.title='evil'\"> & <script>document.title='
 def long_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server over a document of several chunks, one of which tries to be markup."""
     folder = tmp_path_factory.mktemp("page")
-    save_model(folder / "model")
     ships = [f"Page {n}: the {n}th ship of the year carried salt and rope." for n in range(30)]
     ships.insert(10, f"Page x: the odd ship carried {EVIL} and nothing else.")
-    with Index.create(
-        folder / "index", model=folder / "model", embedding="hashing", chunk_tokens=48
-    ) as index:
+    with make_index(folder, chunk_tokens=48) as index:
         index.add([Document(source="log/ships.md", text="\n\n".join(ships))])
         with serving(index) as running:
             yield running
@@ -259,9 +255,8 @@ def test_what_went_wrong_is_in_sight_and_is_told_again(new_page: NewPage, rag: R
 
 @pytest.mark.slow
 def test_an_index_without_documents(new_page: NewPage, tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
     with (
-        Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index,
+        make_index(tmp_path) as index,
         serving(index) as served,
     ):
         page = new_page()
@@ -375,11 +370,10 @@ def test_conversations_are_kept_found_renamed_exported_and_deleted(
 
 @pytest.mark.slow
 def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
     (tmp_path / "geese.md").write_text("The keeper feeds three grey geese at noon.")
     (tmp_path / "broken.pdf").write_text("no PDF")
     with (
-        Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index,
+        make_index(tmp_path) as index,
         serving(index, ServerOptions(can_upload=True)) as served,
     ):
         page = new_page()

@@ -20,7 +20,7 @@ from kvrag.engine.base import ROUTE_HEADER, route_key
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from tests.support.api_server import Served, serving
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import make_index
 from tests.support.servers import free_port, wait_for
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
@@ -36,9 +36,7 @@ def test_the_key_depends_on_the_set_alone() -> None:
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("routed")
-    make_model("llama").save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as made:
+    with make_index(folder) as made:
         made.add(
             [
                 Document(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,13 @@ def save_model(folder: Path, seed: int = 0) -> PreTrainedModel:
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return model
+
+
+def make_index(folder: Path, **options: Any) -> Index:
+    """Return an empty index in a folder, of a tiny random model beside it."""
+    save_model(folder / "model")
+    made = {"model": folder / "model", "embedding": "hashing", **options}
+    return Index.create(folder / "index", **made)
 
 
 @pytest.fixture(scope="session")

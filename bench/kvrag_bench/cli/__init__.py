@@ -2,7 +2,7 @@
 
 import typer
 
-from kvrag.cli.lazy import lazy_group
+from kvrag.cli.command import lazy_group
 
 COMMANDS = {
     "ttft": "kvrag_bench.cli.ttft:bench_ttft",

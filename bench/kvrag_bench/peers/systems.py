@@ -77,7 +77,7 @@ class Transformers:
 
     def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:  # noqa: ARG002
         """Answer by full prefill."""
-        from kvrag.cli.plain import answer_plainly
+        from kvrag.cli.answering import answer_plainly
 
         tokenizer = self._model.tokenizer
         found = answer_plainly(
