@@ -47,7 +47,14 @@ def temporary_index(
         ) as index,
     ):
         index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+        fit_codec(index)
         yield index
+
+
+def fit_codec(index: Index) -> None:
+    """Code the KV of an index that is too small for an ingestion to fit its codec to it."""
+    if index.coding.needs_profile:
+        index.upkeep.recode(index.config.codec)
 
 
 def require_room(model: KVModel, num_tokens: int, remedy: str) -> None:

@@ -12,7 +12,8 @@ from kvrag.errors import DocumentError, ParameterError, ProfileError
 from kvrag.foreign import document_failures
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.healing import audit_rows
-from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS
+from kvrag.ingest.maintenance import recode_records
+from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ class CodecFitter:
     def codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
         """Return the codec for new records; fits its profile to `chunks` if it has none.
 
-        Too small a set of chunks is stored raw; `recode` fits a profile when there are more.
+        Too small a set of chunks is stored raw, until `catch_up` finds that there are more.
         """
         storage = self._storage
         if not storage.coding.needs_profile:
             return storage.coding.codec
         lengths = [storage.config.num_rows(len(chunk.token_ids)) for chunk in chunks]
-        if sum(lengths) < LEAST_TOKENS:
+        if sum(lengths) < self._tokens_to_fit():
             return storage.coding.present_codec
         codec = storage.config.codec
         try:
@@ -56,18 +57,54 @@ class CodecFitter:
         self._record(codec, profile)
         return storage.coding.codec
 
-    def note(self) -> str:
-        """Return a note on how an ingestion stored KV; "" if there is nothing to say."""
+    def stored_raw(self) -> dict[ChunkKey, int]:
+        """Return the records that wait for a profile (`needed`); none if the codec needs none."""
+        return self.needed() if self._storage.coding.needs_profile else {}
+
+    def catch_up(self, raw: dict[ChunkKey, int], say: Callable[[str], None]) -> str:
+        """Fit the codec if it waits for a profile and there is enough now, and recode `raw` then.
+
+        Returns a note on how an ingestion stored KV; "" if there is nothing to say.
+
+        Parameters
+        ----------
+        raw
+            What waited for a profile before the ingestion (`stored_raw`).
+        say
+            Receives a line of text for each step.
+        """
         storage = self._storage
         codec = storage.config.codec
-        again = f"'kvrag recode --codec {codec}' fits it again when the index holds more"
         if storage.coding.needs_profile:
-            return f"KV was stored raw: {codec} is fitted on {LEAST_TOKENS} tokens or more; {again}"
+            raw, least = self.needed(), self._tokens_to_fit()
+            if sum(raw.values()) < least:
+                return f"KV is stored raw until the index holds {least:,} tokens to fit {codec} to"
+            try:
+                self._record(codec, self.fit(codec, raw, say))
+            except (DocumentError, ParameterError) as error:
+                return f"KV was stored raw: {error}"
+        if raw and not storage.coding.needs_profile:
+            needed = self.needed()
+            waiting = {key: num_rows for key, num_rows in raw.items() if key in needed}
+            say(f"writing {len(waiting):,} records again as {codec}")
+            recode_records(storage, waiting, self.compute, None)
         if storage.config.profile:
             num_tokens = storage.profiles.get(storage.config.profile).num_tokens
             if num_tokens < SAMPLE_TOKENS // 4:
-                return f"{codec} was fitted on {num_tokens:,} tokens only; {again}"
+                return (
+                    f"{codec} was fitted on {num_tokens:,} tokens only; 'kvrag recode --codec "
+                    f"{codec}' fits it again when the index holds more"
+                )
         return ""
+
+    def _tokens_to_fit(self) -> int:
+        from kvrag.codec.config import choose_codec
+        from kvrag.codec.fitting import tokens_to_fit
+
+        config = self._storage.config
+        stages = choose_codec(config.codec).config
+        assert stages is not None  # only a codec that needs a profile is asked about
+        return tokens_to_fit(stages, config.spec)
 
     def fit(
         self,

@@ -19,9 +19,6 @@ FOLDER_NAME = "profiles"
 SAMPLE_TOKENS = 16_384
 """The default number of tokens that a profile is fitted on."""
 
-LEAST_TOKENS = 512
-"""With fewer tokens, an ingestion stores KV raw: a profile would fit only these few."""
-
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"([0-9a-f]{40})\.safetensors")
 

@@ -39,6 +39,7 @@ def test_ingest_with_a_codec(run: Run, documents: Path, model_folder: Path, tmp_
     assert "transform:1" in other.err
 
 
+@pytest.mark.usefixtures("documents")
 def test_profile_then_recode(run: Run, index_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "fitted.safetensors"
     fitted = run("profile", "--index", index_folder, "--out", path, "--json")

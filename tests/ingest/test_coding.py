@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvrag.chunk import Document
+from kvrag.chunk import Chunk, Document
+from kvrag.codec.config import choose_codec
+from kvrag.codec.fitting import tokens_to_fit
 from kvrag.codec.names import PLAIN
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError
 from kvrag.ingest.coding import read_all, spread_evenly
+from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.profiles import read_profile
 from kvrag.ingest.report import IngestProgress
-from kvrag.kvcache import ChunkKV
+from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 from tests.support.distributions import installed
@@ -207,7 +211,7 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     index = make_index(codec="cachegen:2")
     short = Document("short", "The keeper of the light.")
     report = index.add([short])
-    assert "KV was stored raw" in report.note
+    assert "KV is stored raw until the index holds 512 tokens" in report.note
     assert (index.config.codec, index.config.profile) == ("cachegen:2", "")
     chunk = index.catalog.chunks(index.catalog.chunk_ids_of("short"))[0]
     (exact,) = index.model.prefill(index.prefix_ids, [chunk.token_ids])
@@ -219,10 +223,51 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     assert "tokens only" in more.note
     assert index.config.profile
     assert index.upkeep.verify().ok
-    recoded = index.upkeep.recode("cachegen:2")
-    assert (recoded.num_records, recoded.num_recoded) == (9, 1)
+    recoded = index.upkeep.recode("cachegen:2")  # what was raw is coded already
+    assert (recoded.num_records, recoded.num_recoded) == (9, 0)
     with pytest.raises(ParameterError, match="256 tokens or more"):
         make_index("empty").upkeep.fit_profile("transform")
+
+
+def test_what_was_raw_is_recoded_once_there_is_enough(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile is fitted to records of both ingestions, and no KV is computed again."""
+    index = make_index(codec="transform:4")
+    others = [
+        Document(f"more{number}", " ".join(WORDS[(number * i) % 13] for i in range(5, 35)))
+        for number in range(1, 9)
+    ]
+    first = index.add(DOCUMENTS[:3])
+    assert "KV is stored raw until" in first.note
+    gone = DOCUMENTS[0].source
+    computed: list[str] = []
+    prefill = Encoders.prefill
+
+    def counted(self: Encoders, chunk: Chunk, *check: Callable[[], None]) -> ChunkKV:
+        computed.append(chunk.text)
+        return prefill(self, chunk, *check)
+
+    monkeypatch.setattr(Encoders, "prefill", counted)
+    index.delete(sources=[gone])
+    more = index.add([*DOCUMENTS[1:3], *others])
+    assert more.num_records == 8
+    assert set(computed) == {one.text for one in others}
+    assert "tokens only" in more.note
+    assert index.config.profile
+    assert index.upkeep.recode("transform:4").num_recoded == 0
+    assert index.upkeep.verify().ok
+
+
+@pytest.mark.parametrize(
+    ("codec", "heads", "expected"),
+    [("transform:4", 3, 4096), ("transform:4", 1, 1365), ("lossless", 3, 512)],
+)
+def test_components_need_more_tokens_than_channels(codec: str, heads: int, expected: int) -> None:
+    config = choose_codec(codec).config
+    assert config is not None
+    spec = KVSpec(num_layers=4, num_kv_heads=heads, head_dim=64, dtype=torch.bfloat16)
+    assert tokens_to_fit(config, spec) == expected
 
 
 def test_samples_are_spread_evenly() -> None:

@@ -28,6 +28,7 @@ from kvrag.models.loading import load_tokenizer, resolve_model
 from kvrag.weights.named import named_model
 from kvrag_bench.judge.questions import RenderedPrompt, render
 from kvrag_bench.peers.workload import Prompt
+from kvrag_bench.setting import fit_codec
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Kvrag:
         self._index.add(
             [Document(source=f"{number}", text=text) for number, text in enumerate(documents)]
         )
+        fit_codec(self._index)
         self._index.on_demand.make_all()
 
     def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:

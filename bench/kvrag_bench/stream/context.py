@@ -20,6 +20,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.setting import fit_codec
 from kvrag_bench.stream.eight_bit import EightBitChunk, encode_eight_bit
 from kvrag_corpus import generate_corpus
 
@@ -91,6 +92,7 @@ def stored_context(
         store=f"file:{folder / 'kv'}",
     ) as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(texts)])
+        fit_codec(index)
         layout = KVEngine(index).fuse("\n\n".join([*texts[:num_chunks], question])).layout
         if len(layout.spans) != num_chunks:
             raise ParameterError(
