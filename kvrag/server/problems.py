@@ -169,7 +169,8 @@ def _refused_by(error: BaseException | None) -> RequestError | None:
 
 def validation_problem(errors: list[Any]) -> RequestError:
     """Return pydantic's first error as a problem that names the parameter."""
-    first = errors[0]
+    # A value of another kind also lacks fields: its kind is what was wrong.
+    first = next((one for one in errors if one["type"] == "literal_error"), errors[0])
     branches = [number for number, part in enumerate(first["loc"]) if _is_branch(part)]
     if branches:
         # A text or a list: the error that is deepest inside says what is wrong, and no branch of
