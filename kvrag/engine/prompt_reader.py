@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -71,10 +72,10 @@ class LaidOutPrompt:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The chunks as an answer's sources."""
+        """The chunks as an answer's sources. Callers may change them: the catalog keeps chunks."""
         return tuple(
-            Source(chunk.chunk_id, chunk.source, chunk.ordinal, chunk.text, dict(chunk.metadata))
-            for chunk in self.chunks.values()
+            Source(one.chunk_id, one.source, one.ordinal, one.text, deepcopy(dict(one.metadata)))
+            for one in self.chunks.values()
         )
 
 

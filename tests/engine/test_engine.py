@@ -95,6 +95,21 @@ def test_answer_names_its_sources_and_counts_its_tokens(index: Index) -> None:
     assert json.loads(json.dumps(answer.to_dict()))["report"]["policy"] == "none"
 
 
+def test_what_a_caller_does_to_a_source_changes_no_later_answer(
+    model: KVModel, tmp_path: Path
+) -> None:
+    text = "Ines keeps the harbour ledger of Varn."
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document("a", text, {"tags": ["one"], "of": {"n": 1}})])
+        engine = KVEngine(index, max_tokens=1)
+        for _ in range(2):
+            (source,) = engine.generate(text).sources
+            assert source.metadata["tags"] == ["one"]
+            assert source.metadata["of"] == {"n": 1}
+            source.metadata["tags"].append("two")
+            source.metadata["of"]["n"] = 2
+
+
 def test_stop_strings_end_the_answer_across_tokens(engine: KVEngine) -> None:
     whole = engine.generate(PROMPT, max_tokens=12).text
     stop = whole[4:7]
