@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FILE_NAME", "SCHEMA_VERSION", "Catalog", "Documents", "Texts"]
 
-_KEPT_TOKENS = 1 << 17  # of chunks that stay in memory: about 20 MB
+_KEPT_BYTES = 2 << 20  # of rows whose chunks stay in memory, which take about ten times as much
 # Whether a chunk is found by its id and by the names of its KV: indexes may be damaged too.
 _IS_FOUND = (
     "(SELECT c.row FROM chunks c INDEXED BY sqlite_autoindex_chunks_1 "
@@ -105,7 +105,7 @@ class Catalog(CatalogFile):
         self.texts = Texts(self)
         self.words = WordIndex(self)
         self.stored = Stored(self)
-        self._kept: dict[str, Chunk] = {}
+        self._kept: dict[str, tuple[Chunk, int]] = {}
         self._kept_for: object = None
 
     def close(self) -> None:
@@ -123,7 +123,11 @@ class Catalog(CatalogFile):
     @checked
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks in the order of the ids; skips unknown and damaged chunks."""
-        found = self._read_chunks(list(dict.fromkeys(chunk_ids)))
+        wanted = list(dict.fromkeys(chunk_ids))
+        found = {
+            values[1]: self._sound_chunk(values)
+            for values in self.select_in(CHUNK_COLUMNS, "chunk_id", wanted)
+        }
         return [chunk for chunk_id in chunk_ids if (chunk := found.get(chunk_id)) is not None]
 
     @checked
@@ -133,16 +137,23 @@ class Catalog(CatalogFile):
         Do not change them: until somebody writes to the catalog, they are read once.
         """
         wanted, kept = list(dict.fromkeys(chunk_ids)), self._kept_chunks()
-        found = self._read_chunks([one for one in wanted if one not in kept])
-        read = {one: chunk for one, chunk in found.items() if chunk is not None}
-        found |= {one: kept[one] for one in wanted if one in kept}
-        if sum(len(one.token_ids) for one in (*kept.values(), *read.values())) > _KEPT_TOKENS:
+        found: dict[str, Chunk | None] = {one: kept[one][0] for one in wanted if one in kept}
+        read: dict[str, tuple[Chunk, int]] = {}
+        missing = [one for one in wanted if one not in kept]
+        for values in self.select_in(CHUNK_COLUMNS, "chunk_id", missing):
+            found[values[1]] = chunk = self._sound_chunk(values)
+            if chunk is not None:
+                size = sum(len(value) for value in values if isinstance(value, str | bytes))
+                read[values[1]] = chunk, size
+        if sum(size for _, size in (*kept.values(), *read.values())) > _KEPT_BYTES:
             kept.clear()
         kept |= read
         return found
 
-    def _kept_chunks(self) -> dict[str, Chunk]:
-        """Return the chunks that were read since the last write, of whatever connection."""
+    def _kept_chunks(self) -> dict[str, tuple[Chunk, int]]:
+        """Return the chunks that were read since the last write, of whatever connection, and the
+        sizes of their rows.
+        """
         version = self.rows("PRAGMA data_version")
         if self._connection.in_transaction or not version:
             return {}
@@ -150,12 +161,6 @@ class Catalog(CatalogFile):
         if now != self._kept_for:
             self._kept, self._kept_for = {}, now
         return self._kept
-
-    def _read_chunks(self, chunk_ids: Sequence[str]) -> dict[str, Chunk | None]:
-        return {
-            values[1]: self._sound_chunk(values)
-            for values in self.select_in(CHUNK_COLUMNS, "chunk_id", chunk_ids)
-        }
 
     @checked
     def chunks_at(self, rows: Sequence[int]) -> dict[int, Chunk]:

@@ -71,8 +71,13 @@ def test_of_many_chunks_some_stay(
 ) -> None:
     catalog = index.catalog
     (other,) = catalog.chunk_ids_of("long")
-    monkeypatch.setattr("kvrag.ingest.catalog._KEPT_TOKENS", 30)
+    monkeypatch.setattr("kvrag.ingest.catalog._KEPT_BYTES", 500)
     for one in (chunk_id, other, chunk_id):
+        assert catalog.find_chunks([one])[one] is not None
+        assert list(catalog._kept) == [one]
+    index.add([Document("third", "The lamp is lit.", {"page": "x" * 1000})])
+    (large,) = catalog.chunk_ids_of("third")
+    for one in (chunk_id, large, chunk_id):
         assert catalog.find_chunks([one])[one] is not None
         assert list(catalog._kept) == [one]
 
