@@ -39,7 +39,7 @@ class CodecFitter:
     def codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
         """Return the codec for new records; fits its profile to `chunks` if it has none.
 
-        Too small a set of chunks is stored raw, until `catch_up` finds that there are more.
+        Too small a set of chunks is stored raw, until there are more.
         """
         storage = self._storage
         if not storage.coding.needs_profile:
@@ -54,24 +54,13 @@ class CodecFitter:
             )
         except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
             return storage.coding.present_codec
-        self._record(codec, profile)
+        self._record(codec, profile, say)
         return storage.coding.codec
 
-    def stored_raw(self) -> dict[ChunkKey, int]:
-        """Return the records that wait for a profile (`needed`); none if the codec needs none."""
-        return self.needed() if self._storage.coding.needs_profile else {}
-
-    def catch_up(self, raw: dict[ChunkKey, int], say: Callable[[str], None]) -> str:
-        """Fit the codec if it waits for a profile and there is enough now, and recode `raw` then.
+    def catch_up(self, say: Callable[[str], None]) -> str:
+        """Fit the codec if it waits for a profile and there is enough now.
 
         Returns a note on how an ingestion stored KV; "" if there is nothing to say.
-
-        Parameters
-        ----------
-        raw
-            What waited for a profile before the ingestion (`stored_raw`).
-        say
-            Receives a line of text for each step.
         """
         storage = self._storage
         codec = storage.config.codec
@@ -80,14 +69,10 @@ class CodecFitter:
             if sum(raw.values()) < least:
                 return f"KV is stored raw until the index holds {least:,} tokens to fit {codec} to"
             try:
-                self._record(codec, self.fit(codec, raw, say))
+                profile = self.fit(codec, raw, say)
             except (DocumentError, ParameterError) as error:
                 return f"KV was stored raw: {error}"
-        if raw and not storage.coding.needs_profile:
-            needed = self.needed()
-            waiting = {key: num_rows for key, num_rows in raw.items() if key in needed}
-            say(f"writing {len(waiting):,} records again as {codec}")
-            recode_records(storage, waiting, self.compute, None)
+            self._record(codec, profile, say)
         if storage.config.profile:
             num_tokens = storage.profiles.get(storage.config.profile).num_tokens
             if num_tokens < SAMPLE_TOKENS // 4:
@@ -193,12 +178,27 @@ class CodecFitter:
             _ = storage.coding.codec
         except ProfileError:
             codec = storage.config.codec
-            self._record(codec, self.fit(codec, self.needed(), lambda _: None))
+            profile = self.fit(codec, self.needed(), lambda _: None)
+            self._record(codec, profile, lambda _: None)
 
-    def _record(self, codec: str, profile: Profile) -> None:
-        """Write records with a profile of the index's codec, if it has that codec still."""
-        self._storage.profiles.add(profile)
-        self._storage.save_config({"profile": profile.hash}, codec)
+    def _record(self, codec: str, profile: Profile, say: Callable[[str], None]) -> None:
+        """Write records with a profile of the index's codec, if it has that codec still.
+
+        What waited for a profile is coded first: the next ingestion completes one that was killed.
+        """
+        from kvrag.ingest.coding import RecordCoding
+
+        storage = self._storage
+        storage.profiles.add(profile)
+        raw = self.needed() if storage.coding.needs_profile else {}
+        if raw:
+            storage.save_config({})  # which publishes the profile, where others read the records
+            say(f"writing {len(raw):,} records again as {codec}")
+            coding = RecordCoding(
+                storage.profiles, codec, profile.hash, storage.config.model_fingerprint
+            )
+            recode_records(storage, raw, self.compute, None, coding)
+        storage.save_config({"profile": profile.hash}, codec)
 
     def _fit(
         self,

@@ -33,6 +33,7 @@ from kvrag.store.base import Store, read_whole
 from kvrag.store.capabilities import Flushes, capability
 
 if TYPE_CHECKING:
+    from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.healing import Audit
     from kvrag.kvcache import ChunkKV
 
@@ -183,6 +184,7 @@ def recode_records(
     needed: Mapping[ChunkKey, int],
     compute: Callable[[ChunkKey], ChunkKV],
     on_progress: Progress | None,
+    coding: RecordCoding | None = None,
 ) -> RecodeReport:
     """Rewrite every record with the index's codec; each is replaced in one step.
 
@@ -195,16 +197,18 @@ def recode_records(
         Number of tokens for each key.
     compute
         Computes the KV of a key with the model.
+    coding
+        Another coding than the index's.
     """
     from kvrag.ingest.coding import read_exact
 
     started = time.perf_counter()
-    store, coding = storage.store, storage.coding
+    store, coding = storage.store, coding or storage.coding
     size_before = size_after = num_recoded = num_computed = 0
     for number, (key, num_tokens) in enumerate(sorted(needed.items())):
         if on_progress is not None:
             on_progress(number, len(needed))
-        old_bytes, is_done = _coded_already(storage, key)
+        old_bytes, is_done = _coded_already(store, coding, key)
         size_before += old_bytes
         if is_done:
             size_after += old_bytes
@@ -240,16 +244,16 @@ def check_room(storage: Storage, needed: Mapping[ChunkKey, int], codec: str) -> 
         )
 
 
-def _coded_already(storage: Storage, key: ChunkKey) -> tuple[int, bool]:
+def _coded_already(store: Store, coding: RecordCoding, key: ChunkKey) -> tuple[int, bool]:
     """Return a record's size in bytes, and whether it already has the wanted coding."""
     from kvrag.codec.container import RecordReader
 
     try:
-        record = storage.store.open(key)
+        record = store.open(key)
         if record is None:
             return 0, False
         with contextlib.closing(record):
-            return record.size_bytes, storage.coding.writes(RecordReader(record, key).header)
+            return record.size_bytes, coding.writes(RecordReader(record, key).header)
     except (RecordError, StoreError):
         return 0, False
 

@@ -157,13 +157,12 @@ class Writer:
 
         config = self._with_passages(run)
         run = replace(run, config=config, force=run.force or not is_sound, mend=mend)
-        raw = {} if dry_run else self._fitter.stored_raw()
         plan = runner(run)
-        note = "" if dry_run else self._finish(run, plan, before, raw)
+        note = "" if dry_run else self._finish(run, plan, before)
         self._is_swept = self._is_swept or not dry_run
         return self._report(run, plan, note, started)
 
-    def _finish(self, run: Run, plan: Plan, before: Held | None, raw: dict[ChunkKey, int]) -> str:
+    def _finish(self, run: Run, plan: Plan, before: Held | None) -> str:
         """Bring what is beside the catalog up to date; return a note for the user, or ""."""
         storage = self._storage
         self._restore_removed()
@@ -182,7 +181,7 @@ class Writer:
                 run.on_progress(IngestProgress("profile", num, num, doing=doing))
 
         if run.outcome.num_records:
-            said += [self._fitter.catch_up(raw, say), run.cutter.note()]
+            said += [self._fitter.catch_up(say), run.cutter.note()]
         return "; ".join(filter(None, said))
 
     def _report(self, run: Run, plan: Plan, note: str, started: float) -> IngestReport:

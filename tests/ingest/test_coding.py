@@ -259,6 +259,28 @@ def test_what_was_raw_is_recoded_once_there_is_enough(
     assert index.upkeep.verify().ok
 
 
+@pytest.mark.parametrize("doing", ["writing", "compute"])
+def test_what_was_raw_is_recoded_after_a_kill(make_index: MakeIndex, doing: str) -> None:
+    """Also if the ingestion that fitted the codec was killed before or after that."""
+    index = make_index(codec="cachegen:2")
+    index.add(Document("short", "The keeper of the light."))
+
+    class KilledError(BaseException):
+        pass
+
+    def kill(progress: IngestProgress) -> None:
+        if progress.stage == doing or progress.doing.startswith(doing):
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        index.add(DOCUMENTS, on_progress=kill)
+    reopened = Index.open(index.path, model=index.model, embedding="hashing")
+    assert reopened.add(DOCUMENTS).ok
+    assert reopened.upkeep.recode("cachegen:2").num_recoded == 0
+    assert reopened.upkeep.verify().ok
+    reopened.close()
+
+
 @pytest.mark.parametrize(
     ("codec", "heads", "expected"),
     [("transform:4", 3, 4096), ("transform:4", 1, 1365), ("lossless", 3, 512)],
