@@ -141,7 +141,13 @@ def _elements(archive: Archive, part: str, *names: str) -> Iterator[Any]:
 
     tags = [space + name for space in _SPACES for name in names]
     parser = etree.XMLPullParser(
-        ("start", "end"), tag=tags, resolve_entities=False, no_network=True, load_dtd=False
+        ("start", "end"),
+        tag=tags,
+        resolve_entities=False,
+        no_network=True,
+        load_dtd=False,
+        remove_comments=True,  # or an element's text ends where one begins
+        remove_pis=True,
     )
     depth = 0
     for piece in archive.pieces(part):

@@ -50,6 +50,12 @@ def test_moved_deleted_and_inserted_text_is_that_of_the_last_version() -> None:
     ]
 
 
+def test_text_goes_on_behind_a_comment_of_the_xml() -> None:
+    equation = "<m:oMath><m:r><m:t>a<!-- of the XML -->b</m:t></m:r></m:oMath>"
+    text = "<w:r><w:t>due in <!-- of the XML -->30 <?of the XML?>days, </w:t></w:r>"
+    assert body_text(f"<w:p>{text}{equation}</w:p>") == "due in 30 days, ab"
+
+
 def test_notes_follow_their_paragraph() -> None:
     def refer(kind: str, number: int) -> str:
         return f'<w:r><w:{kind}Reference w:id="{number}"/></w:r>'
