@@ -57,17 +57,20 @@ class Selection:
         # All on the host, where a layer asks for the rows' ends: a GPU would be waited for.
         given = host_rows(fresh)
         num_fresh = len(given)
-        self.rows, order = fresh, torch.arange(num_fresh)
+        # Which of `rows` stay, and which the policy may still drop.
+        self.rows = fresh
+        self._fresh = self._optional = fresh[:0]  # without candidates, nothing is looked up
+        # The last row, if it stays.
+        self._last = int(given[-1]) if num_fresh else None
         if len(candidates):
             rows, order = torch.cat([given, candidates]).sort()
             self.rows = rows_on(fresh.device, rows)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
-        places = places.to(fresh.device)
-        # Which of `rows` stay, and which the policy may still drop.
-        self._fresh, self._optional = places[:num_fresh], places[num_fresh:].sort().values
-        # The last row, if it stays.
-        self._last = int(given[-1]) if num_fresh and int(order[-1]) < num_fresh else None
+            places = torch.empty_like(order)
+            places[order] = torch.arange(len(order))
+            places = places.to(fresh.device)
+            self._fresh, self._optional = places[:num_fresh], places[num_fresh:].sort().values
+            if int(order[-1]) >= num_fresh:
+                self._last = None
         self._counts: Sequence[int] | None = policy.counts(prompt) if len(candidates) else None
         # The deviation of stored KV when they were last compared: for each candidate, or noted by
         # a layer for each of `rows`.
@@ -189,13 +192,12 @@ def _require_reused(
     candidates: torch.Tensor, policy: RecomputePolicy, prompt: PromptRows
 ) -> torch.Tensor:
     """Return candidates, on the host; ParameterError unless they are distinct reused positions."""
-    reused = prompt.reused()
-    here = candidates.to(reused.device)
+    here = candidates.cpu()
     if (
         here.dtype.is_floating_point
         or here.dtype == torch.bool
         or here.dim() != 1
-        or not torch.isin(here, reused).all()
+        or (len(here) and not torch.isin(here, prompt.reused()).all())
         or (here.sort().values.diff() == 0).any()
     ):
         raise ParameterError(
