@@ -234,6 +234,14 @@ class Conversation(Title):
 
     turns: Annotated[list[Turn], Field(min_length=1, max_length=_MOST_TURNS, fail_fast=True)]
 
+    @field_validator("turns")
+    @classmethod
+    def _are_text(cls, value: list[Turn]) -> list[Turn]:
+        for turn in value:
+            kept = [turn.citations, turn.details]
+            arguments.text(json.dumps(kept, ensure_ascii=False), "a turn's citations and details")
+        return value
+
 
 def add_history(app: FastAPI, service: Service, history: History) -> None:
     """Add the routes of conversations.
