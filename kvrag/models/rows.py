@@ -445,7 +445,9 @@ class RowRunner:
         if id(table) not in known.embeddings:
             # A row's position is not its number, where a prompt has gaps.
             ids = rows if table.positions is None else table.positions[rows]
-            known.embeddings[id(table)] = table, table.embeddings(rows, self._spec.dtype), ids[None]
+            # A copy: a view would keep the rows alive, and with them what is known of them.
+            copied = ids[None].clone()
+            known.embeddings[id(table)] = table, table.embeddings(rows, self._spec.dtype), copied
         _, embeddings, position_ids = known.embeddings[id(table)]
         return embeddings, position_ids
 

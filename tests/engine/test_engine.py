@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 from collections import Counter
@@ -315,3 +316,17 @@ def test_many_chunks_repeats_and_one_token_chunks(tmp_path: Path, model: KVModel
 def test_the_public_names_are_all_there() -> None:
     for name in kvrag.__all__:
         assert getattr(kvrag, name).__name__ == name
+
+
+def test_an_answer_leaves_no_tensors(index: Index) -> None:
+    engine = KVEngine(index, max_tokens=2, session_bytes=0)
+
+    def num_tensors() -> int:
+        gc.collect()
+        return sum(type(one) is torch.Tensor for one in gc.get_objects())
+
+    engine.generate(PROMPT)
+    before = num_tensors()
+    for _ in range(3):
+        engine.generate(PROMPT)
+    assert num_tensors() <= before
