@@ -134,8 +134,6 @@ class CardReading:
         self._is_lost = False
         self._waited_seconds = 0.0
         self.hidden_seconds = 0.0
-        # Layers from 0 on that were placed, with others, when one of them was asked for.
-        self.num_placed = 0
         self._prefetch = LayerPrefetch(
             len(self._lanes),
             len(self._groups),
@@ -161,7 +159,6 @@ class CardReading:
         for step, layers in enumerate(self._steps):
             if layers.start == layer_index:
                 self._place(step, number)
-                self.num_placed = layers.stop
         return {}
 
     def is_sound(self) -> bool:

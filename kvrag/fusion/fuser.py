@@ -300,7 +300,7 @@ def execute(
     together = range(0)
     captured = compiled if isinstance(compiled, CapturedLayers) and shift is None else None
     for layer_index, table in enumerate(tables[: model.layer_stop]):
-        if layer_index >= max(asked.stop, loader.num_loaded):
+        if layer_index >= asked.stop:
             yield from until(partial(loader.has_layer, layer_index), clock)
             with torch.no_grad():
                 loader.load_layer(layer_index)

@@ -103,8 +103,6 @@ class SpanLoader:
         For each record that was made for this prompt, the seconds of computing it.
     stream_report
         The report on streaming; None without a target, and before `stream`.
-    num_loaded
-        Layers below it are loaded, or were passed over: `load_layer` has no more to do for them.
     """
 
     def __init__(
@@ -129,7 +127,6 @@ class SpanLoader:
         self.record_seconds: dict[RecordId, float] = {}
         self.made_seconds: dict[RecordId, float] = {}
         self.stream_report: StreamReport | None = None
-        self.num_loaded = 0
 
     def open(self, spans: Sequence[ReusedSpan]) -> None:
         """Set the spans to load, and open their records.
@@ -239,7 +236,6 @@ class SpanLoader:
             others.
         """
         self.end()
-        self.num_loaded = 0
         self._into = fused, tables
         if self.stream_report is not None or not self._spans:
             return
@@ -298,14 +294,9 @@ class SpanLoader:
         """
         assert self._into is not None, "begin comes first"
         with self._agreeing(self._spans):
-            reading = self._reading
-            failures = {} if reading is None else reading.load_layer(layer_index)
+            failures = {} if self._reading is None else self._reading.load_layer(layer_index)
             if failures:
                 self._lose(failures)
-        self.num_loaded = layer_index + 1
-        # Ranks agree about each layer: their groups may differ.
-        if isinstance(reading, CardReading) and self._ranks.size == 1:
-            self.num_loaded = max(self.num_loaded, reading.num_placed)
 
     def is_sound(self) -> bool:
         """Return whether `check` would return at once, after all layers are loaded."""

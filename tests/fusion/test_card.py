@@ -220,9 +220,8 @@ def _layers(
     seen = []
     for layer_index in range(prompt.spec.num_layers):
         between(layer_index)
-        if layer_index >= loader.num_loaded:
-            loader.has_layer(layer_index)
-            loader.load_layer(layer_index)
+        loader.has_layer(layer_index)
+        loader.load_layer(layer_index)
         needed = torch.zeros(buffer.capacity, dtype=torch.bool)
         for span in spans:
             if prompt.first_layers.get(span, 0) <= layer_index:
