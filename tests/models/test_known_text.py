@@ -122,6 +122,13 @@ LONG = "the quick brown fox jumps over the lazy dog"
 TEXTS = st.lists(PIECES, max_size=16).map("".join)
 CHUNKS = st.tuples(TEXTS, st.sampled_from([LONG, "", f"{LONG}, {LONG}"]), TEXTS).map("".join)
 
+prompts = given(
+    chunks=st.lists(CHUNKS, min_size=1, max_size=3),
+    betweens=st.lists(TEXTS, min_size=4, max_size=4),
+    keeps=st.booleans(),
+    cut=st.integers(0, 12),
+)
+
 
 def check(name: str, chunks: list[str], betweens: list[str], keeps: bool, cut: int) -> None:
     tokenizer = tokenizer_of(name)
@@ -158,12 +165,7 @@ def check(name: str, chunks: list[str], betweens: list[str], keeps: bool, cut: i
 
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None)
-@given(
-    chunks=st.lists(CHUNKS, min_size=1, max_size=3),
-    betweens=st.lists(TEXTS, min_size=4, max_size=4),
-    keeps=st.booleans(),
-    cut=st.integers(0, 12),
-)
+@prompts
 def test_the_same_ids_and_offsets(
     name: str, chunks: list[str], betweens: list[str], keeps: bool, cut: int
 ) -> None:
@@ -173,12 +175,7 @@ def test_the_same_ids_and_offsets(
 @pytest.mark.slow
 @needs_named_model(SMOLLM2)
 @settings(deadline=None)
-@given(
-    chunks=st.lists(CHUNKS, min_size=1, max_size=3),
-    betweens=st.lists(TEXTS, min_size=4, max_size=4),
-    keeps=st.booleans(),
-    cut=st.integers(0, 12),
-)
+@prompts
 def test_the_same_with_smollm2(
     chunks: list[str], betweens: list[str], keeps: bool, cut: int
 ) -> None:
