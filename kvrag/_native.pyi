@@ -114,6 +114,28 @@ def int8_linear(
     is_bfloat16: bool,
     threads: int,
 ) -> None: ...
+
+GROUP: int
+
+class GroupedWeights:
+    def __init__(
+        self,
+        weight: int,
+        scale: int,
+        least: int,
+        bias: int,
+        factor: float,
+        bits: int,
+        num_inputs: int,
+        num_outputs: int,
+    ) -> None: ...
+
+def grouped_linear(
+    input: int, weights: GroupedWeights, out: int, num_rows: int, is_bfloat16: bool, threads: int
+) -> None: ...
+def grouped_rows(
+    outputs: int, weights: GroupedWeights, out: int, count: int, is_bfloat16: bool, threads: int
+) -> None: ...
 def norm(
     input: int,
     weight: int,
@@ -150,6 +172,7 @@ class Layers:
     def add_slot(self, width: int) -> int: ...
     def linear(self, source: int, to: int, weight: int, bias: int) -> None: ...
     def int8_linear(self, source: int, to: int, weight: int, scale: int, bias: int) -> None: ...
+    def grouped_linear(self, source: int, to: int, weights: GroupedWeights) -> None: ...
     def norm(
         self, source: int, to: int, weight: int, width: int, epsilon: float, adds_one: bool
     ) -> None: ...

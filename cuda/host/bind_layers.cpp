@@ -98,6 +98,12 @@ void bind_layers(nb::module_& m) {
           },
           nb::arg("source"), nb::arg("to"), nb::arg("weight"), nb::arg("scale"), nb::arg("bias"))
       .def(
+          "grouped_linear",
+          [](Layers& self, u64 from, u64 to, const GroupedWeights& weights) {
+            self.grouped_linear(from, to, weights);
+          },
+          nb::arg("source"), nb::arg("to"), nb::arg("weights"))
+      .def(
           "norm",
           [](Layers& self, u64 from, u64 to, u64 weight, u64 width, float epsilon, bool adds_one) {
             self.norm(from, to, at(weight), width, epsilon, adds_one);

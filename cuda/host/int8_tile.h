@@ -1,7 +1,7 @@
 // A linear layer in 8 bits: rows are quantised here, weights were before; sums are whole numbers.
 //
-// Weights are stored plus 128, without a sign, as the processors' instructions for 8 bits want one of
-// the two factors. What that adds, 128 times the sum of a row, is where a row's sums begin.
+// Weights are stored plus 128, without a sign, as the processors' instructions for 8 bits want one
+// of the two factors. What that adds, 128 times the sum of a row, is where a row's sums begin.
 #pragma once
 
 #include "kernels.h"
@@ -18,73 +18,81 @@ namespace int8 {
 constexpr u32 kWidth = KVRAG_FLOATS;
 typedef i32 Ints __attribute__((vector_size(4 * KVRAG_FLOATS)));
 
-// One vector of outputs times four inputs of a row: `add` sums the products up. `Weights` and `Inputs`
-// are as the instructions want them; the former are shared by rows, the latter by outputs.
+// One vector of outputs times four inputs of a row: `add` sums the products up. `Weights` and
+// `Inputs` are as the instructions want them; the former are shared by rows, the latter by outputs.
 #if defined(__AVX512VNNI__)
 
 constexpr u32 kRows = 6;
 constexpr u32 kVectors = 4;
-using Weights = __m512i;
-using Inputs = __m512i;
+struct Products {
+  using Weights = __m512i;
+  using Inputs = __m512i;
 
-static inline Weights weights_of(const u8* from) { return _mm512_loadu_si512(from); }
-static inline Inputs inputs_of(const i8* from) { return _mm512_set1_epi32(load<i32>(from)); }
-static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
-  sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, weights, inputs);
-}
+  static inline Weights weights_of(const u8* from) { return _mm512_loadu_si512(from); }
+  static inline Inputs inputs_of(const i8* from) { return _mm512_set1_epi32(load<i32>(from)); }
+  static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+    sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, weights, inputs);
+  }
+};
 
 #elif defined(__AVX2__)
 
 // Pairs of 16 bits: those of even and of odd places.
 constexpr u32 kRows = kWidth == 16 ? 4 : 2;
 constexpr u32 kVectors = kWidth == 16 ? 4 : 2;
-struct Weights {
-  Ints even, odd;
-};
-using Inputs = Weights;
+struct Products {
+  struct Weights {
+    Ints even, odd;
+  };
+  using Inputs = Weights;
 
-static inline Weights weights_of(const u8* from) {
-  const Ints four = load<Ints>(from);
-  return {four & 0xff00ff, (four >> 8) & 0xff00ff};
-}
-static inline Inputs inputs_of(const i8* from) {
-  const auto pair = [](i32 low, i32 high) { return static_cast<i32>((low & 0xffff) | u32(high) << 16); };
-  return {Ints{} + pair(from[0], from[2]), Ints{} + pair(from[1], from[3])};
-}
-static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+  static inline Weights weights_of(const u8* from) {
+    const Ints four = load<Ints>(from);
+    return {four & 0xff00ff, (four >> 8) & 0xff00ff};
+  }
+  static inline Inputs inputs_of(const i8* from) {
+    const auto pair = [](i32 low, i32 high) {
+      return static_cast<i32>((low & 0xffff) | u32(high) << 16);
+    };
+    return {Ints{} + pair(from[0], from[2]), Ints{} + pair(from[1], from[3])};
+  }
+  static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
 #if KVRAG_FLOATS == 16
-  sums += (Ints)_mm512_madd_epi16((__m512i)weights.even, (__m512i)inputs.even);
-  sums += (Ints)_mm512_madd_epi16((__m512i)weights.odd, (__m512i)inputs.odd);
+    sums += (Ints)_mm512_madd_epi16((__m512i)weights.even, (__m512i)inputs.even);
+    sums += (Ints)_mm512_madd_epi16((__m512i)weights.odd, (__m512i)inputs.odd);
 #else
-  sums += (Ints)_mm256_madd_epi16((__m256i)weights.even, (__m256i)inputs.even);
-  sums += (Ints)_mm256_madd_epi16((__m256i)weights.odd, (__m256i)inputs.odd);
+    sums += (Ints)_mm256_madd_epi16((__m256i)weights.even, (__m256i)inputs.even);
+    sums += (Ints)_mm256_madd_epi16((__m256i)weights.odd, (__m256i)inputs.odd);
 #endif
-}
+  }
+};
 
 #else
 
 constexpr u32 kRows = 2;
 constexpr u32 kVectors = 2;
-struct Weights {
-  Ints at[4];
-};
-struct Inputs {
-  i32 at[4];
-};
+struct Products {
+  struct Weights {
+    Ints at[4];
+  };
+  struct Inputs {
+    i32 at[4];
+  };
 
-static inline Weights weights_of(const u8* from) {
-  Ints four;  // byte by byte, for any order of bytes
-  Weights found;
-  for (u32 i = 0; i < 4; ++i) {
-    for (u32 lane = 0; lane < kWidth; ++lane) four[lane] = from[4 * lane + i];
-    found.at[i] = four;
+  static inline Weights weights_of(const u8* from) {
+    Ints four;  // byte by byte, for any order of bytes
+    Weights found;
+    for (u32 i = 0; i < 4; ++i) {
+      for (u32 lane = 0; lane < kWidth; ++lane) four[lane] = from[4 * lane + i];
+      found.at[i] = four;
+    }
+    return found;
   }
-  return found;
-}
-static inline Inputs inputs_of(const i8* from) { return {{from[0], from[1], from[2], from[3]}}; }
-static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
-  for (u32 i = 0; i < 4; ++i) sums += weights.at[i] * inputs.at[i];
-}
+  static inline Inputs inputs_of(const i8* from) { return {{from[0], from[1], from[2], from[3]}}; }
+  static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+    for (u32 i = 0; i < 4; ++i) sums += weights.at[i] * inputs.at[i];
+  }
+};
 
 #endif
 
@@ -165,14 +173,14 @@ static inline void some(const Int8Linear& layer, const Int8Rows& rows, u64 row, 
     }
     const u8* next = weights + 4 * first;
     for (u64 at = 0; at < stride; at += 4, next += 4 * kInt8Panel) {
-      Weights w[kVectors];
+      Products::Weights w[kVectors];
 #pragma GCC unroll 4
-      for (u32 v = 0; v < kVectors; ++v) w[v] = weights_of(next + 4 * v * kWidth);
+      for (u32 v = 0; v < kVectors; ++v) w[v] = Products::weights_of(next + 4 * v * kWidth);
 #pragma GCC unroll 8
       for (u32 r = 0; r < kNumRows; ++r) {
-        const Inputs x = inputs_of(inputs + r * stride + at);
+        const Products::Inputs x = Products::inputs_of(inputs + r * stride + at);
 #pragma GCC unroll 4
-        for (u32 v = 0; v < kVectors; ++v) add(sums[r][v], w[v], x);
+        for (u32 v = 0; v < kVectors; ++v) Products::add(sums[r][v], w[v], x);
       }
     }
     for (u32 r = 0; r < kNumRows; ++r) {
@@ -194,7 +202,8 @@ static inline void some(const Int8Linear& layer, const Int8Rows& rows, u64 row, 
 
 // The same for the rows that are left, fewer than kMost + 1.
 template <u32 kMost, class Element>
-static inline void last(const Int8Linear& layer, const Int8Rows& rows, u64 row, u64 end, u64 panel) {
+static inline void last(const Int8Linear& layer, const Int8Rows& rows, u64 row, u64 end,
+                        u64 panel) {
   if (end - row == kMost) {
     some<kMost, Element>(layer, rows, row, panel);
   } else if constexpr (kMost > 1) {

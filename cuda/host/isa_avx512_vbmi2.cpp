@@ -1,5 +1,5 @@
-// AVX-512 with VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later): decoding without gathers, linear layers in
-// 8 bits.
+// AVX-512 with VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later): decoding without gathers, linear
+// layers in 8 bits.
 //
 // A gather of 16 entries takes as long as all other work on 16 lanes. Here one register holds 16
 // bits of all 32 lanes. The states are two registers, the upper and lower halves. So renormalising
@@ -15,7 +15,7 @@
 
 #include <cstring>
 
-#include "int8_tile.h"
+#include "grouped_tile.h"
 #include "kernels.h"
 #include "kvrag/rans.h"
 
@@ -457,6 +457,8 @@ const Kernels& avx512_vbmi2() {
     kernels.decode = decode_streams;
     kernels.int8_quantise = int8_quantise;
     kernels.int8_multiply = int8_multiply;
+    kernels.grouped_quantise = grouped_quantise;
+    kernels.grouped_multiply = grouped_multiply;
     return kernels;
   }();
   return found;

@@ -8,7 +8,7 @@
 
 #include "attend_tile.h"
 #include "elements_tile.h"
-#include "int8_tile.h"
+#include "grouped_tile.h"
 #include "lane_tables.h"
 #include "linear_tile.h"
 #include "planes.h"
@@ -161,6 +161,8 @@ const Kernels kNeon = {
     linear_tile,
     int8_quantise,
     int8_multiply,
+    grouped_quantise,
+    grouped_multiply,
     norm_tile,
     gate_tile,
     rotate_tile,

@@ -7,7 +7,7 @@
 
 #include "attend_tile.h"
 #include "elements_tile.h"
-#include "int8_tile.h"
+#include "grouped_tile.h"
 #include "linear_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
@@ -79,6 +79,8 @@ const Kernels kScalar = {
     linear_tile,
     int8_quantise,
     int8_multiply,
+    grouped_quantise,
+    grouped_multiply,
     norm_tile,
     gate_tile,
     rotate_tile,

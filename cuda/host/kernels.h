@@ -221,6 +221,47 @@ struct Int8Rows {
   i32* starts;
 };
 
+// A linear layer with weights of 4 to 8 bits. Inputs come in groups of kGroup; the last is filled
+// up with zeros.
+constexpr u64 kGroup = 32;
+constexpr u64 kGroupedRows = 96;  // that one call multiplies at most
+constexpr u64 grouped_groups(u64 num_inputs) { return (num_inputs + kGroup - 1) / kGroup; }
+// Bytes of a group, for a panel of outputs.
+constexpr u64 grouped_bytes(u64 bits) { return kGroup * kInt8Panel * bits / 8; }
+
+struct GroupedLinear {
+  ElementType type;
+  const void* input;  // [num_rows, num_inputs]
+  // [panels, groups, planes, kInt8Panel outputs, 4 bytes]. A quad is four inputs, a byte each. With
+  // 8 bits a plane is a quad. With fewer, four planes have an even quad's lower 4 bits below an odd
+  // one's. Then, with 5 bits, a plane has the fifth bit of quad q at bit q; with 6 bits, two planes
+  // have bits 4 and 5 of quads q and q + 4 from bit 2 q on.
+  const u8* weight;
+  const u16* scale;  // half precision: [panels, groups, 2 with 6 bits (for each half of a group),
+                     // kInt8Panel]
+  const u16*
+      least;  // the same, of groups: what 0 stands for; nullptr: 0 stands for minus half the range
+  const float* bias;  // [panels * kInt8Panel]
+  float factor;       // of all scales
+  void* out;          // [num_rows, num_outputs]
+  u64 bits;
+  u64 num_rows;
+  u64 num_inputs;
+  u64 num_outputs;
+};
+
+// What Python holds of it: all but rows and their type.
+struct GroupedWeights {
+  GroupedLinear layer;
+};
+
+// Rows in 8 bits: each group has its scale, and the sums of its halves.
+struct GroupedRows {
+  i8* values;     // [num_rows, groups, kGroup]
+  float* scales;  // [num_rows, groups]
+  i32* sums;      // [num_rows, groups, 2]
+};
+
 struct Kernels {
   const char* name;
   // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage for each.
@@ -245,6 +286,10 @@ struct Kernels {
   // Quantise rows [begin, end), and compute one panel's outputs for such rows.
   void (*int8_quantise)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end) noexcept;
   void (*int8_multiply)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end, u64 panel) noexcept;
+  // The same, of weights by groups; at most kGroupedRows rows.
+  void (*grouped_quantise)(const GroupedLinear&, const GroupedRows&, u64 begin, u64 end) noexcept;
+  void (*grouped_multiply)(const GroupedLinear&, const GroupedRows&, u64 begin, u64 end,
+                           u64 panel) noexcept;
   // Compute rows [begin, end), or numbers [begin, end).
   void (*norm)(const Norm&, u64 begin, u64 end) noexcept;
   void (*gate)(const Gate&, u64 begin, u64 end) noexcept;

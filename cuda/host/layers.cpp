@@ -57,6 +57,17 @@ void Layers::int8_linear(u64 from, u64 to, const u8* weight, const float* scale,
   });
 }
 
+void Layers::grouped_linear(u64 from, u64 to, const GroupedWeights& weights) {
+  operations_.push_back([=, type = type_, layer = weights.layer](const Run& run) {
+    GroupedLinear one = layer;
+    one.type = type;
+    one.input = run.slots[from];
+    one.out = run.slots[to];
+    one.num_rows = run.rows.num_rows;
+    run_grouped_linear(one, run.rows.threads);
+  });
+}
+
 void Layers::norm(u64 from, u64 to, const void* weight, u64 width, float epsilon, bool adds_one) {
   const u64 each = this->width(from) / width;
   operations_.push_back([=, type = type_](const Run& run) {

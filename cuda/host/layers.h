@@ -22,6 +22,7 @@ class Layers {
   // number by number.
   void linear(u64 from, u64 to, const void* weight, const void* bias);
   void int8_linear(u64 from, u64 to, const u8* weight, const float* scale, const float* bias);
+  void grouped_linear(u64 from, u64 to, const GroupedWeights& weights);
   void norm(u64 from, u64 to, const void* weight, u64 width, float epsilon, bool adds_one);
   void gate(u64 gate, u64 up, u64 to, bool is_gelu);
   void add(u64 one, u64 other, u64 to);

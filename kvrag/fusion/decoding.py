@@ -151,7 +151,7 @@ class RowDecoder(Decoder):
 
         The logits are those of single steps, bit for bit where kernels on the CPU compute them
         (`MAX_ROWS` at most), without an adapter, and linear layers compute in the type of the
-        weights or in int8.
+        weights, in int8 or int4.
 
         Parameters
         ----------

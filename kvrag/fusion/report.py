@@ -9,7 +9,7 @@ from typing import Any
 from kvrag.eviction.report import EvictionReport
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_plan import StreamReport
-from kvrag.models.precision import INT8
+from kvrag.models.precision import QUANTISED
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ class FusionReport:
             parts.append(f"streamed in {self.stream.one_line()}")
         if self.eviction is not None:
             parts.append(self.eviction.one_line())
-        if self.compute == INT8:  # the one that the user would notice
-            parts.append(f"computed in {INT8}")
+        if self.compute in QUANTISED:  # what the user would notice
+            parts.append(f"computed in {self.compute}")
         if self.num_neutralised:
             parts.append(f"{self.num_neutralised} control strings read as text")
         if self.num_folded:

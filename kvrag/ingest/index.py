@@ -152,8 +152,8 @@ class Index(Search):
             of the next `add` say so. Adding them again finds their KV in the store.
         compute
             What the model's linear layers compute in when prompts are answered: ``"float32"``,
-            ``"bfloat16"``, ``"int8"`` or ``"auto"`` (see `KVModel.load`). What is stored does not
-            depend on it.
+            ``"bfloat16"``, ``"int8"``, ``"int4"`` or ``"auto"`` (see `KVModel.load`). What is
+            stored does not depend on it.
 
         Raises
         ------

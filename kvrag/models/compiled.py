@@ -17,7 +17,7 @@ from kvrag.errors import ParameterError
 from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
-from kvrag.models.linears import int8_layer, most_rows
+from kvrag.models.linears import most_rows, quantised_layer
 from kvrag.native import IS_COMPILED, Mass, RowLayers, Scores
 from kvrag.native.gpu.rows import Norm
 from kvrag.positions.rotary import RotaryTable
@@ -220,19 +220,21 @@ def _norm_of(module: Any, width: int) -> Norm:
     return Norm(module.weight, getattr(module, epsilon), adds_one)
 
 
-def compile_layers(description: Description | None, *, in_int8: bool) -> CompiledLayers | None:
+def compile_layers(
+    description: Description | None, *, quantised: str | None
+) -> CompiledLayers | None:
     """Return described layers for the CPU; None if only their modules can compute them.
 
     Parameters
     ----------
-    in_int8
-        Whether linear layers compute in 8 bits, as their weights are now; otherwise they do in the
+    quantised
+        What linear layers compute in, as their weights are now: one of `QUANTISED`; None takes the
         type of the weights.
     """
     if not IS_COMPILED or description is None:
         return None
     try:
-        return CompiledLayers(description, in_int8=in_int8)
+        return CompiledLayers(description, quantised=quantised)
     except ParameterError:
         return None  # weights of another type, or in another order
 
@@ -272,8 +274,8 @@ class CompiledLayers:
     ----------
     description
         The layers.
-    in_int8
-        Whether linear layers compute in 8 bits.
+    quantised
+        One of `QUANTISED`, or None.
 
     Raises
     ------
@@ -281,13 +283,13 @@ class CompiledLayers:
         If the weights of layers do not fit each other, or a kernel.
     """
 
-    def __init__(self, description: Description, *, in_int8: bool) -> None:
-        self._in_int8 = in_int8
+    def __init__(self, description: Description, *, quantised: str | None) -> None:
+        self._quantised = quantised
         self._first_layers = description.tables
         self._head_dim = description.head_dim
         widths, dtype = description.widths, description.dtype
         most_inputs = max(widths[name] for name in (HIDDEN, "gathered", "gate"))
-        self._most_rows = None if in_int8 else most_rows(dtype, most_inputs)
+        self._most_rows = None if quantised else most_rows(dtype, most_inputs)
         self._rows = rows = RowLayers(dtype, widths[HIDDEN])
         slots = {name: rows.add_slot(width) for name, width in widths.items() if name != HIDDEN}
         # Operations write to another slot than they read.
@@ -336,11 +338,11 @@ class CompiledLayers:
 
     def _linear(self, linear: nn.Linear, source: str, to: str, adds: bool) -> None:
         read, write = self._slots[source], self._slots["moved" if adds else to]
-        if self._in_int8:
-            layer = int8_layer(linear)
+        if self._quantised is not None:
+            layer = quantised_layer(linear, self._quantised)
             if layer is None:
-                raise ParameterError("weight: expected one that can be computed in 8 bits")
-            self._rows.int8_linear(read, write, layer)
+                raise ParameterError(f"weight: expected one that {self._quantised} can compute")
+            self._rows.quantised_linear(read, write, layer)
         else:
             self._rows.linear(read, write, linear.weight, linear.bias)
         if adds:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.models.fast_modules import fast_modules
-from kvrag.models.precision import AUTO, COMPUTES, INT8, check_compute
+from kvrag.models.precision import AUTO, COMPUTES, INT4, QUANTISED, check_compute
 from kvrag.native import IS_COMPILED
 
 # A precision that rounds more is chosen only if it takes at most this share of the time. So noise
@@ -51,8 +51,10 @@ def resolved_compute(hf: PreTrainedModel, compute: str | None) -> str:
         reason = f"only models on the CPU can; this one is on {hf.device}"
     elif not _linears(hf):
         reason = f"{shown(hf.config.model_type)} has no linear layers that kvrag knows"
-    elif compute == INT8 and not IS_COMPILED:
-        reason = "8 bits need kvrag's compiled kernels, and none run here (see 'kvrag doctor')"
+    elif compute in QUANTISED and not IS_COMPILED:
+        reason = (
+            "4 and 8 bits need kvrag's compiled kernels, and none run here (see 'kvrag doctor')"
+        )
     if reason is None:
         return fastest(own, measured(hf)) if compute == AUTO else compute
     if compute == AUTO:
@@ -91,7 +93,8 @@ def measured(hf: PreTrainedModel) -> dict[str, float]:
     model = nn.Sequential(part)
     rows = torch.linspace(-1, 1, _NUM_ROWS * part.in_features, dtype=hf.dtype)
     rows = rows.view(_NUM_ROWS, part.in_features)
-    left_out = (AUTO, own) if IS_COMPILED else (AUTO, own, INT8)
+    # 4 bits lose too much to be chosen for somebody.
+    left_out = (AUTO, own, INT4) if IS_COMPILED else (AUTO, own, *QUANTISED)
     names = [own, *(name for name in COMPUTES if name not in left_out)]
     seconds = dict.fromkeys(names, float("inf"))
     with torch.no_grad():

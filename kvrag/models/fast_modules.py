@@ -44,9 +44,9 @@ def fast_modules(
         The model, or a part of it. At its first call with many rows, each linear layer
         copies its weights in another layout; the copies live as long as the model.
     precision
-        What the modules compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and
-        outputs keep the weights' type. The output embeddings compute in that type unless it is
-        ``"int8"``.
+        What the modules compute in: ``"float32"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``. Their
+        inputs and outputs keep the weights' type. The output embeddings compute in that type unless
+        it is one of the last two.
     each_row
         Whether rows that belong to different prompts, `MAX_ROWS` at most, are computed as each
         would be alone, bit for bit, where the modules compute in the weights' type.

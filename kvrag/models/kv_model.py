@@ -112,7 +112,7 @@ class KVModel(RowMethods):
         Shape and type of the KV of chunks, which is stored.
     compute
         The precision that linear layers of answers compute in: ``"float32"``, ``"bfloat16"``,
-        ``"float16"`` or ``"int8"``.
+        ``"float16"``, ``"int8"`` or ``"int4"``.
     max_positions
         The context window in tokens.
     lock
@@ -216,8 +216,9 @@ class KVModel(RowMethods):
             Device such as ``"cuda"``; None means the CPU for weights loaded here.
         compute
             What linear layers compute in, on the CPU, when a prompt is answered: ``"float32"``,
-            ``"bfloat16"``, ``"int8"`` (weights by output, inputs by row), or ``"auto"``, which
-            measures them and takes the fastest. Chunks that are stored, and whatever Transformers
+            ``"bfloat16"``, ``"int8"`` (weights by output, inputs by row), ``"int4"`` (weights in
+            groups of 32 inputs, the head's in 8 bits), or ``"auto"``, which measures all but the
+            last and takes the fastest. Chunks that are stored, and whatever Transformers
             computes, stay in the type of the weights, which None means for answers too.
 
         Raises

@@ -13,8 +13,15 @@ from torch.nn.functional import linear
 from kvrag.errors import ParameterError
 from kvrag.models.elements import is_patched
 from kvrag.models.packed import PackedWeight, can_pack, multiplies_squares
-from kvrag.models.precision import INT8
-from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
+from kvrag.models.precision import INT8, QUANTISED
+from kvrag.native import (
+    ATTENTION_TYPES,
+    MAX_ROWS,
+    FewRowsLinear,
+    GroupedLinear,
+    GroupedWeight,
+    Int8Linear,
+)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,11 +54,11 @@ def most_rows(dtype: torch.dtype, num_inputs: int) -> int:
     return max(MAX_ROWS, min(_MOST_BY_SQUARES, _MOST_INPUTS // max(num_inputs, 1)))
 
 
-def int8_layer(layer: nn.Linear) -> Int8Linear | None:
-    """Return a layer in 8 bits, as its weights are now; None if it cannot be computed so."""
-    way, _ = _way_of(layer, INT8, is_head=False, each_row=False)
+def quantised_layer(layer: nn.Linear, precision: str) -> Int8Linear | GroupedLinear | None:
+    """Return a layer in 8 or 4 bits, as its weights are now; None if it cannot be computed so."""
+    way, _ = _way_of(layer, precision, is_head=False, each_row=False)
     compute = way.current()
-    return compute if isinstance(compute, Int8Linear) else None
+    return compute if isinstance(compute, Int8Linear | GroupedLinear) else None
 
 
 def _way_of(
@@ -64,7 +71,7 @@ def _way_of(
     dtype = layer.weight.dtype
     is_own = is_head or str(dtype).removeprefix("torch.") == precision
     # Only where a number of rows decides between kernels.
-    differs = each_row and is_own and precision != INT8 and not multiplies_squares(dtype)
+    differs = each_row and is_own and precision not in QUANTISED and not multiplies_squares(dtype)
     known = _ways.setdefault(layer, {})
     kind = precision, is_head, differs
     if kind not in known:
@@ -145,9 +152,13 @@ def _computes(
     """Return what computes a layer; None if only PyTorch can."""
     if weight.device.type != "cpu" or not weight.is_floating_point():
         return None
-    if precision == INT8:
+    if precision in QUANTISED:
         try:
-            layer = Int8Linear(weight, bias)
+            layer: Int8Linear | GroupedLinear
+            if precision == INT8:
+                layer = Int8Linear(weight, bias)
+            else:
+                layer = GroupedLinear(GroupedWeight.quantise(weight, 8 if is_head else 4), bias)
         except ParameterError:
             return None  # too wide, or not finite
         return layer if weight.dtype in ATTENTION_TYPES else _through(torch.float32, layer)

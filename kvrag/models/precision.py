@@ -7,7 +7,10 @@ from kvrag.errors import ParameterError
 
 AUTO = "auto"
 INT8 = "int8"
-COMPUTES = (AUTO, "float32", "bfloat16", INT8)
+INT4 = "int4"
+QUANTISED = (INT8, INT4)
+"""What weights are copied in fewer bits for."""
+COMPUTES = (AUTO, "float32", "bfloat16", *QUANTISED)
 """What can be asked for."""
 
 

@@ -21,7 +21,7 @@ from kvrag.models.cardlayers import CardLayers, Slots, on_card
 from kvrag.models.compiled import CompiledLayers, Description, compile_layers, describe_layers
 from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
-from kvrag.models.precision import INT8
+from kvrag.models.precision import QUANTISED
 from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
 from kvrag.models.rows import ALL_BEFORE, Attending, RowPass, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
@@ -176,8 +176,8 @@ class RowMethods:
         Use it for one prompt or answer: what changes later (hooks, weights that are replaced) does
         not count.
         """
-        in_int8 = self.compute == INT8
-        if not in_int8 and self.compute != str(self.spec.dtype).removeprefix("torch."):
+        quantised = self.compute if self.compute in QUANTISED else None
+        if quantised is None and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None
         is_on_cpu, tables, layers = self.device.type == "cpu", self._any_tables(), self._rows.layers
         seen = self.device, has_global_hooks(), *chain.from_iterable(map(state_of, layers))
@@ -193,7 +193,7 @@ class RowMethods:
                     self._graphs = RowGraphs(described, self._slots, self.device, self.lock)
             self._described, self._seen = described, seen
         if is_on_cpu:
-            return compile_layers(self._described, in_int8=in_int8)
+            return compile_layers(self._described, quantised=quantised)
         if self._described is None or self._slots is None or self._graphs is None:
             return None
         return CapturedLayers(self._described, self._slots, self._graphs)

@@ -34,7 +34,15 @@ from kvrag.native.kernels import (
     use_instruction_set,
 )
 from kvrag.native.layers import RowLayers
-from kvrag.native.linear import MAX_INT8_INPUTS, MAX_ROWS, FewRowsLinear, Int8Linear
+from kvrag.native.linear import (
+    GROUP,
+    MAX_INT8_INPUTS,
+    MAX_ROWS,
+    FewRowsLinear,
+    GroupedLinear,
+    GroupedWeight,
+    Int8Linear,
+)
 from kvrag.native.reconstruction import (
     Patches,
     Points,
@@ -46,6 +54,7 @@ from kvrag.native.reconstruction import (
 
 __all__ = [
     "ATTENTION_TYPES",
+    "GROUP",
     "IS_COMPILED",
     "MAX_INT8_INPUTS",
     "MAX_ROWS",
@@ -53,6 +62,8 @@ __all__ = [
     "Buffers",
     "DecodeJob",
     "FewRowsLinear",
+    "GroupedLinear",
+    "GroupedWeight",
     "Int8Linear",
     "Mass",
     "Patches",

@@ -22,7 +22,7 @@ from kvrag.native.attention import (
     check_scores,
 )
 from kvrag.native.kernels import kernels
-from kvrag.native.linear import Int8Linear
+from kvrag.native.linear import GroupedLinear, Int8Linear
 
 
 class RowLayers:
@@ -46,7 +46,7 @@ class RowLayers:
             raise ParameterError(f"dtype: expected {known}, found {dtype}")
         self._dtype = dtype
         self._widths = [width]
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[object] = []
         # For each layer, its key heads and their length.
         self._heads: list[tuple[int, int]] = []
         self._heads_added = 0, 0
@@ -66,11 +66,14 @@ class RowLayers:
         added = 0 if bias is None else self._keep(bias, (self._widths[to],), "bias")
         self._layers.linear(source, to, kept, added)
 
-    def int8_linear(self, source: int, to: int, layer: Int8Linear) -> None:
-        """Add a linear layer in 8 bits."""
+    def quantised_linear(self, source: int, to: int, layer: Int8Linear | GroupedLinear) -> None:
+        """Add a linear layer in 8 bits, or by groups."""
         self._check(source, to)
         check_shape(layer.shape, (self._widths[to], self._widths[source]), "layer")
-        self._kept += layer.parts
+        self._kept.append(layer)
+        if isinstance(layer, GroupedLinear):
+            self._layers.grouped_linear(source, to, layer.kernel)
+            return
         weight, scale, bias = (part.data_ptr() for part in layer.parts)
         self._layers.int8_linear(source, to, weight, scale, bias)
 

@@ -1,6 +1,9 @@
-"""Linear layers over few rows, as in decoding, which read each weight once; and in 8 bits."""
+"""Linear layers over few rows, which read each weight once; in 8 bits; and by groups."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -23,6 +26,9 @@ MAX_INT8_INPUTS = 1 << 15
 _PEAK = 127
 _QUAD = 4
 _PANELS_AT_ONCE = 32
+
+GROUP: int = kernels.GROUP
+"""Inputs that share a scale in `GroupedLinear`."""
 
 
 class FewRowsLinear:
@@ -189,3 +195,259 @@ class Int8Linear:
             check_threads(torch.get_num_threads()),
         )
         return out
+
+
+class GroupedWeight(NamedTuple):
+    """Weights of 4 to 8 bits with a scale for each group of inputs, laid out for the kernels.
+
+    A weight is ``number * scale + least``, times `factor`. Without a `least` it is minus half the
+    numbers' range, times the scale. The layout is that of ``GroupedLinear`` in
+    ``cuda/host/kernels.h``.
+
+    Attributes
+    ----------
+    bits
+        4, 5, 6 or 8.
+    shape
+        Numbers of outputs and inputs.
+    numbers
+        Bytes ``[panels, groups, GROUP * INT8_PANEL * bits / 8]``.
+    scale
+        float16 ``[panels, groups, 1, INT8_PANEL]``; with 6 bits ``[.., 2, ..]``: one for each half
+        of a group.
+    least
+        float16 ``[panels, groups, INT8_PANEL]``, or None.
+    factor
+        A power of two, so that scales fit 16 bits.
+    """
+
+    bits: int
+    shape: tuple[int, int]
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    least: torch.Tensor | None
+    factor: float
+
+    @classmethod
+    def pack(
+        cls, bits: int, numbers: torch.Tensor, scale: torch.Tensor, least: torch.Tensor | None
+    ) -> GroupedWeight:
+        """Lay out numbers.
+
+        Parameters
+        ----------
+        bits
+            4, 5, 6 or 8.
+        numbers
+            ``[N, K]`` uint8, below 2 to the power of `bits`.
+        scale, least
+            ``[N, ceil(K / GROUP)]`` float32, with 6 bits ``[N, ceil(K / GROUP) * 2]``.
+        """
+        num_outputs, num_inputs = numbers.shape
+        panels, groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
+        top = max(float(part.abs().amax()) for part in (scale, least) if part is not None)
+        # The greatest is then below 2 ** 12, so that small ones keep all their digits.
+        factor = 2.0 ** (math.frexp(top)[1] - 12) if top else 1.0
+        pieces: list[list[torch.Tensor]] = [[], [], []]
+        for first in range(0, num_outputs, _OUTPUTS_AT_ONCE):
+            rows = slice(first, first + _OUTPUTS_AT_ONCE)
+            pieces[0].append(_planes(numbers[rows], bits, groups))
+            for known, part in zip(pieces[1:], (scale, least), strict=True):
+                if part is not None:
+                    laid = pad(part[rows] / factor, (0, 0, 0, -part[rows].shape[0] % INT8_PANEL))
+                    laid = laid.view(-1, INT8_PANEL, groups, part.shape[1] // groups)
+                    known.append(laid.permute(0, 2, 3, 1).half())
+        laid_scale, laid_least = (torch.cat(known) if known else None for known in pieces[1:])
+        assert laid_scale is not None
+        return cls(
+            bits,
+            (num_outputs, num_inputs),
+            torch.cat(pieces[0]).view(panels, groups, -1),
+            laid_scale.contiguous(),
+            None if laid_least is None else laid_least[:, :, 0].contiguous(),
+            factor,
+        )
+
+    @classmethod
+    def quantise(cls, weight: torch.Tensor, bits: int) -> GroupedWeight:
+        """Return weights ``[N, K]`` in 4 or 8 bits.
+
+        Raises
+        ------
+        ParameterError
+            If a weight is infinite or NaN.
+        """
+        groups = -(-weight.shape[1] // GROUP)
+        values = pad(weight.detach().float(), (0, groups * GROUP - weight.shape[1]))
+        values = values.view(len(weight), groups, GROUP)
+        if not values.isfinite().all():
+            raise ParameterError("weight: expected finite numbers, found infinite ones or NaN")
+        if bits == 8:
+            scale, least = values.abs().amax(2) / _PEAK, None
+            numbers = (values / scale.clamp_min(1e-30)[..., None]).round_().add_(128)
+        else:
+            numbers, scale, least = _fitted(values)
+        numbers = numbers.to(torch.uint8).view(len(weight), -1)[:, : weight.shape[1]]
+        return cls.pack(bits, numbers, scale, least)
+
+    def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return weights ``[.., K]`` of outputs ``[..]`` int64 as numbers of a type.
+
+        Raises
+        ------
+        ParameterError
+            If there is no such output, or the type is neither float32 nor bfloat16.
+        """
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.shape[0]:
+            raise ParameterError(f"outputs: expected numbers below {self.shape[0]}")
+        outputs = outputs.contiguous()
+        check_contiguous(outputs, "outputs", torch.int64)
+        out = torch.empty(*outputs.shape, self.shape[1], dtype=_checked_type(dtype))
+        GroupedLinear(self)._unpack(outputs, out)
+        return out
+
+
+class GroupedLinear:
+    """Computes a linear layer over a `GroupedWeight`, for any number of rows.
+
+    Rows are quantised to 8 bits, a group at a time. Products of a group are summed exactly, and
+    groups in order, so a row's bits depend neither on the other rows nor on threads. A row with an
+    infinite number or NaN gives NaN.
+
+    Parameters
+    ----------
+    weight
+        Is not copied.
+    bias
+        ``[num_outputs]``, or None. Is copied.
+
+    Raises
+    ------
+    ParameterError
+        If parts of the weight or the bias have another shape, or there are no compiled kernels.
+    """
+
+    def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None = None) -> None:
+        if not IS_COMPILED:
+            raise ParameterError(
+                "weights by groups need kvrag's compiled kernels: see 'kvrag doctor'"
+            )
+        num_outputs, num_inputs = self.shape = weight.shape
+        panels, groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
+        size = GROUP * INT8_PANEL * weight.bits // 8
+        check_shape(weight.numbers.shape, (panels, groups, size), "numbers")
+        check_contiguous(weight.numbers, "numbers", torch.uint8)
+        halves = 2 if weight.bits == 6 else 1
+        check_shape(weight.scale.shape, (panels, groups, halves, INT8_PANEL), "scale")
+        check_contiguous(weight.scale, "scale", torch.float16)
+        if weight.least is not None:
+            check_shape(weight.least.shape, (panels, groups, INT8_PANEL), "least")
+            check_contiguous(weight.least, "least", torch.float16)
+        if weight.bits not in (4, 5, 6, 8) or (weight.bits > 5 and weight.least is not None):
+            raise ParameterError(
+                f"bits: expected 4 or 5, or 6 or 8 without least; found {weight.bits}"
+            )
+        self._bias = torch.zeros(panels * INT8_PANEL)
+        if bias is not None:
+            check_shape(bias.shape, (num_outputs,), "bias")
+            self._bias[:num_outputs] = bias.detach()
+        self._weight = weight
+        self.kernel = kernels.GroupedWeights(
+            weight.numbers.data_ptr(),
+            weight.scale.data_ptr(),
+            0 if weight.least is None else weight.least.data_ptr(),
+            self._bias.data_ptr(),
+            weight.factor,
+            weight.bits,
+            num_inputs,
+            num_outputs,
+        )
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., num_outputs]`` for rows ``[..., num_inputs]``, in the rows' type.
+
+        Raises
+        ------
+        ParameterError
+            If the rows do not fit the weights, or are not float32 or bfloat16 on the CPU.
+        """
+        *shape, num_inputs = rows.shape
+        if num_inputs != self.shape[1]:
+            raise ParameterError(
+                f"rows: expected {self.shape[1]} channels, found {list(rows.shape)}"
+            )
+        rows = rows.detach().contiguous()
+        check_contiguous(rows, "rows", _checked_type(rows.dtype))
+        out = rows.new_empty(*shape, self.shape[0])
+        kernels.grouped_linear(
+            rows.data_ptr(),
+            self.kernel,
+            out.data_ptr(),
+            rows.numel() // num_inputs,
+            rows.dtype == torch.bfloat16,
+            check_threads(torch.get_num_threads()),
+        )
+        return out
+
+    def _unpack(self, outputs: torch.Tensor, out: torch.Tensor) -> None:
+        is_bfloat16, threads = out.dtype == torch.bfloat16, check_threads(torch.get_num_threads())
+        kernels.grouped_rows(
+            outputs.data_ptr(), self.kernel, out.data_ptr(), outputs.numel(), is_bfloat16, threads
+        )
+
+
+_OUTPUTS_AT_ONCE = 32 * INT8_PANEL
+
+
+def _checked_type(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in ATTENTION_TYPES:
+        known = " or ".join(map(str, ATTENTION_TYPES))
+        raise ParameterError(f"rows: expected {known}, found {dtype}")
+    return dtype
+
+
+def _planes(numbers: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
+    """Return numbers ``[N, K]`` as bytes ``[panels, groups, planes, INT8_PANEL, 4]``."""
+    num_outputs, num_inputs = numbers.shape
+    more = (0, groups * GROUP - num_inputs, 0, -num_outputs % INT8_PANEL)
+    quads = pad(numbers, more).view(-1, INT8_PANEL, groups, GROUP // _QUAD, _QUAD)
+    quads = quads.permute(0, 2, 3, 1, 4)
+    if bits == 8:
+        return quads.contiguous()
+    planes = [(quads[:, :, ::2] & 15) | (quads[:, :, 1::2] << 4)]
+    if bits > 4:
+        width = bits - 4  # of what is above 4 bits
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None, None]
+        high = (quads >> 4).reshape(-1, groups, width, 8 // width, INT8_PANEL, _QUAD) << shifts
+        planes.append(high.sum(3, dtype=torch.uint8))
+    return torch.cat(planes, 2)
+
+
+def _fitted(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return numbers of 4 bits, scales and what 0 stands for, for groups ``[N, G, GROUP]``.
+
+    Each group takes the narrower of some ranges around its middle that leaves the least squares.
+    """
+    low, high = values.aminmax(dim=2, keepdim=True)
+    middle = (low + high) / 2
+    best: tuple[torch.Tensor, ...] | None = None
+    for share in (1.0, 0.95, 0.9, 0.85):
+        least, scale = middle + (low - middle) * share, (high - low) * share / 15
+        numbers = ((values - least) / scale.clamp_min(1e-30)).round_().clamp_(0, 15)
+        # The line through what the numbers stand for.
+        mean, center = numbers.mean(2, keepdim=True), values.mean(2, keepdim=True)
+        spread = (numbers - mean).square().sum(2, keepdim=True)
+        fitted = ((numbers - mean) * (values - center)).sum(2, keepdim=True) / spread.clamp_min(
+            1e-9
+        )
+        scale = torch.where(spread > 0, fitted, scale)
+        least = center - scale * mean
+        error = (numbers * scale + least - values).square().sum(2, keepdim=True)
+        found: tuple[torch.Tensor, ...] = error, numbers, scale, least
+        if best is not None:
+            pairs = zip(found, best, strict=True)
+            found = tuple(torch.where(error < best[0], new, old) for new, old in pairs)
+        best = found
+    assert best is not None
+    _, numbers, scale, least = best
+    return numbers, scale[..., 0], least[..., 0]

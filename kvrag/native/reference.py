@@ -235,6 +235,7 @@ def _decode_streams(
 
 
 __all__ = [
+    "GROUP",
     "INT8_PANEL",
     "Model",
     "contexts",
@@ -249,6 +250,7 @@ __all__ = [
     "use_instruction_set",
 ]
 
+GROUP = 32
 INT8_PANEL = 64
 
 _NAME = "reference"

@@ -110,7 +110,12 @@ def test_kernels_compute_what_modules_do(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "compute"),
-    [(torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.float32, "int8")],
+    [
+        (torch.bfloat16, None),
+        (torch.bfloat16, "int8"),
+        (torch.float32, "int8"),
+        (torch.float32, "int4"),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_few_bits_kernels_are_no_further_off_than_modules(
@@ -134,7 +139,7 @@ def test_in_few_bits_kernels_are_no_further_off_than_modules(
     assert_no_further_off(by_kernels(model, rows), by_modules(model, rows_of(model)), truth)
 
 
-@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("compute", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_among_others_is_a_row_alone(dtype: torch.dtype, compute: str | None) -> None:
     model = model_of("qwen3", dtype, compute=compute)
@@ -295,7 +300,7 @@ def test_without_compiled_kernels_modules_compute(monkeypatch: pytest.MonkeyPatc
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("compute", [None, "int8", "int4"])
 def test_changed_weights_count_from_the_next_answer_on(compute: str | None) -> None:
     model, other = model_of(compute=compute), model_of(compute=compute)
     before = by_kernels(model, rows_of(model))

@@ -112,7 +112,7 @@ def test_layers_of_other_classes_are_left_alone(calls: list[int]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torch.dtype) -> None:
     layer.to(dtype)
@@ -124,14 +124,16 @@ def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torc
     assert found.dtype == dtype
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
     own = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
-    assert error < max(own, {"float32": 0.0, "bfloat16": 0.01, "int8": 0.03}[precision])
+    assert error < max(
+        own, {"float32": 0.0, "bfloat16": 0.01, "int8": 0.03, "int4": 0.2}[precision]
+    )
     # It really computes in it.
     if dtype == torch.float32 and precision != "float32":
         assert error > 1e-4
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
 def test_weights_changed_in_place_count_where_they_were_copied(
     layer: nn.Sequential, precision: str
 ) -> None:
@@ -166,11 +168,11 @@ def test_a_part_of_a_model_stays_as_it_is() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32", "int8", "int4"])
 def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer alone, in a model, and with rows of other prompts uses one copy."""
     made = []
-    for name in ("PackedWeight", "Int8Linear"):
+    for name in ("PackedWeight", "Int8Linear", "GroupedLinear"):
         original = getattr(module, name)
         monkeypatch.setattr(
             module,
@@ -185,7 +187,7 @@ def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.Monkey
         model[0](rows)
     with fast_modules(model, precision, each_row=True):
         model[0](rows[:8])
-    copies = precision == "int8" or can_pack(getattr(torch, precision))
+    copies = precision in ("int8", "int4") or can_pack(getattr(torch, precision))
     assert len(made) == (1 if copies else 0)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers over few rows, and in 8 bits, against float64, for every instruction set."""
+"""Linear layers over few rows, in 8 bits and by groups, against float64, by all kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
 from kvrag.native import (
+    GROUP,
     MAX_INT8_INPUTS,
     MAX_ROWS,
     FewRowsLinear,
+    GroupedLinear,
+    GroupedWeight,
     Int8Linear,
     instruction_sets,
     use_instruction_set,
@@ -216,3 +219,120 @@ def test_weights_that_have_no_eight_bits(weight: torch.Tensor, bias: torch.Tenso
 def test_rows_that_eight_bits_do_not_fit(rows: torch.Tensor) -> None:
     with pytest.raises(ParameterError, match="rows"):
         Int8Linear(torch.ones(3, 2))(rows)
+
+
+def as_numbers(
+    bits: int, numbers: torch.Tensor, scale: torch.Tensor, least: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what packed weights stand for, in float64."""
+    each = GROUP // 2 if bits == 6 else GROUP
+    width = numbers.shape[1]
+    scales = scale.double().repeat_interleave(each, 1)[:, :width]
+    if least is None:
+        return (numbers.double() - 2 ** (bits - 1)) * scales
+    return numbers.double() * scales + least.double().repeat_interleave(GROUP, 1)[:, :width]
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_weights_by_groups(data: st.DataObject) -> None:
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    bits = draw(st.sampled_from([4, 5, 6, 8]))
+    num_inputs = draw(st.sampled_from([1, 5, 31, 32, 33, 100, 288, 300, 576]))
+    num_outputs = draw(st.sampled_from([1, 3, 63, 64, 65, 130]))
+    num_rows = draw(st.sampled_from([1, 2, 3, 4, 7, 96, 97, 200]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    groups = -(-num_inputs // GROUP)
+    size = 10.0 ** draw(st.integers(-6, 3))
+    numbers = torch.randint(0, 2**bits, (num_outputs, num_inputs), generator=generator)
+    scale = torch.randn(num_outputs, groups * (2 if bits == 6 else 1), generator=generator) * size
+    least = None
+    if bits < 6 and draw(st.booleans()):
+        least = torch.randn(num_outputs, groups, generator=generator) * size
+    numbers = numbers.to(torch.uint8)
+    weight = GroupedWeight.pack(bits, numbers, scale, least)
+    exact = as_numbers(bits, numbers, scale, least)
+    unpacked = weight.rows(torch.arange(num_outputs), torch.float32)
+    # Scales are rounded to 11 bits.
+    assert (unpacked - exact).abs().max() <= 2**-9 * exact.abs().max()
+    bias = torch.randn(num_outputs, generator=generator) * size
+    rows = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+    filled = torch.nn.functional.pad(rows.double(), (0, groups * GROUP - num_inputs))
+    filled = filled.view(num_rows, groups, GROUP)
+    step = filled.abs().amax(2, keepdim=True) / 127
+    rounded = ((filled / step).round() * step).view(num_rows, -1)[:, :num_inputs]
+    expected = rounded @ unpacked.double().T + bias.double()
+    # What a number that lies between two others is rounded to may differ.
+    is_between = ((filled / step % 1 - 0.5).abs() < 1e-4) * step
+    slack = is_between.view(num_rows, -1)[:, :num_inputs] @ unpacked.double().abs().T
+    slack += 1e-5 * expected.abs().max()
+    layer = GroupedLinear(weight, bias)
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            found = layer(rows)
+            assert found.dtype == dtype
+            tolerance = slack + (0 if dtype == torch.float32 else 2**-8 * expected.abs())
+            assert ((found.double() - expected).abs() <= tolerance).all()
+            assert torch.equal(layer(rows[-1:]), found[-1:])
+            with torch_threads(3):
+                assert torch.equal(layer(rows), found)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 576), (70, 2048)])
+def test_weights_in_4_and_8_bits(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    packed = GroupedWeight.quantise(weight, 4)
+    values = torch.nn.functional.pad(weight.float(), (0, -shape[1] % GROUP))
+    values = values.view(shape[0], -1, GROUP)
+    step = ((values.amax(2) - values.amin(2)) / 15).repeat_interleave(GROUP, 1)[:, : shape[1]]
+    found = packed.rows(torch.arange(shape[0]), torch.float32)
+    # No worse than between a group's least and greatest.
+    if shape[1] % GROUP == 0:
+        least, steps = values.amin(2, keepdim=True), step.view(values.shape)
+        plain = ((values - least) / steps).round() * steps + least
+        assert (found - weight).norm() <= 1.001 * (plain.view(shape) - weight).norm()
+    assert ((found - weight.float()).abs() <= 1.6 * step + 2e-3 * weight.abs().max()).all()
+    exact = GroupedWeight.quantise(weight, 8).rows(torch.arange(shape[0]), torch.float32)
+    assert ((exact - weight.float()).abs() <= 0.01 * weight.abs().max()).all()
+    some = torch.tensor([[shape[0] - 1], [0]])
+    assert torch.equal(packed.rows(some, torch.float32), found[some])
+    assert torch.equal(packed.rows(some, torch.bfloat16), found[some].bfloat16())
+
+
+def test_rows_that_are_not_finite_give_nan_and_zeros_give_the_bias_by_groups() -> None:
+    layer = GroupedLinear(GroupedWeight.quantise(torch.randn(5, 40), 4), torch.arange(5.0))
+    rows = torch.randn(4, 40)
+    rows[1, 3], rows[2, 39], rows[3] = float("inf"), float("nan"), 0
+    with kept_instruction_set():
+        for name in instruction_sets():
+            use_instruction_set(name)
+            found = layer(rows)
+            assert found[0].isfinite().all()
+            assert found[1:3].isnan().all()
+            assert torch.equal(found[3], torch.arange(5.0))
+
+
+def test_what_groups_cannot_hold() -> None:
+    with pytest.raises(ParameterError, match="weight: expected finite"):
+        GroupedWeight.quantise(torch.tensor([[1.0, float("inf")]]), 4)
+    packed = GroupedWeight.quantise(torch.randn(4, 40), 4)
+    with pytest.raises(ParameterError, match="outputs: expected numbers below 4"):
+        packed.rows(torch.tensor([4]), torch.float32)
+    with pytest.raises(ParameterError, match="rows: expected"):
+        packed.rows(torch.tensor([0]), torch.float16)
+    layer = GroupedLinear(packed)
+    for rows in (torch.randn(2, 41), torch.randn(2, 40).half()):
+        with pytest.raises(ParameterError, match="rows: expected"):
+            layer(rows)
+    for wrong in (
+        packed._replace(bits=5),
+        packed._replace(shape=(4, 70)),
+        packed._replace(scale=packed.scale.float()),
+        packed._replace(least=packed.scale),
+    ):
+        with pytest.raises(ParameterError, match="expected"):
+            GroupedLinear(wrong)
+    with pytest.raises(ParameterError, match="bias: expected"):
+        GroupedLinear(packed, torch.randn(3))

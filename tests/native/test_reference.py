@@ -55,9 +55,11 @@ def run(code: str, *arguments: str, isa: str | None, blocked: bool = False) -> s
 
 def test_it_has_what_codecs_call() -> None:
     models = {"Layers", "attend", "attend_each", "gate", "int8_linear", "linear", "norm", "rotate"}
+    models |= {"GroupedWeights", "grouped_linear", "grouped_rows"}
     names = {name for name in vars(compiled) if not name.startswith("_")}
     assert names - models == set(reference.__all__)
     assert reference.INT8_PANEL == compiled.INT8_PANEL
+    assert reference.GROUP == compiled.GROUP
 
 
 def test_payloads_are_the_same_bytes() -> None:
