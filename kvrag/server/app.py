@@ -1,4 +1,4 @@
-"""The ASGI application: routes, errors in OpenAI's shape, and the OpenAPI document."""
+"""The ASGI application: routes, errors, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from kvrag.server.gate import PAGE, Gate
 from kvrag.server.history import History, add_history
 from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.metrics import ServerMetrics
-from kvrag.server.problems import RequestError, as_problem, validation_problem
+from kvrag.server.ollama import add_ollama
+from kvrag.server.problems import OLLAMA, RequestError, as_problem, validation_problem
 from kvrag.server.queue import MAX_STREAMS, MAX_WAITING, AnswerQueue
 from kvrag.server.requests import (
     ChatRequest,
@@ -219,6 +220,7 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     allowed = {"keeps_history": options.keeps_history, "can_upload": options.can_upload}
     add_page(app, service, **allowed)
     add_documents(app, service, documents)
+    add_ollama(app, service)
     if history is not None:
         add_history(app, service, history)
     _add_errors(app)
@@ -248,7 +250,7 @@ class _Pausing:
         self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_work = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        is_work = scope["type"] == "http" and scope["path"].startswith(("/v1/", OLLAMA))
         with self._places.paused() if is_work else contextlib.nullcontext():
             await self._app(scope, receive, send)
 
@@ -314,17 +316,17 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return validation_problem(list(error.errors())).response()
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        return validation_problem(list(error.errors())).response(http.url.path)
 
     @app.exception_handler(HTTPException)
     async def refused(http: Request, error: HTTPException) -> Response:
-        response = _refusal(http, error).response()
+        response = _refusal(http, error).response(http.url.path)
         response.headers.update(error.headers or {})
         return response
 
-    async def failed(_: Request, error: Exception) -> Response:
-        return as_problem(error).response()
+    async def failed(http: Request, error: Exception) -> Response:
+        return as_problem(error).response(http.url.path)
 
     # uvicorn adds a traceback to the log for any other error.
     for kind in (RequestError, KVRagError, ClientDisconnect, Exception):

@@ -20,7 +20,7 @@ from kvrag.server.access import Account, Accounts, is_loopback
 from kvrag.server.answering import Generation
 from kvrag.server.batches import asking
 from kvrag.server.metrics import ServerMetrics
-from kvrag.server.problems import CLIENT_GONE, BusyError, RequestError
+from kvrag.server.problems import CLIENT_GONE, OLLAMA, BusyError, RequestError
 
 BODY_SECONDS = 30.0
 """Time for a request's whole body."""
@@ -48,7 +48,7 @@ DOCUMENTS = "/v1/kvrag/documents"
 
 # Also without a key.
 _OPEN = ("/", "/healthz", "/readyz")
-_OF_TEXTS = ("/v1/embeddings", "/v1/rerank")
+_OF_TEXTS = ("/v1/embeddings", "/v1/rerank", "/api/embed")
 _READING = ("GET", "HEAD", "OPTIONS")
 # A name, or an address of IPv6 in brackets, and perhaps a port.
 _HOST = re.compile(r"(?:\[([\w:.%]+)\]|([^\s/?#@:\[\]\\]+))(?::[0-9]{0,5})?")
@@ -56,6 +56,7 @@ _ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
         *("/v1/models", *_OF_TEXTS),
+        *("/api/chat", "/api/generate", "/api/tags", "/api/embeddings"),
         *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
     }
 )
@@ -142,7 +143,7 @@ class Gate:
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
-                if scope["path"].startswith("/v1/"):
+                if scope["path"].startswith(("/v1/", OLLAMA)):
                     headers["Cache-Control"] = "no-store"
             await send(message)
 
@@ -154,7 +155,7 @@ class Gate:
                 record.account.enter(computes=scope["method"] in ("POST", "PUT"))
                 has_entered = True
             except RequestError as problem:
-                await problem.response()(scope, receive, send_noted)
+                await problem.response(scope["path"])(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
             asking.set(record.account.tenant)
@@ -163,7 +164,7 @@ class Gate:
             if record.status:
                 raise
             stopping = BusyError("the server is stopping", 2)
-            await stopping.response()(scope, receive, send_noted)
+            await stopping.response(scope["path"])(scope, receive, send_noted)
         finally:
             self._num_requests -= 1
             if record.generation is not None:

@@ -246,7 +246,7 @@ class ItemsShape(ChatShape):
         See `ChatShape`.
     """
 
-    ends_with_done = False
+    ending = ""
 
     def __init__(self, given: ItemsRequest, *others: Any, **options: Any) -> None:
         super().__init__(given.chat, *others, **options)

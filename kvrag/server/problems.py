@@ -23,6 +23,9 @@ from kvrag.errors import (
 
 logger = logging.getLogger("kvrag.server")
 
+OLLAMA = "/api/"
+"""Where the routes of Ollama's API are."""
+
 INVALID = "invalid_request_error"
 # Parameters of OpenAI's API that ask for nothing with a neutral value; no other is supported.
 _NEUTRAL = frozenset(
@@ -87,9 +90,10 @@ class RequestError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         return headers
 
-    def response(self) -> JSONResponse:
-        """Return the response."""
-        return JSONResponse(self.to_dict(), self.status, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """Return the response to a request for `path`: in Ollama's shape, or in OpenAI's."""
+        body = {"error": self.message} if path.startswith(OLLAMA) else self.to_dict()
+        return JSONResponse(body, self.status, self.headers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the body of the response."""

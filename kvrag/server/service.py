@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,6 +21,7 @@ from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.fusion.policies.registry import POLICIES
+from kvrag.ingest.embedding import Vectors
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import CosineRanker, Reranker
 from kvrag.ingest.turns import before_turn
@@ -160,7 +160,7 @@ class Service:
         make_shape: Callable[..., ChatShape] | None = None,
     ) -> Response:
         """Answer a conversation; `make_shape` writes the answer in another form than a chat's."""
-        self._require(asked.model, self.names.model, self.names.rag)
+        self.require(asked.model, self.names.model, self.names.rag)
         turns = merged(one.turn for one in asked.messages)
         form = await self.in_thread(
             lambda: asked.shaped(self._engine.index.tokenizer),
@@ -187,55 +187,49 @@ class Service:
         shape.search_seconds = search_seconds
         return await self._answer([request], asked, http, shape)
 
-    async def complete(self, asked: CompletionRequest, http: HttpRequest) -> Response:
-        """Complete one text or several."""
-        self._require(asked.model, self.names.model)
+    async def complete(
+        self,
+        asked: CompletionRequest,
+        http: HttpRequest,
+        make_shape: Callable[..., Shape] | None = None,
+    ) -> Response:
+        """Complete one text or several; `make_shape` as in `chat`."""
+        self.require(asked.model, self.names.model)
         _refuse_retrieving(asked)
         tokenizer = self.index.tokenizer
         prompts = await self.in_thread(lambda: prompts_of(tokenizer, asked.prompts))
         options = _options(asked, http)
         requests = [Request(prompt, **options) for prompt in prompts]
-        shape = TextShape(asked, tokenizer, self._fingerprint)
+        shape = (make_shape or partial(TextShape, asked))(tokenizer, self._fingerprint)
         return await self._answer(requests, asked, http, shape)
 
-    async def embed(self, asked: EmbeddingRequest, http: HttpRequest) -> Response:
-        """Return vectors of texts."""
-        self._require(asked.model, self.names.embedding)
-        index = self._engine.index
-        dim = index.embedding.dim
+    async def embed(
+        self,
+        asked: EmbeddingRequest,
+        http: HttpRequest,
+        write: Callable[[Vectors, int], str] | None = None,
+    ) -> Response:
+        """Return vectors of texts; `write` makes the body from them and the number of tokens."""
+        self.require(asked.model, self.names.embedding)
+        embedding = self.index.embedding
+        dim = embedding.dim
         if asked.dimensions not in (None, dim):
             raise RequestError(
                 400,
                 f"dimensions {asked.dimensions}: this embedding has {dim}; leave the field out",
                 param="dimensions",
             )
-        tokenizer = index.embedding.tokenizer or index.tokenizer
+        tokenizer = embedding.tokenizer or self.index.tokenizer
         texts = await self._batches.run(http, lambda: inputs_of(tokenizer, asked.inputs))
         _check_texts(texts, "input")
         num_tokens = await self._charge(texts, asked.user, http)
-        is_base64 = asked.encoding_format == "base64"
-        usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        rest = r.EmbeddingList(data=[], model=asked.model, usage=usage).model_dump_json()
-        before, after = rest.split("[]", 1)
-
-        def written() -> str:
-            # Text by text: one call for all would hold the interpreter's lock for seconds.
-            data = [
-                r.Embedding(
-                    index=number,
-                    embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
-                    if is_base64
-                    else vector.tolist(),
-                ).model_dump_json()
-                for number, vector in enumerate(index.embedding.embed(texts))
-            ]
-            return f"{before}[{','.join(data)}]{after}"
-
-        return Response(await self._batches.run(http, written), media_type="application/json")
+        written = write or partial(_embedding_list, asked)
+        body = await self._batches.run(http, lambda: written(embedding.embed(texts), num_tokens))
+        return Response(body, media_type="application/json")
 
     async def rerank(self, asked: RerankRequest, http: HttpRequest) -> r.Ranking:
         """Order texts by how well they fit a question."""
-        self._require(asked.model, self.names.ranker)
+        self.require(asked.model, self.names.ranker)
         texts = asked.texts
         _check_texts([asked.query], "query")
         _check_texts(texts, "documents")
@@ -276,7 +270,8 @@ class Service:
         record.account.charge(num_tokens)
         return num_tokens
 
-    def _require(self, name: str, *known: str) -> None:
+    def require(self, name: str, *known: str) -> None:
+        """Raise RequestError unless a model is one of `known`."""
         if name not in known:
             raise RequestError(
                 404,
@@ -323,12 +318,31 @@ class Service:
             first = await generation.next(_FIRST_SECONDS)
         return StreamingResponse(
             _lines(generation, shape, first, record),
-            media_type="text/event-stream",
+            media_type=shape.media_type,
             headers={"X-Accel-Buffering": "no"},
         )
 
     def _count(self, one: Request) -> int:
         return len(self._engine.prompt_ids(one.prompt, hints=one.hints, tools=one.tools))
+
+
+def _embedding_list(asked: EmbeddingRequest, vectors: Vectors, num_tokens: int) -> str:
+    """Return the body of OpenAI's API."""
+    usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    rest = r.EmbeddingList(data=[], model=asked.model, usage=usage).model_dump_json()
+    before, after = rest.split("[]", 1)
+    is_base64 = asked.encoding_format == "base64"
+    # Text by text: one call for all would hold the interpreter's lock for seconds.
+    data = [
+        r.Embedding(
+            index=number,
+            embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if is_base64
+            else vector.tolist(),
+        ).model_dump_json()
+        for number, vector in enumerate(vectors)
+    ]
+    return f"{before}[{','.join(data)}]{after}"
 
 
 async def _lines(
@@ -337,36 +351,29 @@ async def _lines(
     first: tuple[int, AnswerDelta] | None,
     record: Record,
 ) -> AsyncIterator[str]:
-    """Yield a stream's events as server-sent events."""
+    """Yield a stream's events, as its shape writes them."""
     try:
         for body in shape.opening():
-            yield _event(body)
+            yield shape.written(body)
         piece = first
         while True:
             if piece is None:
-                yield ": waiting\n\n"
+                yield shape.ping
             else:
                 for body in shape.events(*piece):
-                    yield _event(body)
+                    yield shape.written(body)
             if generation.is_done:
                 break
             piece = await generation.next(_PING_SECONDS)
         for body in shape.closing(generation.in_order):
-            yield _event(body)
+            yield shape.written(body)
     except Exception as error:
         problem = as_problem(error)
         record.status = problem.status
         for body in shape.failure(problem):
-            yield _event(body)
+            yield shape.written(body)
         return
-    if shape.ends_with_done:
-        yield "data: [DONE]\n\n"
-
-
-def _event(body: dict[str, Any]) -> str:
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    # Those of the Responses API are named.
-    return f"event: {body['type']}\ndata: {data}\n\n" if "type" in body else f"data: {data}\n\n"
+    yield shape.ending
 
 
 def record_of(http: HttpRequest) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -39,12 +40,14 @@ class Shape(ABC):
     ----------
     search_seconds
         The time in which the server found the chunks; None if it did not search.
-    ends_with_done
-        Whether streams end with ``[DONE]``.
+    media_type, ping, ending
+        Of streams: their type, what keeps a connection open, and what follows the last event.
     """
 
     prefix: str
-    ends_with_done = True
+    media_type = "text/event-stream"
+    ping = ": waiting\n\n"
+    ending = "data: [DONE]\n\n"
 
     def __init__(
         self, asked: Generating, tokenizer: PreTrainedTokenizerBase, fingerprint: str
@@ -63,6 +66,12 @@ class Shape(ABC):
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response with all answers as JSON values."""
         return to_json(self.whole(answers))
+
+    def written(self, body: dict[str, Any]) -> str:
+        """Return an event as a stream has it."""
+        data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        # Those of the Responses API are named.
+        return f"event: {body['type']}\ndata: {data}\n\n" if "type" in body else f"data: {data}\n\n"
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yield the events before the first piece."""

@@ -46,6 +46,9 @@ _ROUTES = {
     "/v1/completions": ("CompletionRequest", ["model"]),
     "/v1/embeddings": ("EmbeddingRequest", ["hashing-2"]),
     "/v1/rerank": ("RerankRequest", ["hashing-2"]),
+    "/api/chat": ("OllamaChat", ["model", "rag:index"]),
+    "/api/generate": ("OllamaGenerate", ["model", "rag:index"]),
+    "/api/embed": ("OllamaEmbed", ["hashing-2"]),
 }
 
 
