@@ -95,7 +95,12 @@ class KVEngine(OfProcess):
         self._links = ChosenLinks(made.links, lambda: index.model_folder, lambda: index.model)
         self._fuser = PromptFuser(index, self._links, made)
         defaults = {name: options.get(name) for name in ENGINE_DEFAULTS}
-        usual = Request("", policy=DEFAULT_POLICY, max_tokens=DEFAULT_MAX_TOKENS)
+        usual = Request(
+            "",
+            policy=DEFAULT_POLICY,
+            ratio=index.config.default_ratio,
+            max_tokens=DEFAULT_MAX_TOKENS,
+        )
         self.defaults = Request.of("", defaults).over(usual)
         self._scheduler = Scheduler(made.max_batch)
         self._choice(self.defaults)

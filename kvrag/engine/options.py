@@ -128,8 +128,8 @@ class AnswerOptions(Sampling):
     )
     ratio: float | None = option(
         None,
-        "Share of reused tokens to recompute, 0 to 1; for 'auto', the maximum. By default the "
-        "policy's own.",
+        "Share of reused tokens to recompute, 0 to 1; for 'auto', the maximum. By default 0.05 for "
+        "the default policy in an index with context similar, otherwise the policy's own.",
         least=0,
         most=1,
     )

@@ -10,7 +10,7 @@ says itself which texts are in it (`Heads`), and none outlives its text (`RowWri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.chunk import Chunk
+from kvrag.chunk import Chunk, ChunkKey
 from kvrag.ingest.contexts import FOLDER, LEAST_TOKENS, SEPARATOR
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.plan import PlannedDocument
-from kvrag.ingest.rows import Heads, pack_ids
+from kvrag.ingest.rows import Change, Heads, pack_ids
+from kvrag.ingest.stages import lacking, windows
 from kvrag.ingest.storage import Storage
 from kvrag.models.tokens import encode
 
@@ -38,6 +39,9 @@ _OWN = 4.0  # by which chunks of the own document are put after all others
 
 Before: TypeAlias = "tuple[tuple[int, ...], tuple[str, ...]]"
 """The token ids before a chunk, and the ids of the chunks that they are of."""
+
+Encode: TypeAlias = Callable[[list[tuple[ChunkKey, Chunk]]], dict[ChunkKey, str]]
+"""Makes and stores records; returns the reasons for those that cannot be made."""
 
 
 @dataclass(eq=False)
@@ -241,12 +245,47 @@ class Companions:
         Of the index.
     planned
         Sources that are still to be written: their former chunks precede nothing any more.
+    encode
+        Encodes chunks once they have their contexts.
     """
 
-    def __init__(self, storage: Storage, encoders: Encoders, planned: set[str]) -> None:
+    def __init__(
+        self, storage: Storage, encoders: Encoders, planned: set[str], encode: Encode
+    ) -> None:
         self._storage = storage
         self._encoders = encoders
-        self.planned = planned
+        self._planned = planned
+        self._encode = encode
+
+    def write(
+        self,
+        documents: Iterable[PlannedDocument],
+        commit: Callable[[list[PlannedDocument], dict[ChunkKey, str], Change], None],
+    ) -> None:
+        """Give chunks their contexts, encode and commit them; then those that have lost theirs.
+
+        Parameters
+        ----------
+        documents
+            The documents to write, embedded.
+        commit
+            Writes some of them: what is chosen among is written together, since nothing precedes
+            a chunk that is not there.
+        """
+        for window in windows(documents, COMPARED_TOKENS):
+            bad, after = self._encoded(window)
+            commit(window, bad, Change(after=after))
+            self._planned.difference_update(one.source for one in window)
+        for window in windows(self._without(), COMPARED_TOKENS):
+            bad, after = self._encoded(window)
+            encode = {
+                chunk.chunk_id: chunk.contexts
+                for document in window
+                for chunk in document.chunks
+                if chunk.contexts[0] and self._storage.config.key_of(chunk) not in bad
+            }
+            if encode:
+                self._storage.apply(Change(encode=encode, after=after))
 
     def choose(self, documents: Iterable[PlannedDocument]) -> dict[str, tuple[str, ...]]:
         """Give chunks their contexts; return by chunk id the chunks that precede each.
@@ -283,7 +322,18 @@ class Companions:
                 document.chunks[number] = replace(chunk, contexts=contexts)
         return after
 
-    def without(self) -> Iterator[PlannedDocument]:
+    # -- private -----------------------------------------------------------------------------
+
+    def _encoded(
+        self, documents: Sequence[PlannedDocument]
+    ) -> tuple[dict[ChunkKey, str], dict[str, tuple[str, ...]]]:
+        """Choose contexts and encode; return why some could not be, and what precedes each."""
+        after = self.choose(documents)
+        key_of, store = self._storage.config.key_of, self._storage.home
+        missing = lacking(documents, key_of, store, by_context=True)
+        return (self._encode(missing) if missing else {}), after
+
+    def _without(self) -> Iterator[PlannedDocument]:
         """Yield the documents of the index that have chunks without a context, with these only."""
         for source, rows in self._storage.catalog.stored.rows(is_alone=True).items():
             found = PlannedDocument(source, "", {})
@@ -292,8 +342,6 @@ class Companions:
                 found.vectors.append(vectors)
                 found.num_tokens += len(chunk.token_ids)
             yield found
-
-    # -- private -----------------------------------------------------------------------------
 
     def _kept(
         self, documents: Iterable[PlannedDocument]
@@ -318,7 +366,7 @@ class Companions:
         """Yield chunks of the index that are near some passages, of other documents if it can."""
         vectors = self._storage.vectors.get()
         rows_of = self._storage.catalog.stored.rows()
-        for source in self.planned:
+        for source in self._planned:
             rows_of.pop(source, None)
         here: dict[str, tuple[list[int], list[str]]] = {}
         for source, of_source in rows_of.items():

@@ -138,6 +138,11 @@ class IndexConfig:
         return Context(self.context, self.context_tokens)
 
     @property
+    def default_ratio(self) -> float | None:
+        """Share of reused tokens that the default policy computes again; None is its own."""
+        return None if self.compressing else self.chunk_context.default_ratio
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, uncompressed."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]

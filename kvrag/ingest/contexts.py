@@ -108,6 +108,14 @@ class Context:
         return self.is_filler or self.name == SIMILAR
 
     @property
+    def default_ratio(self) -> float | None:
+        """Share of reused tokens that the default policy computes again; None is its own.
+
+        After its nearest, a chunk needs less than after a filler (docs/results/quality.md).
+        """
+        return 0.05 if self.name == SIMILAR else None
+
+    @property
     def tells_apart(self) -> bool:
         """Whether chunks of equal text may be encoded after different text."""
         return self.is_of_document or self.name == SIMILAR
@@ -117,8 +125,8 @@ ALONE = Context(NO_CONTEXT, 0)
 """Chunks are encoded after the shared prefix alone."""
 
 _LONG_WINDOW = 4096
-"""Tokens of the smallest window for which a filler is the default: a model of shorter prompts is
-harmed by one of this length (docs/contexts.md)."""
+"""Tokens of the smallest window for which `SIMILAR` is the default: a model of shorter prompts is
+harmed by as many tokens (docs/contexts.md)."""
 
 
 def parse_context(text: str) -> Context:
@@ -150,7 +158,7 @@ def parse_context(text: str) -> Context:
 def default_context(tokenizer: Any, max_positions: int, room: int, chunk_tokens: int) -> Context:
     """Return the context of a new index whose user named none.
 
-    That is a filler, if the model reads long prompts and has room for it.
+    That is `SIMILAR`, if the model reads long prompts and has room for it.
 
     Parameters
     ----------
@@ -160,10 +168,10 @@ def default_context(tokenizer: Any, max_positions: int, room: int, chunk_tokens:
         The model's context window in tokens.
     """
     if max_positions >= _LONG_WINDOW:
-        filler = parse_context(FILLER)
+        similar = parse_context(SIMILAR)
         with contextlib.suppress(ParameterError):
-            check_filler(filler, tokenizer, room, chunk_tokens)
-            return filler
+            check_filler(similar, tokenizer, room, chunk_tokens)
+            return similar
     return ALONE
 
 

@@ -62,7 +62,7 @@ class IndexSettings:
         "documents as the text), similar (the nearest chunks of other documents, 512 tokens), "
         "document (earlier text of the same document, at most 256 tokens) or neighbours (also "
         "stores a second record, encoded after the previous chunk). Default for a new index: "
-        "filler for models with a window of 4,096 tokens or more, otherwise none.",
+        "similar for models with a window of 4,096 tokens or more, otherwise none.",
     )
     trust: str = option(
         INDEX,

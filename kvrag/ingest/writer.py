@@ -9,7 +9,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, Document
@@ -44,9 +45,6 @@ from kvrag.ingest.stages import (
     windows,
 )
 from kvrag.ingest.storage import Storage
-
-if TYPE_CHECKING:
-    from kvrag.ingest.companions import Companions
 
 Progress = Callable[[IngestProgress], None]
 
@@ -387,15 +385,6 @@ class _Computing:
         self._maker = RecordMaker(run.storage.home, run.encoders.prefill, run.outcome)
         # The writer's thread uses it too.
         self._committer = Committer(run.storage, plan)
-        self._companions: Companions | None = None
-        # What is chosen among is written together: nothing precedes a chunk that is not there.
-        self._window_tokens: int | None = None
-        if run.config.context == SIMILAR:
-            from kvrag.ingest.companions import COMPARED_TOKENS, Companions
-
-            planned = {one.source for one in plan.documents}
-            self._companions = Companions(run.storage, run.encoders, planned)
-            self._window_tokens = COMPARED_TOKENS
 
     def run(self) -> None:
         plan = self._plan
@@ -403,11 +392,11 @@ class _Computing:
         if first:
             self._run.storage.apply(first)
         with BackgroundWriter() as writer:
-            for window in windows(self._documents(), self._window_tokens):
-                self._run_window(window, writer)
-            if self._companions is not None:
-                for window in windows(self._companions.without(), self._window_tokens):
-                    self._encode_again(window, writer)
+            if self._run.config.context == SIMILAR:
+                self._write_similar(writer)
+            else:
+                for window in windows(self._documents()):
+                    self._run_window(window, writer)
         self._committer.list_failures()
         self._run.outcome.seconds = time.perf_counter() - self._started
         self._report()
@@ -422,58 +411,54 @@ class _Computing:
 
     def _run_window(self, window: list[PlannedDocument], writer: BackgroundWriter) -> None:
         stages.embed(self._run.encoders.embedding, window, self._report)
-        bad, after = self._make(window, writer)
+        storage = self._run.storage
+        missing = stages.lacking(window, storage.config.key_of, storage.home)
+        bad = self._make(missing, writer)
+        writer.submit(partial(self._commit, window, bad, Change()))
 
-        def commit() -> None:
-            stages.refuse(window, self._run.storage.config.key_of, bad)
-            self._committer.commit(window, Change(after=after))
-            for document in window:  # they are held only as long as needed
-                document.chunks, document.vectors = [], []
-            self._num_documents_done += len(window)
+    def _write_similar(self, writer: BackgroundWriter) -> None:
+        """Write the documents of an index whose chunks are encoded after one another."""
+        from kvrag.ingest.companions import Companions
 
-        writer.submit(commit)
-        if self._companions is not None:
-            writer.wait()  # the next ones choose among what is written now
-            self._companions.planned.difference_update(one.source for one in window)
+        run = self._run
 
-    def _encode_again(self, window: list[PlannedDocument], writer: BackgroundWriter) -> None:
-        """Encode chunks of the index that have no context after their nearest."""
-        self._num_tokens += sum(one.num_tokens for one in window)
-        bad, after = self._make(window, writer)
-        key_of = self._run.storage.config.key_of
+        def embedded() -> Iterator[PlannedDocument]:
+            for window in windows(self._documents()):
+                stages.embed(run.encoders.embedding, window, self._report)
+                yield from window
 
-        def commit() -> None:
-            encode = {
-                chunk.chunk_id: chunk.contexts
-                for document in window
-                for chunk in document.chunks
-                if chunk.contexts[0] and key_of(chunk) not in bad
-            }
-            if encode:
-                self._run.storage.apply(Change(encode=encode, after=after))
+        def encode(missing: list[tuple[ChunkKey, Chunk]]) -> dict[ChunkKey, str]:
+            # Among them may be chunks that were not planned: those that have lost their contexts.
+            num_tokens = sum(len(one.token_ids) for _, one in missing)
+            self._num_tokens = max(self._num_tokens, run.outcome.num_tokens_computed + num_tokens)
+            bad = self._make(missing, writer)
+            writer.wait()
+            return bad
 
-        writer.submit(commit)
+        planned = {one.source for one in self._plan.documents}
+        Companions(run.storage, run.encoders, planned, encode).write(embedded(), self._commit)
+
+    def _commit(
+        self, window: list[PlannedDocument], bad: dict[ChunkKey, str], change: Change
+    ) -> None:
+        stages.refuse(window, self._run.storage.config.key_of, bad)
+        self._committer.commit(window, change)
+        for document in window:  # they are held only as long as needed
+            document.chunks, document.vectors = [], []
+        self._num_documents_done += len(window)
 
     def _make(
-        self, window: list[PlannedDocument], writer: BackgroundWriter
-    ) -> tuple[dict[ChunkKey, str], dict[str, tuple[str, ...]]]:
-        """Queue the records that documents lack.
-
-        Returns the reasons for those that cannot be made, and the chunks before each chunk.
-        """
-        run, maker, companions = self._run, self._maker, self._companions
-        after = {} if companions is None else companions.choose(window)
-        by_context = companions is not None
-        missing = stages.lacking(
-            window, run.storage.config.key_of, run.storage.home, by_context=by_context
-        )
+        self, missing: list[tuple[ChunkKey, Chunk]], writer: BackgroundWriter
+    ) -> dict[ChunkKey, str]:
+        """Queue records; return the reasons for those that cannot be made."""
+        maker = self._maker
         if missing and maker.codec is None:
-            maker.codec = run.codec_for([chunk for _, chunk in missing], self._report_profile)
+            maker.codec = self._run.codec_for([one for _, one in missing], self._report_profile)
         bad: dict[ChunkKey, str] = {}
         for key, chunk in missing:
             if maker.make(key, chunk, writer, bad):
                 self._report()
-        return bad, after
+        return bad
 
     def _report_profile(self, doing: str) -> None:
         if self._run.on_progress is not None:

@@ -149,14 +149,14 @@ def test_the_text_is_long_plain_prose() -> None:
 @pytest.mark.parametrize(
     ("window", "chunk_tokens", "options", "context"),
     [
-        (4096, 64, {}, "filler:512"),
+        (4096, 64, {}, "similar:512"),
         (2048, 64, {}, "none"),
         (4096, 3800, {}, "none"),
         (4096, 64, {"compression": "drop:0.5"}, "none"),
         (4096, 64, {"context": "none"}, "none"),
     ],
 )
-def test_models_of_long_prompts_get_a_filler_by_default(
+def test_models_of_long_prompts_get_a_context_by_default(
     make_index: MakeIndex, window: int, chunk_tokens: int, options: dict[str, str], context: str
 ) -> None:
     model = KVModel.load(

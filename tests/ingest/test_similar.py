@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +14,13 @@ import torch
 from kvrag.chunk import Chunk, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.catalogfile import damage_of
 from kvrag.ingest.companions import Passage, choose
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import LEAST_TOKENS
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
-from kvrag.ingest.ray import driver
 from kvrag.ingest.rows import Heads, pack_ids
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from tests.ingest.conftest import Machine, MakeIndex, stored_bytes
@@ -355,6 +353,26 @@ def test_prompts_find_the_records(index: Index, model: KVModel) -> None:
     torch.testing.assert_close(whole.logits, plain, rtol=1e-4, atol=1e-4)
 
 
+def test_the_default_policy_computes_less_again_after_it(make_index: MakeIndex) -> None:
+    index = filled(make_index)
+    prompt = HEAD + "\n\n".join([*(one.text for one in PAGES[:4]), "Question: who?\nAnswer:"])
+
+    def share(engine: KVEngine, **options: object) -> float:
+        report = engine.fuse(prompt, **options).report
+        return report.num_recomputed / (report.num_recomputed + report.num_reused)
+
+    engine = KVEngine(index, never_slower=False)
+    assert engine.defaults.ratio == 0.05
+    assert 0.04 < share(engine) == share(engine, policy=DEFAULT_POLICY) < 0.07
+    # What is asked for is done, and other policies have their own.
+    assert 0.14 < share(engine, ratio=0.15) == share(engine, policy="query") < 0.17
+    assert 0.29 < share(KVEngine(index, ratio=0.3, never_slower=False)) < 0.32
+    assert KVEngine(index, policy="query").defaults.ratio is None
+    for changed in ({"context": "filler:40"}, {"compression": "drop:0.5"}):
+        other = filled(make_index, str(changed), **changed)
+        assert KVEngine(other).defaults.ratio is None
+
+
 def test_an_encrypted_index_shows_nothing_of_it(make_index: MakeIndex, tmp_path: Path) -> None:
     pytest.importorskip("sqlcipher3")
     key = tmp_path / "key"
@@ -413,15 +431,3 @@ def test_it_must_fit(make_index: MakeIndex) -> None:
         make_index(context="similar:2040")
     with pytest.raises(ParameterError, match="at least 32 tokens"):
         make_index(context="similar:31")
-
-
-def test_workers_of_ray_cannot_choose(
-    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def connected(_: object) -> Iterator[object]:
-        yield SimpleNamespace(cluster_resources=dict)
-
-    monkeypatch.setattr(driver, "connected", connected)
-    with pytest.raises(ParameterError, match=r"similar chooses among all .* without --ray"):
-        make_index(context=SIMILAR).add(PAGES, runner=driver.RayRunner())

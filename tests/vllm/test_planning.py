@@ -142,6 +142,28 @@ def test_rows_end_with_the_last_chunk_or_with_what_is_asked(
     assert ends == {"none": last, "two_stage": last + MAX_ASKED_TOKENS - 1}
 
 
+def test_where_nobody_gives_a_ratio_the_index_does(tmp_path: Path, oracle: KVEngine) -> None:
+    asked = (RequestParams(), RequestParams(policy="query"), RequestParams(ratio=0.2))
+    with Index.create(
+        tmp_path, model=oracle.index.model, embedding="hashing", context="similar:48"
+    ) as index:
+        index.add([Document(f"text-{i}", text) for i, text in enumerate(TEXTS)])
+        artefacts = ArtefactStore(index)
+        ids = oracle.prompt_ids(make_prompt(3, 1))
+        found = []
+        for more in ({}, {"ratio": 0.3}, {"policy": "boundary"}):
+            planner = Planner(index, ConnectorSettings(str(tmp_path), **more), artefacts)
+            plans = [planner.plan(ids, params.to_params()) for params in asked]
+            found.append([str(plan.policy) for plan in plans if isinstance(plan, LoadPlan)])
+        artefacts.close()
+    query, own = "query(ratio=0.15)", "two_stage(ratio=0.2"
+    assert [[policy.partition(",")[0] for policy in policies] for policies in found] == [
+        ["two_stage(ratio=0.05", query, own],
+        ["two_stage(ratio=0.3", query, own],
+        ["boundary(tokens=16)", query, "boundary(ratio=0.2)"],
+    ]
+
+
 def test_every_plan_has_a_salt_of_its_own(planner: Planner, oracle: KVEngine) -> None:
     plans = [
         planner.plan(oracle.prompt_ids(make_prompt(*order)), params.to_params())

@@ -1,7 +1,8 @@
 """Ingestion on Ray Data: what runs in the process that holds the index.
 
 The stages are ``plan_rows`` (tasks: read, compare, cut) and `RemoteEncoder` (actors: embed,
-prefill, compress, encode, store). Only this process writes the catalog.
+prefill, compress, encode, store). Only this process writes the catalog, and chooses with context
+``similar`` what each chunk is encoded after, once tasks have embedded all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvrag.arguments import shown
 from kvrag.errors import ClusterError, ParameterError
 from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
-from kvrag.ingest.contexts import CORPUS, SIMILAR
+from kvrag.ingest.contexts import CORPUS
 from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
@@ -30,9 +31,11 @@ from kvrag.plugins import require
 from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
+    from kvrag.chunk import Chunk, ChunkKey
+    from kvrag.ingest.companions import Companions
     from kvrag.ingest.index import Index
     from kvrag.ingest.limits import ParseLimits
-    from kvrag.ingest.ray.packets import Packet
+    from kvrag.ingest.ray.packets import Collector, Packet
     from kvrag.ingest.ray.reading import Listed
     from kvrag.ingest.ray.workers import Job
 
@@ -148,11 +151,6 @@ class RayRunner:
         """Raise ParameterError if other machines cannot fill the index."""
         storage, config = run.storage, run.config
         check_lasting(storage.store)
-        if config.context == SIMILAR:
-            raise ParameterError(
-                "context similar chooses among all chunks of an ingestion, and a worker of Ray "
-                "knows only those that it is given: ingest without --ray, or choose another one"
-            )
         options = self._options
         cpus = options.min_actors * options.cpus + _PLAN_CPUS
         cpus += 0.0 if self._dataset is None else _READ_CPUS
@@ -227,17 +225,48 @@ class RayRunner:
             )
 
         job = self._job(run, "", b"")
-        if not run.dry_run:
-            codec, profile = self._choose_codec(run, lambda: _packets(planned(job)))
-            job = self._job(run, codec, profile)
-        packets = planned(job)
-        if not run.dry_run:
-            packets = self._computed(ray, packets, job)
+        companions: Companions | None = None
         collector = Collector(run, plan, self._has_rows)
+        if job.is_similar and not run.dry_run:
+            # Whole: what a chunk is encoded after may come last.
+            packets = planned(job).materialize()
+            companions = self._companions(ray, run, collector, packets)
+        else:
+            if not run.dry_run:
+                job = self._coded(run, lambda: _packets(planned(job)))
+            packets = planned(job)
+            if not run.dry_run:
+                packets = self._computed(ray, packets, job)
         # Its executor would outlive the connection, and start another Ray.
         with contextlib.closing(_packets(packets)) as made:
-            collector.collect(made)
+            collector.collect(made, companions)
         self.cpu_seconds = collector.cpu_seconds
+
+    def _companions(self, ray: Any, run: Run, collector: Collector, embedded: Any) -> Companions:
+        """Return what gives chunks the context ``similar``, and has workers encode them."""
+        from kvrag.ingest.companions import Companions
+        from kvrag.ingest.ray.packets import pack, single_chunks
+
+        jobs: list[Job] = []
+
+        def encode(missing: list[tuple[ChunkKey, Chunk]]) -> dict[ChunkKey, str]:
+            if not jobs:
+                if run.storage.coding.needs_profile:
+                    run.codec_for([chunk for _, chunk in missing], lambda _: None)
+                jobs.append(self._coded(run))
+            (job,) = jobs
+            dim = run.config.embedding_dim
+            packets = [pack(one, dim) for one in single_chunks(missing, job.batch_tokens)]
+            made = self._computed(ray, ray.data.from_arrow(packets), job)
+            with (
+                settings(made.context, self._options),
+                contextlib.closing(_packets(made)) as encoded,
+            ):
+                return collector.encoded(encoded)
+
+        with contextlib.closing(_packets(embedded)) as found:
+            planned = {one.source for packet in found for one in packet.plan.documents}
+        return Companions(run.storage, run.encoders, planned, encode)
 
     def _computed(self, ray: Any, packets: Any, job: Job) -> Any:
         """Return the dataset of packets with their vectors, and with their KV stored."""
@@ -267,17 +296,17 @@ class RayRunner:
             fn_constructor_kwargs={"job": job, "attempts": attempts},
         )
 
-    def _choose_codec(
-        self, run: Run, packets: Callable[[], Generator[Packet, None, None]]
-    ) -> tuple[str, bytes]:
-        """Return codec and profile of new records; fits the profile here if there is none.
+    def _coded(
+        self, run: Run, packets: Callable[[], Generator[Packet, None, None]] | None = None
+    ) -> Job:
+        """Return the job with codec and profile of new records; fits the profile here if it must.
 
         It is fitted to the chunks that the single-machine path would fit it to.
         """
         from kvrag.ingest.ray.packets import assemble
 
         storage = run.storage
-        if storage.coding.needs_profile:
+        if storage.coding.needs_profile and packets is not None:
             home = tiers_of(storage.store)[-1]
             with contextlib.closing(packets()) as made:
                 documents = assemble(one for packet in made for one in packet.plan.documents)
@@ -287,9 +316,10 @@ class RayRunner:
                         break
         coding = storage.coding
         if coding.needs_profile:
-            return coding.present_codec.name, b""
+            return self._job(run, coding.present_codec.name, b"")
         profile = coding.profile_hash
-        return coding.label, storage.profiles.get(profile).content if profile else b""
+        content = storage.profiles.get(profile).content if profile else b""
+        return self._job(run, coding.label, content)
 
     def _job(self, run: Run, codec: str, profile: bytes) -> Job:
         from kvrag.ingest.ray.workers import Job

@@ -10,18 +10,22 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 
-from kvrag.chunk import ChunkKey
+from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import StoreError
+from kvrag.ingest.contexts import SIMILAR
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import Change, FileState, PackedChunk, pack_chunk, unpack_chunk
-from kvrag.ingest.stages import Committer, Outcome, Run, windows
+from kvrag.ingest.stages import Committer, Outcome, Run, refuse, windows
 from kvrag.store.capabilities import tiers_of
+
+if TYPE_CHECKING:
+    from kvrag.ingest.companions import Companions
 
 _TYPES = {int: pa.int64(), str: pa.large_string(), bytes: pa.binary()}
 _CHUNK = pa.struct(
@@ -153,6 +157,12 @@ def split(
         yield group
 
 
+def single_chunks(missing: Iterable[tuple[ChunkKey, Chunk]], batch_tokens: int) -> Iterator[Packet]:
+    """Yield packets of chunks in this order, each as a document of its own, to be encoded."""
+    alone = (PlannedDocument(one.source, "", {}, chunks=[one]) for _, one in missing)
+    yield from (Packet(Plan(documents)) for documents in split(alone, batch_tokens))
+
+
 def assemble(parts: Iterable[PlannedDocument]) -> Iterator[PlannedDocument]:
     """Yield documents from their parts, which arrive in order; one may lack some, and says so."""
     whole: PlannedDocument | None = None
@@ -196,31 +206,64 @@ class Collector:
         self._run = run
         self._plan = plan
         self._sources: dict[str, str] | None = {} if is_dataset else None
+        self._is_encoded = run.config.context != SIMILAR  # when it comes
         self._committer = Committer(run.storage, plan)
         self._change = Change(
             forget_files=plan.gone_files[:], remove=plan.removed[:], put_files=plan.touched[:]
         )
         self.cpu_seconds = 0.0
 
-    def collect(self, packets: Iterable[Packet]) -> None:
-        """Take all packets, in order. Raises StoreError; what was committed before stays."""
+    def collect(self, packets: Iterable[Packet], companions: Companions | None = None) -> None:
+        """Take all packets, in order. Raises StoreError; what was committed before stays.
+
+        With context ``similar``, `companions` has them encoded.
+        """
         parts = self._parts(packets)
         if self._run.dry_run:  # their chunks stay where they were counted
             for part in parts:
                 if self._note(part) and part.reason:
                     self._committer.fail(part)
+        elif companions is not None:
+            self._commit([])  # what is gone precedes nothing any more
+            companions.write(self._whole(parts), self._write)
         else:
             for window in windows(filter(self._note, assemble(parts))):
                 self._commit(window)
             self._commit([])  # what the last packets say beside their documents
         self._committer.list_failures()
 
+    def encoded(self, packets: Iterable[Packet]) -> dict[ChunkKey, str]:
+        """Take packets of `single_chunks` that are encoded; return why some could not be."""
+        key_of = self._run.storage.config.key_of
+        bad: dict[ChunkKey, str] = {}
+        for packet in packets:
+            self._count(packet)
+            self._check_stored(packet)
+            for one in packet.plan.documents:
+                if one.reason:
+                    bad[key_of(one.chunks[0])] = one.reason.removeprefix(f"{one.source}: ")
+        return bad
+
+    def _whole(self, parts: Iterable[PlannedDocument]) -> Iterator[PlannedDocument]:
+        yield from filter(self._note, assemble(parts))
+        self._commit([])
+
+    def _write(
+        self, documents: list[PlannedDocument], bad: dict[ChunkKey, str], change: Change
+    ) -> None:
+        refuse(documents, self._run.storage.config.key_of, bad)
+        self._change.after = change.after
+        self._commit(documents)
+
+    def _count(self, packet: Packet) -> None:
+        self._run.outcome.add(packet.outcome)
+        self.cpu_seconds += packet.cpu_seconds
+
     def _parts(self, packets: Iterable[Packet]) -> Iterator[PlannedDocument]:
         for packet in packets:
             self._take(packet.plan)
-            self._run.outcome.add(packet.outcome)
-            self.cpu_seconds += packet.cpu_seconds
-            if not self._run.dry_run:
+            self._count(packet)
+            if self._is_encoded and not self._run.dry_run:
                 self._check_stored(packet)
             yield from packet.plan.documents
 

@@ -24,7 +24,7 @@ from kvrag.ingest.ray.reading import Listed, each_row, read_listed
 from kvrag.ingest.ray.workers import Job
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
-from kvrag.ingest.stages import CutAgain
+from kvrag.ingest.stages import CutAgain, embed
 
 _GIVEN = "kvrag_input"  # the one column of rows that the driver makes
 
@@ -201,7 +201,7 @@ class _Planning:
 
 
 def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table]:
-    """Yield packets for a block of rows.
+    """Yield packets for a block of rows; embedded ones with context ``similar``.
 
     Parameters
     ----------
@@ -214,6 +214,8 @@ def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table
     started = time.process_time()
     planning = _planning(job)
     for packet in planning.packets(table, planning.digests(known)):
+        if job.is_similar and not job.dry_run:
+            embed(job.encoders.embedding, packet.plan.documents)
         packet.cpu_seconds = time.process_time() - started
         started = time.process_time()
         yield pack(packet, job.config.embedding_dim)

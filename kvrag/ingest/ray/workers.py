@@ -16,6 +16,7 @@ from kvrag.codec.base import Codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.contexts import SIMILAR
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.parsing import Parser
@@ -66,6 +67,11 @@ class Job:
     batch_tokens: int
     cpus: float
 
+    @property
+    def is_similar(self) -> bool:
+        """Whether chunks are encoded only once all are embedded, each after its nearest."""
+        return self.config.context == SIMILAR
+
     @cached_property
     def encoders(self) -> Encoders:
         """The models of the index, each loaded on first use."""
@@ -110,6 +116,8 @@ class Attempts:
 class Encoder:
     """Embeds packets' chunks, computes their KV and stores it, unless it is stored already.
 
+    With context ``similar``, planning embeds them.
+
     Parameters
     ----------
     job
@@ -128,7 +136,6 @@ class Encoder:
         self._store = job.open_store()
         self._codec = job.open_codec()
         self._prefill = job.encoders.prefill
-        self._embedding = job.encoders.embedding
         _ = job.encoders.model
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -143,10 +150,13 @@ class Encoder:
         sound = (one for one in documents if one.chunks and not one.reason)
         name = next((one.chunks[0].chunk_id for one in sound), "")
         is_careful = bool(name) and self._begin(name) > 0
-        embed(self._embedding, documents)
+        if not self._job.is_similar:
+            embed(self._job.encoders.embedding, documents)
         bad: dict[ChunkKey, str] = {}
         # Others may have stored some of it since it was planned.
-        missing = lacking(documents, self._job.config.key_of, self._store)
+        missing = lacking(
+            documents, self._job.config.key_of, self._store, by_context=self._job.is_similar
+        )
         with BackgroundWriter() as writer:
             for key, chunk in missing:
                 if is_careful:

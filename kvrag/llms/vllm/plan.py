@@ -103,7 +103,7 @@ class Planner:
             # The last token is the engine's: it computes the first logits.
             num_tokens = min(request.artefact.num_tokens, len(token_ids) - 1)
             return LoadPlan(num_tokens, _salt(key.digest), artefact=key)
-        policy = request.make_policy(self._settings)
+        policy = request.make_policy(self._settings, self._index.config.default_ratio)
         policy = calibrated(policy, lambda: self._index.calibration)
         layout = self._finder.find(token_ids)
         if not layout.spans:

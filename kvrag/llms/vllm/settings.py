@@ -136,7 +136,10 @@ class RequestParams(Recompute):
             del said["reuse"]
         return {PARAMS: said}
 
-    def make_policy(self, settings: ConnectorSettings) -> Choice:
-        """Return the policy for this request. Raises ParameterError."""
-        usual = Recompute(settings.policy, settings.ratio, settings.boundary_tokens)
-        return self.over(usual).choice()
+    def make_policy(self, settings: ConnectorSettings, default_ratio: float | None) -> Choice:
+        """Return the policy for this request. Raises ParameterError.
+
+        `default_ratio` is the index's for the default policy, where nobody gives one.
+        """
+        operators = Recompute(settings.policy, settings.ratio, settings.boundary_tokens)
+        return self.over(operators).over(Recompute(DEFAULT_POLICY, default_ratio)).choice()

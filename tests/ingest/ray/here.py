@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.ingest.companions import Companions
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan
-from kvrag.ingest.ray.packets import Collector, Packet, unpack
+from kvrag.ingest.ray.packets import Collector, Packet, pack, single_chunks, unpack
 from kvrag.ingest.ray.planning import document_row, file_row, plan_rows
 from kvrag.ingest.ray.workers import Attempts, Encoder, Job
 from kvrag.ingest.stages import Run
 from kvrag.ingest.storage import Storage
 
 
-def tiny_index(folder: Path) -> Index:
-    settings: Any = {"embedding": "hashing", "chunk_tokens": 64, "codec": "raw"}
+def tiny_index(folder: Path, **more: Any) -> Index:
+    settings: Any = {"embedding": "hashing", "chunk_tokens": 64, "codec": "raw", **more}
     return Index.create(folder / "index", model="kvrag-tiny", **settings)
 
 
@@ -29,13 +31,30 @@ def here(run: Run) -> Plan:
     rows = [file_row(catalog, path) for path in sources.files]
     rows += [document_row(catalog, one) for one in sources.documents.values()]
     job = replace(job_of(run.storage), dry_run=run.dry_run, limits=run.parser.limits)
-    Collector(run, plan, False).collect(computed(rows, job))
+    collector = Collector(run, plan, False)
+    planned = list(plan_rows(table(rows), job))
+    if job.is_similar and not job.dry_run:
+
+        def encode(missing: list[tuple[ChunkKey, Chunk]]) -> dict[ChunkKey, str]:
+            dim = job.config.embedding_dim
+            packets = [pack(one, dim) for one in single_chunks(missing, job.batch_tokens)]
+            return collector.encoded(encoded(packets, job))
+
+        packets = [packet for one in planned for packet in unpack(one)]
+        known = {one.source for packet in packets for one in packet.plan.documents}
+        collector.collect(packets, Companions(run.storage, run.encoders, known, encode))
+    else:
+        collector.collect(encoded(planned, job))
     return plan
 
 
 def computed(rows: list[dict[str, Any]], job: Job) -> Iterator[Packet]:
     """Yield the packets of some rows, with their vectors, and with their KV stored."""
-    for packet in plan_rows(table(rows), job):
+    yield from encoded(plan_rows(table(rows), job), job)
+
+
+def encoded(packets: Iterable[Any], job: Job) -> Iterator[Packet]:
+    for packet in packets:
         if not job.dry_run:
             attempts = Attempts()
             packet = Encoder(job, attempts.begin, attempts.end)(packet)

@@ -54,13 +54,14 @@ def make(folder: Path, **settings: Any) -> Index:
     return Index.create(folder, **chosen)
 
 
+@pytest.mark.parametrize("context", ["document:32", "similar:48"])
 def test_a_cluster_gives_the_same_index_and_goes_on_where_it_was(
-    cluster: Any, tmp_path: Path
+    cluster: Any, tmp_path: Path, context: str
 ) -> None:
     import ray
 
     docs = write_docs(tmp_path / "docs")
-    settings = {"codec": "cachegen", "context": "document:32"}
+    settings = {"codec": "cachegen", "context": context}
     with (
         ray.init(cluster.address, log_to_driver=False),
         make(tmp_path / "one", **settings) as one,
@@ -86,7 +87,9 @@ def test_a_cluster_gives_the_same_index_and_goes_on_where_it_was(
         expected, found = one.add(docs), many.add(docs, runner=runner)
         for name in ("added", "changed", "removed", "unchanged"):
             assert sorted(getattr(found, name)) == sorted(getattr(expected, name)), name
-        assert found.num_records == expected.num_records == 1
+        assert found.num_records == expected.num_records
+        if context != "similar:48":  # which changes what others were encoded after
+            assert found.num_records == 1
         assert content(many) == content(one)
 
 

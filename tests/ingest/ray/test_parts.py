@@ -20,7 +20,14 @@ import pytest
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
 
 from kvrag.chunk import Chunk, Document
-from kvrag.errors import ClusterError, ParameterError, StoreError, StoreUnreachableError
+from kvrag.errors import (
+    ClusterError,
+    DocumentError,
+    ParameterError,
+    StoreError,
+    StoreUnreachableError,
+)
+from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner
@@ -35,6 +42,7 @@ from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from tests.ingest.ray.conftest import content
 from tests.ingest.ray.here import computed, here, job_of, table, tiny_index
+from tests.ingest.test_similar import WORDS, page
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +136,47 @@ def test_chunks_that_planning_has_no_room_for_are_cut_again(
         assert len(found.added) == 32
         assert content(many) == content(one)
         assert bool(content(one)["chunks"]) is not dry_run
+
+
+def test_chunks_are_encoded_after_their_nearest_wherever_these_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [page(subject, number) for number in range(6) for subject in WORDS]
+    long = page("mill", 9, f". {' '.join(page('mill', one).text for one in range(20, 40))}")
+    bad = page("ferry", 9)
+    prefill = Encoders.prefill
+
+    def failing(self: Encoders, chunk: Chunk, *more: Any) -> object:
+        if chunk.source == bad.source and chunk.text:  # a single token has none
+            raise DocumentError("it cannot be computed")
+        return prefill(self, chunk, *more)
+
+    monkeypatch.setattr(Encoders, "prefill", failing)
+    monkeypatch.setattr("kvrag.ingest.companions.COMPARED_TOKENS", 200)  # several windows
+    with (
+        tiny_index(tmp_path / "one", context="similar:48") as one,
+        tiny_index(tmp_path / "many", context="similar:48") as many,
+    ):
+
+        def add(*documents: Document) -> IngestReport:
+            expected, found = one.add(documents), many.add(documents, runner=here)
+            for name in ("added", "changed", "failed", "num_chunks", "num_records", "size_bytes"):
+                assert getattr(found, name) == getattr(expected, name), name
+            assert content(many) == content(one)
+            return found
+
+        report = add(*given, long, bad)
+        assert [each.source for each in report.failed] == [bad.source]
+        assert report.failed[0].reason == f"{bad.source}: it cannot be computed"
+        assert report.num_context_tokens > 0
+        ids = [each for row in many.documents() for each in many.catalog.chunk_ids_of(row.source)]
+        assert all(chunk.contexts[0] for chunk in many.get_chunks(ids))
+        # What others were encoded after changes, and goes.
+        assert add(replace(given[0], text=bad.text), given[1]).num_records > 1
+        for index in (one, many):
+            index.delete(sources=[given[2].source])
+        assert add().num_records
+        assert many.upkeep.verify().ok
 
 
 def test_a_chunk_that_ends_its_process_several_times_is_refused(
