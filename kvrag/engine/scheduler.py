@@ -1,9 +1,9 @@
 """Continuous batching: answers join and leave a running batch between two steps of decoding.
 
-A step computes one token of every running answer together. Prompts that join are fused beside it, a
-few slices before each step, so that no running answer waits for a whole prompt. The more prompts
-wait, the more slices: otherwise each answer has ended before the next one joins, and every step
-reads the weights for one token. While one prompt waits for its stored KV, another is computed.
+A step computes one token of every running answer together. Prompts that join are fused beside it,
+slices of a quarter of a second before each step, so that no running answer waits for a long prompt.
+With fewer slices, answers end before others join, and each step reads the weights for few tokens.
+While one prompt waits for its stored KV, another is computed.
 
 One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
 wait, a thread of the scheduler's own does, which ends with their last answer.
@@ -32,7 +32,7 @@ from kvrag.fusion.slices import Slices
 from kvrag.process import working
 
 _REST_SECONDS = 0.05
-# How long prompts may hold up running answers for each token: nobody reads faster.
+# How long prompts hold up running answers for each token: nobody reads faster.
 _PACE_SECONDS = 0.25
 # Prompts that wait for their stored KV before no other one begins: buffers take memory.
 _MOST_SLOW = 2
@@ -293,7 +293,7 @@ class Scheduler:
                 self._end(job)
 
     def _fuse(self) -> None:
-        """Fuse for some steps' time; without a running answer, one slice.
+        """Fuse for a while; without a running answer, one slice.
 
         If nobody reads pieces of the running answers, fuse all prompts first: the sooner they
         join, the more answers share each step.
@@ -306,16 +306,9 @@ class Scheduler:
             if not self._running or self._cancelled:
                 return
             is_read = any(job.is_streamed for job in self._running)
-            if is_read and expected > begun + self._share():
+            if is_read and expected > begun + max(self._step_seconds, _PACE_SECONDS):
                 return
             slice_begun = now
-
-    def _share(self) -> float:
-        """Return how long to fuse before a step: a step's time for each prompt that waits."""
-        with self._changed:
-            num_waiting = len(self._joining) + sum(job.is_read for job in self._waiting)
-        step = self._step_seconds
-        return max(step, min(num_waiting * step, _PACE_SECONDS))
 
     def _fuse_slice(self) -> bool:
         """Fuse a slice of a prompt; return whether there was one that did not wait for stored KV.

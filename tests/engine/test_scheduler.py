@@ -162,26 +162,23 @@ def test_few_prompts_wait_for_stored_kv_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert told.index("(a)a") < told.index("(b)b") < told.index("(c)c")
 
 
-def test_the_more_prompts_wait_the_longer_they_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a step's time before each step, up to a limit."""
-    most = []
-    for num_waiting in (1, 3, 7):
-        script = Script(monkeypatch)
-        script.submit("r", 1, num_tokens=1000)
-        script.scheduler._advance()
-        script.scheduler._advance()
-        script.happened.clear()
-        for _ in range(num_waiting):
-            script.submit("w", 1000)
-        for _ in range(12):
-            script.scheduler._advance()
-        most.append(max(map(len, "".join(script.happened).split("|"))))
-    assert most == [2, 6, 14]
-    monkeypatch.setattr(scheduling, "_PACE_SECONDS", 5 * SLICE)
+@pytest.mark.parametrize(("pace", "num_slices"), [(5 * SLICE, 5), (STEP / 2, 2)])
+@pytest.mark.parametrize("num_waiting", [1, 7])
+def test_prompts_are_fused_for_a_while_before_each_step(
+    num_waiting: int, pace: float, num_slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or for as long as a step takes."""
+    script = Script(monkeypatch)
+    monkeypatch.setattr(scheduling, "_PACE_SECONDS", pace)
+    script.submit("r", 1, num_tokens=1000)
+    script.scheduler._advance()
+    script.scheduler._advance()
     script.happened.clear()
-    for _ in range(3):
+    for _ in range(num_waiting):
+        script.submit("w", 1000)
+    for _ in range(12):
         script.scheduler._advance()
-    assert max(map(len, "".join(script.happened).split("|"))) == 5
+    assert max(map(len, "".join(script.happened).split("|"))) == num_slices
 
 
 def test_no_prompt_begins_to_load_beside_one_with_a_target(
