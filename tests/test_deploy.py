@@ -25,7 +25,7 @@ def test_each_figure_of_the_dashboard_is_one_that_the_server_counts(tmp_path: Pa
     with make_index(tmp_path) as index:
         text = ServerMetrics(index, AnswerQueue(lambda: 0.0)).text().decode()
     offered = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
-    offered |= {f"{name}_bucket" for name in offered}
+    offered |= {f"{name}_{end}" for name in offered for end in ("bucket", "sum", "count")}
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "kvrag.json").read_text())
     asked = {
         name

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvrag.engine.asking import Asking
     from kvrag.engine.base import Engine
     from kvrag.engine.engine import KVEngine
-    from kvrag.engine.first_places import FirstPlaces
+    from kvrag.engine.idle import Idle
 
 _PROMPT = "> "
 _COMMANDS = {
@@ -89,6 +89,7 @@ def chat(
     """
     with opening.open() as opened:
         from kvrag.engine.first_places import FirstPlaces
+        from kvrag.engine.idle import Idle
 
         asking = searching.asking()
         engine = answering.engine(opened)
@@ -100,8 +101,8 @@ def chat(
             )
         warm_up(opened)
         conversation = Conversation(history) if remembers and history != 0 else None
-        with FirstPlaces(opened) as places:
-            chat = _Chat(engine, asking, dict(sampled.values), places, conversation, as_json)
+        with Idle(FirstPlaces(opened)) as idle:
+            chat = _Chat(engine, asking, dict(sampled.values), idle, conversation, as_json)
             turns = chat.run()
     if as_json:
         console.print_json({"turns": turns})
@@ -118,7 +119,7 @@ class _Chat:
     ----------
     engine, asking, options
         What answers, how it is asked, and the options of requests, which `/ratio` changes.
-    places
+    idle
         What is prepared meanwhile.
     conversation
         What prompts repeat; None asks each question alone.
@@ -129,7 +130,7 @@ class _Chat:
     engine: KVEngine
     asking: Asking
     options: dict[str, Any]
-    places: FirstPlaces
+    idle: Idle
     conversation: Conversation | None
     quiet: bool
     last: Outcome | None = None
@@ -207,7 +208,7 @@ class _Chat:
         known = () if self.conversation is None else self.conversation.chunk_ids
         show = console.AnswerText(quiet=self.quiet)
         try:
-            with self.places.paused():
+            with self.idle.paused():
                 outcome = self._answer(question, show)
         except KVRagError as error:
             fail(str(error))

@@ -19,9 +19,10 @@ from kvrag.errors import DocumentError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.engine.answer import Part
+    from kvrag.engine.answer import Answer, Part
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.request import Request
+    from kvrag.engine.verify import Verdict
 
 # Full prefill reads them; all others say how reused KV is repaired and how tokens are sampled.
 _OF_PLAIN = ("max_tokens", "session_bytes", "session_store_bytes")
@@ -36,7 +37,14 @@ def query(
     sampled: o.Sampled,
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Answer by full prefill instead, greedily, for comparison."),
+        o.setting("--plain", help="Answer by full prefill instead, greedily, for comparison."),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Then read the prompt in full, too, and say whether it says the same.",
+        ),
     ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -45,7 +53,7 @@ def query(
 
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
-    if plain and (useless := given(context, *_not_plain(answering, sampled))):
+    if plain and (useless := given(context, "verify", *_not_plain(answering, sampled))):
         raise ParameterError(
             "--plain answers by full prefill, greedily: it has no use for "
             f"{', '.join(useless)}; leave one or the other out"
@@ -55,16 +63,37 @@ def query(
         engine = answering.engine(opened)
         warm_up(opened)
         request, seconds = retrieve(opened, [as_turn(question)], asking, **sampled.values)
+        if verify:
+            request = _to_verify(engine, request)
         on_text = console.AnswerText(quiet=as_json)
         if plain:
             _answer_plainly(engine, question, request, seconds, on_text)
             return
         outcome = Outcome(question, answer(engine, request, on_text), seconds)
         on_text.end()
+        verdict = _verdict(engine, request, outcome.answer) if verify else None
         if as_json:
-            console.print_json(outcome.to_dict())
-        else:
-            print_below(outcome)
+            told = {} if verdict is None else {"verdict": verdict}
+            console.print_json({**outcome.to_dict(), **told})
+            return
+        print_below(outcome)
+        if verdict is not None:
+            console.out().print(f"  {verdict.one_line()}", style="dim", markup=False)
+            if verdict.instead is not None:
+                console.write(f"full prefill says: {console.harmless(verdict.instead)}\n")
+
+
+def _to_verify(engine: KVEngine, request: Request) -> Request:
+    from kvrag.engine.verify import to_verify
+
+    return to_verify(request.over(engine.defaults))
+
+
+def _verdict(engine: KVEngine, request: Request, answer: Answer) -> Verdict:
+    from kvrag.engine.verify import verify
+
+    with console.working("computing the prompt in full"):
+        return verify(engine, request, answer)
 
 
 def _not_plain(answering: o.Answering, sampled: o.Sampled) -> list[str]:

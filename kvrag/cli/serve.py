@@ -85,6 +85,16 @@ def serve(
             help="Keep no conversations of the page. Default: they are in a file beside the index.",
         ),
     ] = False,
+    audit: Annotated[
+        float,
+        o.setting(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Verify this share of the answers against full prefill while nobody asks; "
+            "/metrics shows the result.",
+        ),
+    ] = 0.0,
     streams: Annotated[
         int,
         o.setting(
@@ -190,6 +200,7 @@ def serve(
         max_waiting=waiting,
         can_upload=allow_upload,
         prepares=True,
+        audit=audit,
         reranker=load_reranker(rerank),
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),

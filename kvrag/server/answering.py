@@ -18,6 +18,7 @@ from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.options import Sampling
 from kvrag.engine.request import Request
+from kvrag.engine.verify import Audits
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import DocumentRow
 from kvrag.llms.shape import Shape
@@ -128,6 +129,8 @@ class Generation:
         Who asks.
     requests
         One for each choice.
+    audits
+        What verifies some of the answers.
 
     Attributes
     ----------
@@ -145,7 +148,12 @@ class Generation:
     """
 
     def __init__(
-        self, queue: AnswerQueue, engine: KVEngine, tenant: str, requests: Sequence[Request]
+        self,
+        queue: AnswerQueue,
+        engine: KVEngine,
+        tenant: str,
+        requests: Sequence[Request],
+        audits: Audits,
     ) -> None:
         self.answers: dict[int, Answer] = {}
         self.num_pieces = 0
@@ -153,11 +161,16 @@ class Generation:
         self._started = time.perf_counter()
         self._num_choices = len(requests)
         self._queue = queue
+        self._audits = audits
+        self._audited: dict[int, Request] = {}
         self._events: asyncio.Queue[tuple[int, AnswerDelta | Exception]] = asyncio.Queue()
-        self._jobs = [
-            Job(tenant, partial(engine.astream, request), partial(self._tell, number))
-            for number, request in enumerate(requests)
-        ]
+        self._jobs = []
+        for number, given in enumerate(requests):
+            request, is_audited = audits.chosen(given)
+            if is_audited:
+                self._audited[number] = request
+            job = Job(tenant, partial(engine.astream, request), partial(self._tell, number))
+            self._jobs.append(job)
         queue.submit(self._jobs)
 
     def _tell(self, number: int, event: AnswerDelta | Exception) -> None:
@@ -181,6 +194,8 @@ class Generation:
         self.num_pieces += 1
         if event.answer is not None:
             self.answers[number] = event.answer
+            if number in self._audited:
+                self._audits.add(self._audited.pop(number), event.answer)
         return number, event
 
     @property

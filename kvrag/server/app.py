@@ -26,6 +26,8 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.first_places import FirstPlaces
+from kvrag.engine.idle import Idle
+from kvrag.engine.verify import Audits
 from kvrag.errors import KVRagError
 from kvrag.ingest.ranking import Reranker
 from kvrag.server import responses as r
@@ -158,6 +160,9 @@ class ServerOptions:
         Whether requests may add and delete documents.
     prepares
         Whether to make records for the first places of prompts while there is no request.
+    audit
+        Which share of all answers to verify against full prefill, 0 to 1, while there is no
+        request.
     reranker
         What orders retrieved chunks, and the documents of ``/v1/rerank``; None: the index's search,
         and its embedding.
@@ -172,6 +177,7 @@ class ServerOptions:
     keeps_history: bool = False
     can_upload: bool = False
     prepares: bool = False
+    audit: float = 0.0
     reranker: Reranker | None = None
 
 
@@ -186,12 +192,14 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         How to serve.
     """
     queue = AnswerQueue(lambda: engine.moved, options.max_streams, options.max_waiting)
-    service = Service(engine, queue, options.top_k, options.reranker)
     metrics = ServerMetrics(engine.index, queue)
+    audits = Audits(engine, options.audit, metrics.note_verdict)
+    service = Service(engine, queue, audits, options.top_k, options.reranker)
     history = History.of(engine.index) if options.keeps_history else None
     documents = Documents(engine.index, can_write=options.can_upload)
 
-    places = FirstPlaces(engine.index)
+    places = [FirstPlaces(engine.index)] if options.prepares else []
+    idle = Idle(*places, *([audits] if options.audit else []))
 
     async def end_answers() -> None:
         documents.stop()
@@ -199,7 +207,7 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        with places if options.prepares else contextlib.nullcontext():
+        with idle:
             loop = asyncio.get_running_loop()
             yield {"end_answers": lambda: asyncio.run_coroutine_threadsafe(end_answers(), loop)}
             await documents.close()
@@ -227,8 +235,7 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     checks_host = options.is_local and not accounts.need_a_key
     gate: ASGIApp = Gate(app, accounts, metrics, checks_host, options.origins)
-    if options.prepares:
-        gate = _Pausing(gate, places)
+    gate = _Pausing(gate, idle)
     if not options.origins:
         return gate
     # Outside the gate: a browser sends no key with its first question.
@@ -243,15 +250,15 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
 
 
 class _Pausing:
-    """Lets nothing be prepared while there is a request, except by those who watch the server."""
+    """Lets idle work wait while there is a request, except by those who watch the server."""
 
-    def __init__(self, app: ASGIApp, places: FirstPlaces) -> None:
+    def __init__(self, app: ASGIApp, idle: Idle) -> None:
         self._app = app
-        self._places = places
+        self._idle = idle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_work = scope["type"] == "http" and scope["path"].startswith(("/v1/", OLLAMA))
-        with self._places.paused() if is_work else contextlib.nullcontext():
+        with self._idle.paused() if is_work else contextlib.nullcontext():
             await self._app(scope, receive, send)
 
 

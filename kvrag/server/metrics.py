@@ -5,9 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrag.engine.metrics import IndexCollector
+from kvrag.engine.verify import Verdict
 from kvrag.ingest.index import Index
 from kvrag.server.queue import AnswerQueue
 
+_KL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
@@ -17,7 +19,9 @@ class ServerMetrics:
     Metrics: ``kvrag_server_requests_total`` (labels ``route``, ``status``, ``tenant``; status 499
     means that the client left), ``kvrag_server_tokens_total`` (``kind``, ``tenant``),
     ``kvrag_server_ttft_seconds``, ``kvrag_server_seconds`` (``route``),
-    ``kvrag_server_answers_waiting`` and ``kvrag_server_answers_open``, and those of
+    ``kvrag_server_answers_waiting`` and ``kvrag_server_answers_open``, of verified answers
+    ``kvrag_server_audited_total`` (``policy``, ``outcome``), ``kvrag_server_audited_tokens_total``
+    (``policy``, ``agrees``) and ``kvrag_server_audited_kl`` (``policy``), and those of
     `kvrag.engine.metrics.IndexCollector`.
 
     Parameters
@@ -54,11 +58,41 @@ class ServerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.audited = Counter(
+            "kvrag_server_audited",
+            "Answers beside full prefill: same, other, or dropped because others asked.",
+            ("policy", "outcome"),
+            registry=registry,
+        )
+        self.audited_tokens = Counter(
+            "kvrag_server_audited_tokens",
+            "Tokens of verified answers, by whether full prefill's likeliest one is the same.",
+            ("policy", "agrees"),
+            registry=registry,
+        )
+        self.audited_kl = Histogram(
+            "kvrag_server_audited_kl",
+            "KL(full prefill || reused KV) of a verified answer, a token, in nats.",
+            ("policy",),
+            buckets=_KL,
+            registry=registry,
+        )
         for name, what, count in (
             ("waiting", "Answers that wait for their turn.", lambda: queue.num_waiting),
             ("open", "Answers that are being generated.", lambda: queue.num_open),
         ):
             Gauge(f"kvrag_server_answers_{name}", what, registry=registry).set_function(count)
+
+    def note_verdict(self, verdict: Verdict | None) -> None:
+        """Count a verdict; None: nobody found the time."""
+        if verdict is None:
+            self.audited.labels("", "dropped").inc()
+            return
+        policy, agreed = verdict.policy, verdict.num_agreed
+        self.audited.labels(policy, "same" if verdict.is_same else "other").inc()
+        self.audited_tokens.labels(policy, "yes").inc(agreed)
+        self.audited_tokens.labels(policy, "no").inc(verdict.num_tokens - agreed)
+        self.audited_kl.labels(policy).observe(verdict.kl)
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

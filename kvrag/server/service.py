@@ -20,6 +20,7 @@ from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
+from kvrag.engine.verify import Audits
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.embedding import Vectors
 from kvrag.ingest.index import Index
@@ -78,8 +79,8 @@ class Service:
 
     Parameters
     ----------
-    engine, queue
-        What writes answers, and where they wait for their turn.
+    engine, queue, audits
+        What writes answers, where they wait for their turn, and what verifies some of them.
     top_k
         How many chunks to retrieve for the model ``rag:NAME``.
     reranker
@@ -88,8 +89,14 @@ class Service:
     """
 
     def __init__(
-        self, engine: KVEngine, queue: AnswerQueue, top_k: int, reranker: Reranker | None = None
+        self,
+        engine: KVEngine,
+        queue: AnswerQueue,
+        audits: Audits,
+        top_k: int,
+        reranker: Reranker | None = None,
     ) -> None:
+        self._audits = audits
         self._reranker = reranker
         self._ranker = reranker or CosineRanker(engine.index.embedding)
         config = engine.index.config
@@ -306,7 +313,7 @@ class Service:
         if account.counts_tokens:
             counts = await self.in_thread(lambda: [self._count(one) for one in asked_for])
             account.check_prompt(max(counts))
-        generation = Generation(self._queue, self._engine, account.tenant, requests)
+        generation = Generation(self._queue, self._engine, account.tenant, requests, self._audits)
         record.generation = generation
         # Not before: the queue may refuse.
         account.charge(sum(counts) * (asked.n or 1))

@@ -78,3 +78,28 @@ def test_an_empty_index_is_told(
     done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
     assert done.code == 0
     assert "empty" in done.err
+
+
+def test_an_answer_is_verified(run: Run, index_folder: Path) -> None:
+    asked = ("query", QUESTION, "--index", index_folder, "--max-tokens", 8)
+    done = run(*asked, "--policy", "none", "--verify", "--json")
+    assert done.code == 0, done.err
+    verdict = done.json["verdict"]
+    assert verdict["num_tokens"] == 8
+    assert verdict["num_agreed"] < 8
+    assert verdict["instead"] == run(*asked, "--plain", "--json").json["answer"]
+    told = run(*asked, "--policy", "none", "--verify")
+    assert f"full prefill differs from token {verdict['num_same'] + 1}, and agrees" in told.out
+    assert told.out.rstrip().endswith(f"full prefill says: {verdict['instead']}".rstrip())
+    same = run(*asked, "--policy", "boundary", "--ratio", 1.0, "--verify")
+    assert "full prefill says the same: all 8 tokens, KL" in same.out
+
+
+def test_what_cannot_be_verified(run: Run, index_folder: Path) -> None:
+    asked = ("query", QUESTION, "--index", index_folder, "--verify")
+    evicting = run(*asked, "--eviction", "streaming")
+    assert evicting.code == 1
+    assert "leave eviction out" in evicting.err
+    plain = run(*asked, "--plain")
+    assert plain.code == 1
+    assert "it has no use for --verify" in plain.err

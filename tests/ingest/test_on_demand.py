@@ -15,7 +15,8 @@ import torch
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.engine import first_places
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.first_places import FirstPlaces, _InterruptedError
+from kvrag.engine.first_places import FirstPlaces
+from kvrag.engine.idle import Idle, InterruptedWorkError
 from kvrag.errors import StoreError
 from kvrag.fusion.fuser import MADE, FusedPrompt
 from kvrag.fusion.report import FusionReport
@@ -350,19 +351,19 @@ def test_idle_time_makes_what_was_found_most_often_first(
     for question in ("Runa", "Pavel", "Runa"):
         index.search(f"{question} keeps the harbour ledger", 1)
     places = FirstPlaces(index)
-    places.make()
+    places.work(Idle())
     assert len(prefills) == len(NAMES)
     assert [chunk.source for chunk in prefills[:2]] == ["Runa", "Pavel"]
     assert not prefills[0].contexts[0]
     for number in range(len(NAMES)):
         report = fuse(index, number, (number + 1) % len(NAMES)).report
         assert (report.num_made, report.misses) == (0, {})
-    places.make()
-    FirstPlaces(index).make()
+    places.work(Idle())
+    FirstPlaces(index).work(Idle())
     assert len(prefills) == len(NAMES)
     index.add(Document("Olga", TEXTS[0].replace("Ines", "Olga")))
     num_before = len(prefills)
-    places.make()
+    places.work(Idle())
     assert [chunk.source for chunk in prefills[num_before:]] == ["Olga"]
 
 
@@ -370,22 +371,22 @@ def test_a_question_interrupts_idle_work_at_the_next_layer(index: Index) -> None
     places = FirstPlaces(index)
     num_stored = len(stored_bytes(index))
     layers: list[int] = []
-    first_check = places._check
+    idle = Idle()
+    first_check = idle.check
 
     def check() -> None:
         first_check()
         layers.append(len(layers))
         if len(layers) == 3:  # before a document, before a chunk, in its first layer
-            places._num_asking += 1  # a question comes
+            idle._num_asking += 1  # a question comes
 
-    places._check = check  # type: ignore[method-assign]
-    with pytest.raises(_InterruptedError):
-        places.make()
+    idle.check = check  # type: ignore[method-assign]
+    with pytest.raises(InterruptedWorkError):
+        places.work(idle)
     assert len(layers) == 3
     assert index.model.lock._depth == 0
     assert len(stored_bytes(index)) == num_stored
-    places._num_asking = 0
-    places.make()
+    places.work(Idle())
     assert len(stored_bytes(index)) == num_stored + len(NAMES)
 
 
@@ -414,9 +415,13 @@ def test_idle_work_is_bounded(
         monkeypatch.setattr(index.store, "put", refuse)
     places = FirstPlaces(index)
     if why in ("room", "disk"):
-        places.make()
+        places.work(Idle())
     else:
-        places._run()
+        idle = Idle(places)
+        if why == "limit":
+            places.work(idle)
+        else:
+            idle._do(places)
         assert ("the folder is read-only" in caplog.text) == (why == "refused")
     assert len(prefills) == most
 
@@ -432,4 +437,4 @@ def test_a_server_prepares_first_places_between_requests(index: Index) -> None:
         assert httpx.get(f"{served.url}/models").status_code == 200
         while len(stored_bytes(index)) < num_stored + len(NAMES) + 2:
             time.sleep(0.01)
-    assert "kvrag-first-places" not in [thread.name for thread in threading.enumerate()]
+    assert "kvrag-idle" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,120 @@
+"""Work for the time in which nobody asks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+logger = logging.getLogger("kvrag")
+
+_IDLE_SECONDS = 0.5
+
+
+class InterruptedWorkError(Exception):
+    """Somebody asks, or the end has come."""
+
+
+class IdleJob(Protocol):
+    """Work that may wait.
+
+    Attributes
+    ----------
+    if_it_fails
+        What is lost by an error, for the log.
+    """
+
+    if_it_fails: str
+
+    @abstractmethod
+    def work(self, idle: Idle) -> None:
+        """Do what there is to do; ask `idle` often whether that is still wanted."""
+        ...
+
+
+class Idle:
+    """Does jobs in a thread while nobody asks, from `with` to its end.
+
+    Parameters
+    ----------
+    jobs
+        What to do, one after another, each time that somebody has asked. One that fails is logged,
+        and not tried again.
+    """
+
+    def __init__(self, *jobs: IdleJob) -> None:
+        self._jobs = list(jobs)
+        self._changed = threading.Condition()
+        self._num_asking = 0
+        self._num_asked = 0
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvrag-idle", daemon=True)
+
+    def __enter__(self) -> Idle:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self._thread.join()  # at most a layer of one chunk
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts, nothing is done: what was begun is dropped at its next layer."""
+        with self._changed:
+            self._num_asking += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_asking -= 1
+                self._num_asked += 1
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise InterruptedWorkError if somebody asks, or the end has come."""
+        if not self.is_wanted():
+            raise InterruptedWorkError
+
+    def is_wanted(self) -> bool:
+        """Return whether nobody asks, and the end has not come."""
+        return not self._is_unwanted()
+
+    def _run(self) -> None:
+        while self._jobs and (num_asked := self._idle()) is not None:
+            with contextlib.suppress(InterruptedWorkError):
+                for job in [*self._jobs]:
+                    self._do(job)
+                self._wait_for_another(num_asked)
+
+    def _do(self, job: IdleJob) -> None:
+        try:
+            job.work(self)
+        except InterruptedWorkError:
+            raise
+        except Exception as error:  # no answer depends on it, and nobody waits for it
+            logger.warning("%s: %s", job.if_it_fails, error)
+            self._jobs.remove(job)
+
+    def _idle(self) -> int | None:
+        """Wait until nobody has asked for a while; return how many have, or None at the end."""
+        with self._changed:
+            while not self._is_stopped:
+                self._changed.wait_for(lambda: self._is_stopped or not self._num_asking)
+                if not self._changed.wait_for(self._is_unwanted, _IDLE_SECONDS):
+                    return self._num_asked
+            return None
+
+    def _wait_for_another(self, num_asked: int) -> None:
+        """Wait for the end of the next request: only a request brings something new."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._num_asked != num_asked)
+
+    def _is_unwanted(self) -> bool:
+        return self._is_stopped or self._num_asking > 0
