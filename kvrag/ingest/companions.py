@@ -364,7 +364,6 @@ class Companions:
 
     def _near(self, wanted: Iterable[Passage]) -> Iterator[Passage]:
         """Yield chunks of the index that are near some passages, of other documents if it can."""
-        vectors = self._storage.vectors.get()
         rows_of = self._storage.catalog.stored.rows()
         for source in self._planned:
             rows_of.pop(source, None)
@@ -377,6 +376,9 @@ class Companions:
             folder: (np.array(numbers, np.int64), np.array(sources, object))
             for folder, (numbers, sources) in here.items()
         }
+        if not admitted:
+            return
+        vectors = self._storage.vectors.get()
         near: set[int] = set()
         for one in wanted:
             if one.folder in admitted:

@@ -166,6 +166,25 @@ def test_a_first_document_gets_its_context_with_the_next(make_index: MakeIndex) 
     assert index.upkeep.verify().ok
 
 
+def test_chunks_of_one_document_precede_each_other(make_index: MakeIndex) -> None:
+    parts = [page(subject, number).text for number in range(1, 9) for subject in WORDS]
+    index = make_index(context=SIMILAR, chunk_tokens=64, embedding="hashing")
+    index.add(Document("book.txt", ".\n\n".join(parts)))
+    chunks = chunks_of(index)
+    assert len(chunks) > 3
+    for chunk in chunks:
+        before = pack_ids(chunk.contexts[0])
+        seen = [one for one in chunks if Heads([pack_ids(one.token_ids)]).are_in(before)]
+        assert seen
+        assert chunk not in seen
+    # What is cut anew is encoded anew, and after nothing that is gone.
+    index.add(Document("book.txt", ".\n\n".join(parts[: len(parts) // 2])))
+    heads = [Heads([pack_ids(one.token_ids)]) for one in chunks_of(index)]
+    for chunk in chunks_of(index):
+        assert any(one.are_in(pack_ids(chunk.contexts[0])) for one in heads)
+    assert index.upkeep.verify().ok
+
+
 @pytest.mark.parametrize("by_chunk", [False, True])
 def test_nothing_that_saw_a_deleted_text_remains(index: Index, by_chunk: bool) -> None:
     gone = next(one for one in PAGES if is_after(index, one))
