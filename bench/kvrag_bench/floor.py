@@ -82,7 +82,7 @@ class FloorMeter:
         """Return the floor of the query that `report` accounts for."""
         config = self._model.hf.config
         spec = self._model.spec
-        per_layer_weights = sum(linear.weight.numel() for linear in self._linears[0])
+        per_layer_weights = sum(_size(linear) for linear in self._linears[0])
         query_width = config.num_attention_heads * spec.head_dim
         # Fresh rows stand mostly at the end, recomputed ones anywhere: half the prompt is what
         # a row sees on average when all are computed, and a lower bound otherwise.
@@ -129,7 +129,7 @@ class FloorMeter:
                 for linear in layer:
                     nn.functional.linear(inputs[linear.in_features], linear.weight)
 
-        weights = sum(linear.weight.numel() for layer in self._linears for linear in layer)
+        weights = sum(_size(linear) for layer in self._linears for linear in layer)
         with torch.no_grad():
             return 2 * num_rows * weights / median_seconds(multiply, device=self._model.device)
 
@@ -139,6 +139,10 @@ def _bytes_per_second(device: torch.device) -> float:
     source = torch.ones(64 * 1024 * 1024 // 4, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
     return source.numel() * 4 / median_seconds(lambda: target.copy_(source), device=device)
+
+
+def _size(linear: nn.Linear) -> int:
+    return linear.in_features * linear.out_features
 
 
 def _linears(layer: nn.Module) -> Iterator[nn.Linear]:

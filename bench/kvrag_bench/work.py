@@ -87,10 +87,11 @@ def operations_needed(model: KVModel, fused: FusedPrompt) -> int:
     layers: Any = model.hf.base_model.layers
     query_width = config.num_attention_heads * spec.head_dim
     projection = 4 * spec.num_kv_heads * spec.head_dim * config.hidden_size
-    head: nn.Module = model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
-    total = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
+    head: nn.Linear = model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
+    total = 2 * head.in_features * head.out_features
     for layer_index, layer in enumerate(layers):
-        linear = 2 * sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
+        linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
+        linear = 2 * sum(one.in_features * one.out_features for one in linears)
         # Count what was chosen after the first layer; more rows in that one serve the choice.
         picks = fused.picks[max(layer_index, min(1, len(fused.picks) - 1))]
         rows = torch.cat([fused.fresh, picks])

@@ -26,30 +26,35 @@ static inline Floats halves(const u16* from) {
          (1.0f - __builtin_convertvector((bits >> 14) & 2, Floats));
 }
 
-// What is packed: see `GroupedLinear`.
+// Two quads of weights, of one vector of outputs.
+struct Pair {
+  Ints even, odd;
+};
+
+// What is packed: see `GroupedLinear`. `quad` is even.
+template <u32 kBits>
+static inline Pair pair_of(const u8* vector, u32 quad) {
+  const auto plane = [&](u32 number) { return load<Ints>(vector + 4 * number * kInt8Panel); };
+  if constexpr (kBits == 8) return {plane(quad), plane(quad + 1)};
+  const Ints both = plane(quad / 2);
+  Pair found{both & 0x0f0f0f0f, (both >> 4) & 0x0f0f0f0f};
+  if constexpr (kBits == 5) {
+    const Ints high = plane(4) >> static_cast<i32>(quad);
+    found.even |= (high & 0x01010101) << 4, found.odd |= ((high >> 1) & 0x01010101) << 4;
+  } else if constexpr (kBits == 6) {
+    const Ints high = plane(4 + quad / 4) >> static_cast<i32>(2 * (quad % 4));
+    found.even |= (high & 0x03030303) << 4, found.odd |= ((high >> 2) & 0x03030303) << 4;
+  }
+  return found;
+}
+
 template <u32 kBits>
 static inline void unpack(const u8* from, u8* to) {
   for (u32 v = 0; v < kVectors; ++v) {
-    const u8* const vector = from + 4 * v * kWidth;
-    const auto put = [&](u32 quad, const Ints& value) {
-      store(to + 4 * (quad * kInt8Panel + v * kWidth), value);
-    };
-    const auto plane = [&](u32 number) { return load<Ints>(vector + 4 * number * kInt8Panel); };
-    if constexpr (kBits == 8) {
-      for (u32 quad = 0; quad < kQuads; ++quad) put(quad, plane(quad));
-    } else {
-      for (u32 quad = 0; quad < kQuads; quad += 2) {
-        const Ints both = plane(quad / 2);
-        Ints even = both & 0x0f0f0f0f, odd = (both >> 4) & 0x0f0f0f0f;
-        if constexpr (kBits == 5) {
-          const Ints high = plane(4) >> static_cast<i32>(quad);
-          even |= (high & 0x01010101) << 4, odd |= ((high >> 1) & 0x01010101) << 4;
-        } else if constexpr (kBits == 6) {
-          const Ints high = plane(4 + quad / 4) >> static_cast<i32>(2 * (quad % 4));
-          even |= (high & 0x03030303) << 4, odd |= ((high >> 2) & 0x03030303) << 4;
-        }
-        put(quad, even), put(quad + 1, odd);
-      }
+    for (u32 quad = 0; quad < kQuads; quad += 2) {
+      const Pair pair = pair_of<kBits>(from + 4 * v * kWidth, quad);
+      store(to + 4 * (quad * kInt8Panel + v * kWidth), pair.even);
+      store(to + 4 * ((quad + 1) * kInt8Panel + v * kWidth), pair.odd);
     }
   }
 }
@@ -111,6 +116,7 @@ struct Products<true> {
   using Weights = Ints;
   using Inputs = Ints;
   static inline Weights weights_of(const u8* from) { return load<Ints>(from); }
+  static inline Weights weights_in(const Ints& four) { return four; }
   static inline Inputs inputs_of(const i8* from) { return Ints{} + load<i32>(from); }
   static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
     const Register pairs = KVRAG_MM(maddubs_epi16)((Register)weights, (Register)inputs);
@@ -211,6 +217,84 @@ static inline void some(const Unpacked<Kind>& from, const GroupedRows& rows, u64
   }
 }
 
+// Bytes ahead of those that are read: about what memory delivers while it answers.
+constexpr u64 kAhead = 4096;
+
+// Outputs of a panel, for few rows: weights go from memory to registers. Sums are those of `some`.
+template <class Kind, u32 kNumRows>
+static inline void few(const GroupedLinear& layer, const GroupedRows& rows, u64 row, u64 panel,
+                       float* out) {
+  using P = Products<(Kind::kBits < 8)>;
+  constexpr u32 kAtOnce = int8::kVectors, kScaled = kQuads / Kind::kParts;
+  constexpr u32 kScales = Kind::kParts * kInt8Panel, kBytes = grouped_bytes(Kind::kBits);
+  const u64 groups = grouped_groups(layer.num_inputs);
+  for (u32 first = 0; first < kVectors; first += kAtOnce) {
+    const u8* weight = layer.weight + panel * groups * kBytes;
+    const u16* scale = layer.scale + panel * groups * kScales + first * kWidth;
+    const u16* least = layer.least + panel * groups * kInt8Panel + first * kWidth;
+    Floats found[kNumRows][kAtOnce] = {};
+    for (u64 i = row * groups; i < (row + 1) * groups; ++i) {
+      if (first == 0) {
+        for (u32 at = 0; at < kBytes; at += 64) __builtin_prefetch(weight + kAhead + at);
+      }
+      const i8* const inputs = rows.values + i * kGroup;
+      for (u32 part = 0; part < Kind::kParts; ++part) {
+        Ints sums[kNumRows][kAtOnce];
+#pragma GCC unroll 4
+        for (u32 r = 0; r < kNumRows; ++r) {
+          i32 start = 0;
+          if constexpr (Kind::kOffset != 0) {
+            const i32* const summed = rows.sums + 2 * (r * groups + i);
+            start = -Kind::kOffset * (Kind::kParts == 1 ? summed[0] + summed[1] : summed[part]);
+          }
+#pragma GCC unroll 4
+          for (u32 v = 0; v < kAtOnce; ++v) sums[r][v] = Ints{} + start;
+        }
+#pragma GCC unroll 4
+        for (u32 quad = part * kScaled; quad < (part + 1) * kScaled; quad += 2) {
+#pragma GCC unroll 4
+          for (u32 v = 0; v < kAtOnce; ++v) {
+            const Pair pair = pair_of<Kind::kBits>(weight + 4 * (first + v) * kWidth, quad);
+            const typename P::Weights even = P::weights_in(pair.even),
+                                      odd = P::weights_in(pair.odd);
+#pragma GCC unroll 4
+            for (u32 r = 0; r < kNumRows; ++r) {
+              const i8* const x = inputs + r * groups * kGroup + 4 * quad;
+              P::add(sums[r][v], even, P::inputs_of(x));
+              P::add(sums[r][v], odd, P::inputs_of(x + 4));
+            }
+          }
+        }
+#pragma GCC unroll 4
+        for (u32 r = 0; r < kNumRows; ++r) {
+#pragma GCC unroll 4
+          for (u32 v = 0; v < kAtOnce; ++v) {
+            found[r][v] +=
+                __builtin_convertvector(sums[r][v], Floats) *
+                (rows.scales[r * groups + i] * halves(scale + part * kInt8Panel + v * kWidth));
+          }
+        }
+      }
+      if constexpr (Kind::kOffset == 0) {
+#pragma GCC unroll 4
+        for (u32 r = 0; r < kNumRows; ++r) {
+          const i32* const summed = rows.sums + 2 * (r * groups + i);
+          const float total =
+              rows.scales[r * groups + i] * static_cast<float>(summed[0] + summed[1]);
+#pragma GCC unroll 4
+          for (u32 v = 0; v < kAtOnce; ++v) found[r][v] += total * halves(least + v * kWidth);
+        }
+        least += kInt8Panel;
+      }
+      weight += kBytes, scale += kScales;
+    }
+    for (u32 r = 0; r < kNumRows; ++r) {
+      for (u32 v = 0; v < kAtOnce; ++v)
+        store(out + r * kInt8Panel + (first + v) * kWidth, found[r][v]);
+    }
+  }
+}
+
 // Outputs of a panel, for at most kGroupedRows rows.
 template <class Kind>
 static inline void sum_up(const GroupedLinear& layer, const GroupedRows& rows, u64 begin, u64 end,
@@ -220,6 +304,9 @@ static inline void sum_up(const GroupedLinear& layer, const GroupedRows& rows, u
   const u8* weight = layer.weight + panel * groups * grouped_bytes(Kind::kBits);
   const u16* scale = layer.scale + panel * groups * kScales;
   const u16* least = layer.least + panel * groups * kInt8Panel;
+  if (end - begin == 1) return few<Kind, 1>(layer, rows, begin, panel, out);
+  if (end - begin == 2) return few<Kind, 2>(layer, rows, begin, panel, out);
+  std::memset(out, 0, (end - begin) * kInt8Panel * sizeof(float));
   Unpacked<Kind> unpacked;
   for (u64 group = 0; group < groups; group += kGroupsAtOnce) {
     const u64 count = groups - group < kGroupsAtOnce ? groups - group : kGroupsAtOnce;
@@ -273,7 +360,7 @@ void grouped_quantise(const GroupedLinear& layer, const GroupedRows& rows, u64 b
 
 void grouped_multiply(const GroupedLinear& layer, const GroupedRows& rows, u64 begin, u64 end,
                       u64 panel) noexcept {
-  alignas(64) float sums[kGroupedRows * kInt8Panel] = {};
+  alignas(64) float sums[kGroupedRows * kInt8Panel];
   const bool is_even = layer.least == nullptr;
   using namespace grouped;
   const auto run = layer.bits == 4   ? is_even ? sum_up<Kind<4, 8, 8>> : sum_up<Kind<4, 8, 0>>

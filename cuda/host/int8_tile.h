@@ -29,6 +29,7 @@ struct Products {
   using Inputs = __m512i;
 
   static inline Weights weights_of(const u8* from) { return _mm512_loadu_si512(from); }
+  static inline Weights weights_in(const Ints& four) { return (__m512i)four; }
   static inline Inputs inputs_of(const i8* from) { return _mm512_set1_epi32(load<i32>(from)); }
   static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
     sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, weights, inputs);
@@ -46,8 +47,8 @@ struct Products {
   };
   using Inputs = Weights;
 
-  static inline Weights weights_of(const u8* from) {
-    const Ints four = load<Ints>(from);
+  static inline Weights weights_of(const u8* from) { return weights_in(load<Ints>(from)); }
+  static inline Weights weights_in(const Ints& four) {
     return {four & 0xff00ff, (four >> 8) & 0xff00ff};
   }
   static inline Inputs inputs_of(const i8* from) {
@@ -87,6 +88,11 @@ struct Products {
       found.at[i] = four;
     }
     return found;
+  }
+  static inline Weights weights_in(const Ints& four) {
+    u8 bytes[sizeof four];
+    std::memcpy(bytes, &four, sizeof four);
+    return weights_of(bytes);
   }
   static inline Inputs inputs_of(const i8* from) { return {{from[0], from[1], from[2], from[3]}}; }
   static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {

@@ -99,6 +99,7 @@ def convert(
     ],
 ) -> None:
     """Convert a GGUF model now rather than when it is first used."""
+    from kvrag.native import IS_COMPILED
     from kvrag.weights.cache import convert as convert_source
     from kvrag.weights.sources import find_gguf
 
@@ -109,7 +110,7 @@ def convert(
             "file, ollama:NAME or llama.cpp:NAME; other models need no conversion"
         )
     with console.working(f"converting {reference}"):
-        made = convert_source(source)
+        made = convert_source(source, is_small=IS_COMPILED)
     console.write(f"{made.folder}\n")
 
 

@@ -98,7 +98,7 @@ class Encoders:
         source = self._model_source()
         if self._has_model or not isinstance(source, str | Path):
             return self.model.folder
-        path = Path(resolve_model(source))
+        path = Path(resolve_model(source, is_small=None))
         return path if path.is_absolute() else None
 
     @cached_property

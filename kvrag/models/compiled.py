@@ -18,6 +18,7 @@ from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
 from kvrag.models.linears import most_rows, quantised_layer
+from kvrag.models.small import SmallLinear
 from kvrag.native import IS_COMPILED, Mass, RowLayers, Scores
 from kvrag.native.gpu.rows import Norm
 from kvrag.positions.rotary import RotaryTable
@@ -156,6 +157,7 @@ def describe_layers(
     asked, given = attention.q_proj.out_features, attention.k_proj.out_features
     width = attention.q_proj.in_features
     head_dim: int = attention.head_dim
+    kind = _KINDS[type(first).__name__.removesuffix(_LAYER)]
     widths = {
         **dict.fromkeys((HIDDEN, "normed", "moved"), width),
         **dict.fromkeys(("query", "gathered"), asked),
@@ -174,7 +176,7 @@ def describe_layers(
         widths,
         head_dim,
         (asked // head_dim, given // head_dim),
-        attention.q_proj.weight.dtype,
+        getattr(first, kind.norms[0]).weight.dtype,
         tuple(ids.index(one) for one in numbers),
     )
 
@@ -252,16 +254,19 @@ def _is_known(layer: nn.Module) -> bool:
         "mlp": family + "MLP",
         **dict.fromkeys(kind.norms, family + "RMSNorm"),
         **{f"self_attn.{name}": family + "RMSNorm" for name in head_norms},
-        **{f"self_attn.{name}": "Linear" for name in _ATTENTION_LINEARS},
-        **{f"mlp.{name}": "Linear" for name in _MLP_LINEARS},
     }
     found = dict(layer.named_modules())
+    linears = {f"self_attn.{name}" for name in _ATTENTION_LINEARS}
+    linears |= {f"mlp.{name}" for name in _MLP_LINEARS}
     activation = found.pop("mlp.act_fn", None)
     if type(activation).__name__ not in ACTIVATIONS or is_replaced(activation):
         return False
-    return found.keys() == parts.keys() and all(
-        type(module).__name__ == parts[name]
-        and (type(module) is nn.Linear or type(module).__module__.startswith(HOME))
+    return found.keys() == parts.keys() | linears and all(
+        (
+            type(module) in (nn.Linear, SmallLinear)
+            if name in linears
+            else type(module).__name__ == parts[name] and type(module).__module__.startswith(HOME)
+        )
         and not is_replaced(module)
         for name, module in found.items()
     )
@@ -289,7 +294,13 @@ class CompiledLayers:
         self._head_dim = description.head_dim
         widths, dtype = description.widths, description.dtype
         most_inputs = max(widths[name] for name in (HIDDEN, "gathered", "gate"))
-        self._most_rows = None if quantised else most_rows(dtype, most_inputs)
+        is_quantised = quantised is not None or all(
+            isinstance(one.layer, SmallLinear)
+            for operations in description.layers
+            for one in operations
+            if isinstance(one, Linear)
+        )
+        self._most_rows = None if is_quantised else most_rows(dtype, most_inputs)
         self._rows = rows = RowLayers(dtype, widths[HIDDEN])
         slots = {name: rows.add_slot(width) for name, width in widths.items() if name != HIDDEN}
         # Operations write to another slot than they read.
@@ -338,7 +349,9 @@ class CompiledLayers:
 
     def _linear(self, linear: nn.Linear, source: str, to: str, adds: bool) -> None:
         read, write = self._slots[source], self._slots["moved" if adds else to]
-        if self._quantised is not None:
+        if isinstance(linear, SmallLinear):
+            self._rows.quantised_linear(read, write, linear.kernel())
+        elif self._quantised is not None:
             layer = quantised_layer(linear, self._quantised)
             if layer is None:
                 raise ParameterError(f"weight: expected one that {self._quantised} can compute")

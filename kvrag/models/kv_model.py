@@ -60,6 +60,7 @@ from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowRunner
 from kvrag.models.schemes import find_positions
+from kvrag.native import IS_COMPILED
 from kvrag.process import after_fork, working
 
 
@@ -241,7 +242,8 @@ class KVModel(RowMethods):
             if dtype not in DTYPES:
                 raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
             dtype = DTYPES[dtype]
-        path = resolve_model(model)
+        is_small = IS_COMPILED and compute is None and str(device) in ("None", "cpu")
+        path = resolve_model(model, is_small=is_small and dtype in (None, torch.bfloat16))
         if tokenizer is not None:
             return cls._loaded(path, tokenizer, str(model), dtype, device, compute)
         with _loading:

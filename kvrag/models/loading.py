@@ -26,6 +26,7 @@ from kvrag import arguments, foreign
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.models import templates
 from kvrag.models.families import refuse_config
+from kvrag.models.small import small_layers
 from kvrag.models.tokens import encode, num_equal
 from kvrag.models.weightfiles import check_sizes
 from kvrag.native import instruction_set
@@ -61,11 +62,18 @@ _VOLATILE_CONFIG = {
 }
 
 
-def resolve_model(reference: str | Path) -> str:
+def resolve_model(reference: str | Path, *, is_small: bool | None = False) -> str:
     """Return a local folder as an absolute path, or a hub name unchanged.
 
     A GGUF file, by any of the references that `kvrag.weights.sources.find_gguf` knows, is
     converted once, which takes a minute and says so through `logging`.
+
+    Parameters
+    ----------
+    reference
+        What a user calls it.
+    is_small
+        Whether a GGUF file's weights stay in their bits; None takes what there is.
 
     Raises
     ------
@@ -80,7 +88,7 @@ def resolve_model(reference: str | Path) -> str:
     if text == EMBEDDED_MODEL:
         return _EMBEDDED_FOLDER
     if (gguf := find_gguf(reference)) is not None:
-        return str(convert(gguf, _log.info).folder)
+        return str(convert(gguf, _log.info, is_small=is_small).folder)
     path = arguments.path(text, "model")
     if path.is_dir():
         return str(path.resolve())
@@ -141,7 +149,9 @@ def load_tokenizer(reference: str | Path) -> PreTrainedTokenizerBase:
     UnsupportedModelError
         When the tokenizer is not a fast one: chunk boundaries need character offsets.
     """
-    tokenizer: PreTrainedTokenizerBase = from_pretrained(AutoTokenizer, resolve_model(reference))
+    tokenizer: PreTrainedTokenizerBase = from_pretrained(
+        AutoTokenizer, resolve_model(reference, is_small=None)
+    )
     check_tokenizer(tokenizer)
     encode(tokenizer, ["Ab 1\n"], add_special_tokens=True)  # it may panic
     return tokenizer
@@ -298,6 +308,11 @@ def load_weights(
             f"could not load {arguments.shown(reference)}: its files lack {len(missing):,} weights "
             f"of the model that config.json describes, first {missing[0]}; restore the files"
         )
+    if place is not None and place.type != "cpu" and small_layers(model):
+        raise ModelLoadError(
+            f"{arguments.shown(reference)} keeps a GGUF file's bits, which only CPUs compute with "
+            "here: name the file, not the folder of its conversion"
+        )
     if place is not None:
         model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
     model.eval()  # type: ignore[no-untyped-call]
@@ -326,7 +341,13 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     }
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     hashed: dict[int, bytes] = {}
+    small = {f"{name}.weight": layer for name, layer in small_layers(model).items()}
     for name, tensor in sorted(model.state_dict().items()):
+        if name in small:  # known since the file was converted
+            layer = small[name]
+            digest.update(f"{name} {torch.bfloat16} {layer.shape}".encode())
+            digest.update(bytes.fromhex(layer.digest))
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         address = tensor.data_ptr()
         if address not in hashed:  # tied weights are read once

@@ -36,6 +36,7 @@ from kvrag.native.kernels import (
 from kvrag.native.layers import RowLayers
 from kvrag.native.linear import (
     GROUP,
+    INT8_PANEL,
     MAX_INT8_INPUTS,
     MAX_ROWS,
     FewRowsLinear,
@@ -55,6 +56,7 @@ from kvrag.native.reconstruction import (
 __all__ = [
     "ATTENTION_TYPES",
     "GROUP",
+    "INT8_PANEL",
     "IS_COMPILED",
     "MAX_INT8_INPUTS",
     "MAX_ROWS",

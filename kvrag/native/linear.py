@@ -230,7 +230,12 @@ class GroupedWeight(NamedTuple):
 
     @classmethod
     def pack(
-        cls, bits: int, numbers: torch.Tensor, scale: torch.Tensor, least: torch.Tensor | None
+        cls,
+        bits: int,
+        numbers: torch.Tensor,
+        scale: torch.Tensor,
+        least: torch.Tensor | None,
+        factor: float | None = None,
     ) -> GroupedWeight:
         """Lay out numbers.
 
@@ -242,12 +247,14 @@ class GroupedWeight(NamedTuple):
             ``[N, K]`` uint8, below 2 to the power of `bits`.
         scale, least
             ``[N, ceil(K / GROUP)]`` float32, with 6 bits ``[N, ceil(K / GROUP) * 2]``.
+        factor
+            What `factor_of` says of these and others; None asks it of these.
         """
         num_outputs, num_inputs = numbers.shape
         panels, groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
-        top = max(float(part.abs().amax()) for part in (scale, least) if part is not None)
-        # The greatest is then below 2 ** 12, so that small ones keep all their digits.
-        factor = 2.0 ** (math.frexp(top)[1] - 12) if top else 1.0
+        if factor is None:
+            given = (part for part in (scale, least) if part is not None)
+            factor = cls.factor_of(max(float(part.abs().amax()) for part in given))
         pieces: list[list[torch.Tensor]] = [[], [], []]
         for first in range(0, num_outputs, _OUTPUTS_AT_ONCE):
             rows = slice(first, first + _OUTPUTS_AT_ONCE)
@@ -267,6 +274,38 @@ class GroupedWeight(NamedTuple):
             None if laid_least is None else laid_least[:, :, 0].contiguous(),
             factor,
         )
+
+    @staticmethod
+    def factor_of(top: float) -> float:
+        """Return the power of two that scales are divided by, to fit 16 bits, if none is above."""
+        # The greatest is then below 2 ** 12, so that small ones keep all their digits.
+        return float(2.0 ** (math.frexp(top)[1] - 12)) if top else 1.0
+
+    @staticmethod
+    def sizes(bits: int, shape: tuple[int, int], has_least: bool) -> tuple[int, int, int]:
+        """Return how many bytes numbers, scales and least of such weights take: what `of` reads."""
+        each = -(-shape[0] // INT8_PANEL) * -(-shape[1] // GROUP) * INT8_PANEL
+        return each * GROUP * bits // 8, each * (4 if bits == 6 else 2), each * 2 * has_least
+
+    @classmethod
+    def of(
+        cls, data: torch.Tensor, bits: int, shape: tuple[int, int], has_least: bool, factor: float
+    ) -> GroupedWeight:
+        """Return weights over bytes: numbers, scales and least as they lie, one after the other.
+
+        Raises
+        ------
+        ParameterError
+            If there are not as many bytes as `sizes` says.
+        """
+        sizes = cls.sizes(bits, shape, has_least)
+        check_shape(data.shape, (sum(sizes),), "data")
+        after, data = sizes[0] + sizes[1], data.detach()
+        numbers, scale, least = data[: sizes[0]], data[sizes[0] : after], data[after:]
+        panels = -(-shape[0] // INT8_PANEL)
+        laid = scale.view(torch.float16).view(panels, -(-shape[1] // GROUP), -1, INT8_PANEL)
+        added = least.view(torch.float16).view(*laid.shape[:2], INT8_PANEL) if has_least else None
+        return cls(bits, shape, numbers.view(*laid.shape[:2], -1), laid, added, factor)
 
     @classmethod
     def quantise(cls, weight: torch.Tensor, bits: int) -> GroupedWeight:

@@ -65,12 +65,17 @@ def cache_folder() -> Path:
     return arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "models"
 
 
-def converted(source: GgufSource) -> ConvertedModel | None:
+def converted(source: GgufSource, *, is_small: bool = False) -> ConvertedModel | None:
     """Return the conversion of a GGUF file, or None where there is none, or it is incomplete."""
-    return _read(_folder_of(source))
+    return _read(_folder_of(source, is_small))
 
 
-def convert(source: GgufSource, say: Callable[[str], None] = lambda _: None) -> ConvertedModel:
+def convert(
+    source: GgufSource,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    is_small: bool | None = False,
+) -> ConvertedModel:
     """Return the conversion of a GGUF file; make it first where there is none.
 
     The folder appears whole or not at all. If two processes convert one file at the same time,
@@ -82,6 +87,9 @@ def convert(source: GgufSource, say: Callable[[str], None] = lambda _: None) -> 
         The file.
     say
         Called with a line before and after the work.
+    is_small
+        Whether matrices keep their bits, for the CPU, where their types are known. None takes any
+        conversion that there is, and makes such a one.
 
     Raises
     ------
@@ -89,18 +97,21 @@ def convert(source: GgufSource, say: Callable[[str], None] = lambda _: None) -> 
         When the file is absent, is not the one that was published, or cannot be converted, or
         there is no room.
     """
-    if found := converted(source):
+    if found := converted(source, is_small=is_small is not False):
+        return found
+    if (is_small is None or not source.files) and (found := converted(source)):
         return found
     if not source.files:
         raise ModelLoadError(source.absence)
-    target = _folder_of(source)
+    is_small = is_small is not False
+    target = _folder_of(source, is_small)
     say(f"converting {source.name} ({source.num_bytes / 1e6:,.0f} MB) once, into {target.parent}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
             folder = Path(scratch) / "model"
             folder.mkdir(mode=0o755)
-            _run(_whole(source, Path(scratch)), folder, source)
+            _run(_whole(source, Path(scratch)), folder, source, is_small)
             files = {path.name: _sha256([path]) for path in sorted(folder.iterdir())}
             size = sum(path.stat().st_size for path in folder.iterdir())
             made = ConvertedModel(target, source.name, _told(source), files, size)
@@ -112,10 +123,14 @@ def convert(source: GgufSource, say: Callable[[str], None] = lambda _: None) -> 
             f"cannot convert {source.name} into {target.parent}: {error.strerror or error}. It "
             "takes about 2 bytes for each weight; KVRAG_MODELS names another folder"
         ) from error
-    found = converted(source)
+    found = converted(source, is_small=is_small)
     if found is None:
         raise ModelLoadError(f"{target} vanished while {source.name} was converted; try again")
-    say(f"converted {source.name}: {found.num_bytes / 1e6:,.0f} MB")
+    kept = is_small and '"quantization_config"' in (target / "config.json").read_text()
+    why = (
+        "; no matrix of it can stay in its bits, so all are in 16" if is_small and not kept else ""
+    )
+    say(f"converted {source.name}: {found.num_bytes / 1e6:,.0f} MB{why}")
     return found
 
 
@@ -140,9 +155,9 @@ def remove(model: ConvertedModel) -> None:
     shutil.rmtree(gone)
 
 
-def _folder_of(source: GgufSource) -> Path:
+def _folder_of(source: GgufSource, is_small: bool) -> Path:
     slug = re.sub(r"[^a-z0-9.]+", "-", source.name.lower()).strip("-.")[:60] or "model"
-    return cache_folder() / f"{slug}-{source.identity}"
+    return cache_folder() / f"{slug}-{source.identity}{'-small' if is_small else ''}"
 
 
 def _read(folder: Path) -> ConvertedModel | None:
@@ -180,10 +195,11 @@ def _whole(source: GgufSource, scratch: Path) -> Path:
     return joined
 
 
-def _run(path: Path, folder: Path, source: GgufSource) -> None:
+def _run(path: Path, folder: Path, source: GgufSource, is_small: bool) -> None:
     # -P: imports nothing from the working directory.
+    command = [sys.executable, "-P", "-m", "kvrag.weights.convert", str(path), str(folder)]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "kvrag.weights.convert", str(path), str(folder)],
+        [*command, "small"] if is_small else command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

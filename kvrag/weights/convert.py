@@ -1,7 +1,7 @@
-"""The process that converts a GGUF file to a folder: bfloat16 weights, tokenizer, chat template.
+"""The process that converts a GGUF file to a folder: weights, tokenizer, chat template.
 
-Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER``. Dequantising takes
-memory that only the end of a process returns, and `_read_once` changes the libraries.
+Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER [small]``. Dequantising
+takes memory that only the end of a process returns, and `_read_once` changes the libraries.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
 from kvrag.foreign import reason
+from kvrag.weights import packing
 
 
-def convert(path: Path, folder: Path) -> None:
+def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     """Write the model of a GGUF file into a folder, as safetensors.
 
     Parameters
@@ -26,6 +27,8 @@ def convert(path: Path, folder: Path) -> None:
         The file, in one piece.
     folder
         Exists and is empty.
+    is_small
+        Whether matrices keep their bits where they can; all other weights become bfloat16.
 
     Raises
     ------
@@ -49,12 +52,16 @@ def convert(path: Path, folder: Path) -> None:
     inside = {"gguf_file": path.name, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **inside)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent),
-            **inside,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
+        planned = packing.plan(path, reader) if is_small else None
+        if planned is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path.parent),
+                **inside,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        else:
+            model = planned.model
     except BaseException as error:  # a foreign file takes the libraries anywhere
         raise ModelLoadError(
             f"Transformers cannot read {path} (architecture "
@@ -66,7 +73,7 @@ def convert(path: Path, folder: Path) -> None:
     known = ends if isinstance(ends, list) else [ends]
     model.generation_config.eos_token_id = sorted({*known, *end_of_turn} - {None}) or None
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    (model if planned is None else planned).save_pretrained(folder)
 
 
 def _check_types(path: Path, reader: Any) -> None:
@@ -120,6 +127,6 @@ def _ends(reader: Any) -> set[int]:
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
         try:
-            convert(Path(sys.argv[1]), Path(sys.argv[2]))
+            convert(Path(sys.argv[1]), Path(sys.argv[2]), is_small=sys.argv[3:] == ["small"])
         except ModelLoadError as error:
             sys.exit(str(error))

@@ -40,8 +40,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the process that converts: it imports libraries for seconds."""
 
-    def copy(path: Path, folder: Path, source: GgufSource) -> None:
-        (folder / "config.json").write_text(json.dumps({"name": source.name}))
+    def copy(path: Path, folder: Path, source: GgufSource, is_small: bool) -> None:
+        (folder / "config.json").write_text(json.dumps({"name": source.name, "small": is_small}))
         (folder / "model.safetensors").write_bytes(path.read_bytes())
 
     monkeypatch.setattr("kvrag.weights.cache._run", copy)

@@ -1,0 +1,158 @@
+"""Weights that stay small: a GGUF file's bits, in the order that kernels on the CPU read them.
+
+`kvrag.weights.convert` writes the folders. Their ``config.json`` names each such weight, as a kind
+of quantisation that Transformers learns here; the bytes are mapped from the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvrag.errors import ModelLoadError
+from kvrag.native import ATTENTION_TYPES, IS_COMPILED, GroupedLinear, GroupedWeight
+from kvrag.weights.packing import METHOD, VERSION
+
+
+class _Small:
+    """What layers over such weights share. A mixin of modules with a `weight` and a `bias`."""
+
+    weight: torch.Tensor
+    digest: str
+    """The digest of the weights in bfloat16, as fingerprints have it."""
+    shape: tuple[int, int]
+
+    def _take(self, described: dict[str, Any]) -> None:
+        self.shape = shape = (int(described["shape"][0]), int(described["shape"][1]))
+        self.digest = str(described["digest"])
+        kind = int(described["bits"]), shape, bool(described["has_least"])
+        self._kind = *kind, float(described["factor"])
+        data = torch.empty(sum(GroupedWeight.sizes(*kind)), dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self._laid: tuple[torch.Tensor, GroupedWeight] | None = None
+
+    def laid(self) -> GroupedWeight:
+        """Return the weights for kernels, over the bytes that are loaded."""
+        if self._laid is None or self._laid[0] is not self.weight:
+            self._laid = self.weight, GroupedWeight.of(self.weight, *self._kind)
+        return self._laid[1]
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all weights ``[N, K]`` as numbers."""
+        return self.laid().rows(torch.arange(self.shape[0]), dtype)
+
+
+class SmallLinear(_Small, nn.Linear):
+    """A linear layer over a GGUF file's bits. Rows are rounded to 8 bits, by groups of 32 inputs.
+
+    Gradients, and rows of other types than kernels take, go through the weights as numbers.
+
+    Parameters
+    ----------
+    layer
+        The layer that it replaces.
+    described
+        What the folder's ``config.json`` says of its weights.
+    """
+
+    def __init__(self, layer: nn.Linear, described: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self._take(described)
+        self._computes: tuple[GroupedWeight, torch.Tensor | None, GroupedLinear] | None = None
+
+    def kernel(self) -> GroupedLinear:
+        """Return what computes the layer."""
+        laid, bias, known = self.laid(), self.bias, self._computes
+        if known is None or known[0] is not laid or known[1] is not bias:
+            known = self._computes = laid, bias, GroupedLinear(laid, bias)
+        return known[2]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., out_features]``."""
+        if rows.dtype in ATTENTION_TYPES and not (torch.is_grad_enabled() and rows.requires_grad):
+            return self.kernel()(rows)
+        return linear(rows, self.numbers(torch.float32).to(rows.dtype), self.bias)
+
+
+class SmallEmbedding(_Small, nn.Embedding):
+    """A table of embeddings over a GGUF file's bits. Parameters as `SmallLinear`."""
+
+    def __init__(self, layer: nn.Embedding, described: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        self.padding_idx = layer.padding_idx
+        # Gemma multiplies what it looks up.
+        self._factor: float | None = getattr(layer, "scalar_embed_scale", None)
+        # Its type follows the model's.
+        like = torch.empty(0, dtype=layer.weight.dtype, device="meta")
+        self.register_buffer("_like", like, persistent=False)
+        self._take(described)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., embedding_dim]``."""
+        dtype = self._buffers["_like"].dtype  # type: ignore[union-attr]  # it is there
+        found = self.laid().rows(ids, dtype)
+        return found if self._factor is None else found * torch.tensor(self._factor).to(dtype)
+
+
+def small_layers(model: nn.Module) -> dict[str, _Small]:
+    """Return a model's layers over a GGUF file's bits, by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, _Small)}
+
+
+@register_quantization_config(METHOD)
+class _Config(QuantizationConfigMixin):
+    """What ``config.json`` says of such weights."""
+
+    def __init__(self, *, version: int, weights: dict[str, dict[str, Any]], **_: object) -> None:
+        self.quant_method = METHOD  # type: ignore[assignment]  # a name of ours
+        self.version, self.weights = version, weights
+
+
+@register_quantizer(METHOD)
+class _Quantizer(HfQuantizer):
+    """Puts layers over a GGUF file's bits in place of a model's own, while it is loaded."""
+
+    requires_calibration = False
+    quantization_config: _Config
+
+    def validate_environment(self, *_: object, **__: object) -> None:
+        if self.quantization_config.version != VERSION:
+            raise ModelLoadError(
+                f"this GGUF file was converted by another version of kvrag (format "
+                f"{self.quantization_config.version}, expected {VERSION}); convert it again: kvrag "
+                "models rm NAME"
+            )
+        if not IS_COMPILED:
+            raise ModelLoadError("weights by groups need kvrag's compiled kernels: 'kvrag doctor'")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
+        for name, described in self.quantization_config.weights.items():
+            layer: Any = model.get_submodule(name)
+            made = SmallEmbedding if isinstance(layer, nn.Embedding) else SmallLinear
+            model.set_submodule(name, made(layer, described))
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **_: object
+    ) -> PreTrainedModel:
+        # A fingerprint has the configuration without it, and other numbers may change their type.
+        loaded: Any = model
+        del loaded.config.quantization_config
+        loaded.is_quantized = False
+        return model
+
+    def is_serializable(self, *_: object) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
