@@ -105,7 +105,7 @@ def ingest(
         bool,
         o.setting(
             "--first-records",
-            help="With a filler, also store each chunk's KV for the first place of a prompt now. "
+            help="With a filler or similar, also store each chunk's KV for the first place of a prompt now. "
             "Otherwise the first prompt that begins with the chunk computes and stores it.",
         ),
     ] = False,

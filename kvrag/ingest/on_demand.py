@@ -1,6 +1,6 @@
 """Records that ingestion leaves out, and the first prompt that needs one makes.
 
-In an index with a filler, these are the records of chunks alone. Such a record is exact where its
+In an index with a filler, or context ``similar``, these are the records of chunks alone. Such a record is exact where its
 chunk stands first in a prompt, and most chunks never do. Making it costs that prompt what computing
 the chunk would have cost. A thread then stores it, for later prompts.
 """
@@ -145,11 +145,14 @@ class OnDemand:
     # -- private -----------------------------------------------------------------------------
 
     def _make_missing(self, chunk: Chunk, check: Callable[[], None] | None = None) -> int:
-        """Make a chunk's optional records that the store lacks; return their bytes."""
-        num_bytes = 0
-        for alone in chunk.encodings():
-            key = self._storage.config.key_of(alone)
-            if chunk.is_optional(alone.contexts[0]) and not self._storage.store.contains(key):
+        """Make the record of a chunk alone if the store lacks it; return its bytes.
+
+        It is optional, or the only one: what the chunk was encoded after was deleted.
+        """
+        config, num_bytes = self._storage.config, 0
+        for alone in chunk.encodings() if config.chunk_context.is_shared else ():
+            key = config.key_of(alone)
+            if not alone.contexts[0] and not self._storage.store.contains(key):
                 more = () if check is None else (check,)
                 num_bytes += self._store(key, alone, self._encoders.prefill(alone, *more))
         return num_bytes

@@ -197,7 +197,10 @@ def test_nothing_that_saw_a_deleted_text_remains(index: Index, by_chunk: bool) -
     assert index.catalog.stored.has_sound_tables()
     index.upkeep.gc()
     assert not any(map(index.store.contains, seen.values()))
-    # Until the next ingestion, prompts compute them.
+    # Until the next ingestion, prompts compute them, or they are made alone while nobody asks.
+    assert not index.upkeep.verify().ok
+    assert index.on_demand.make_all() == len(PAGES) - 1
+    assert index.upkeep.verify().ok
     report = index.add([])
     assert report.num_records == len(seen)
     assert all(standing(index, chunk) for chunk in index.get_chunks([*seen]))
