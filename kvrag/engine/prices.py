@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -187,8 +188,13 @@ def _key(model: KVModel, fingerprint: str) -> str:
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else os.uname().machine
     num_threads = torch.get_num_threads() if device.type == "cpu" else 0
-    values = fingerprint, device.type, name, num_threads, model.compute, version("kvrag")
+    values = fingerprint, device.type, name, num_threads, model.compute, _version()
     return json.dumps([*map(str, values), torch.__version__])
+
+
+@cache
+def _version() -> str:
+    return version("kvrag")  # reads a file
 
 
 def _path(key: str) -> Path:

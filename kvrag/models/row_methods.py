@@ -47,6 +47,8 @@ class RowMethods:
     # The layers' state when they were described, and for a card what kernels may compute.
     _seen: tuple[object, ...] | None = None
     _described: Description | None = None
+    # What layers were compiled to in that state, without copies of their weights.
+    _made: CompiledLayers | None = None
     _slots: Slots | None = None
     _graphs: RowGraphs | None = None
     compute: str
@@ -191,9 +193,14 @@ class RowMethods:
                 if described is not None:
                     self._slots = Slots(described, self.device)
                     self._graphs = RowGraphs(described, self._slots, self.device, self.lock)
-            self._described, self._seen = described, seen
+            self._described, self._seen, self._made = described, seen, None
         if is_on_cpu:
-            return compile_layers(self._described, quantised=quantised)
+            made = self._made
+            if made is None:
+                made = compile_layers(self._described, quantised=quantised)
+                # Quantised weights are copies: in-place changes count from the next prompt on.
+                self._made = made if quantised is None else None
+            return made
         if self._described is None or self._slots is None or self._graphs is None:
             return None
         return CapturedLayers(self._described, self._slots, self._graphs)
