@@ -127,18 +127,9 @@ class LlamaCpp:
     def __init__(self, model: str) -> None:
         import xllamacpp
 
-        named = named_model(model)
-        files = () if named is None else named.files()
-        if len(files) != 1 and not model.endswith(".gguf"):
-            raise ParameterError(f"llama.cpp needs one GGUF file, and {model} has {len(files)}")
-        options = xllamacpp.CommonParams()
-        options.model.path = str(files[0]) if files else model
+        options = llama_cpp_options(model)
         options.n_ctx = 8192
         options.n_parallel = 1
-        options.n_cache_reuse = 64
-        options.verbosity = 0
-        options.cpuparams.n_threads = torch.get_num_threads()
-        options.cpuparams_batch.n_threads = torch.get_num_threads()
         self._server = xllamacpp.Server(options)
         self._tokenizer = load_tokenizer(model)
 
@@ -171,6 +162,23 @@ class LlamaCpp:
             raise ParameterError("llama.cpp answered nothing")
         total = time.perf_counter() - started
         return _timed("".join(pieces), times[0] - started, total, len(times) - 1)
+
+
+def llama_cpp_options(model: str) -> Any:
+    """Return how llama.cpp runs a model of one GGUF file; ParameterError if there is none."""
+    import xllamacpp
+
+    named = named_model(model)
+    files = () if named is None else named.files()
+    if len(files) != 1 and not model.endswith(".gguf"):
+        raise ParameterError(f"llama.cpp needs one GGUF file, and {model} has {len(files)}")
+    options = xllamacpp.CommonParams()
+    options.model.path = str(files[0]) if files else model
+    options.n_cache_reuse = 64
+    options.verbosity = 0
+    options.cpuparams.n_threads = torch.get_num_threads()
+    options.cpuparams_batch.n_threads = torch.get_num_threads()
+    return options
 
 
 class KVBoost:

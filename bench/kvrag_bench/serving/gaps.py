@@ -228,8 +228,8 @@ def measure_gaps(model: str, seconds: float, say: Callable[[str], None]) -> list
         corpus = generate_corpus(1, num_questions=10)
         with Index.create(path, model=model) as index:
             index.add([Document(one.document_id, one.text) for one in corpus.documents])
-        with serving_index(path, "--allow-upload", "--session-bytes", "0") as url:
-            return asyncio.run(_measure_all(url, corpus.questions[0].question, seconds, say))
+        with serving_index(path, "--allow-upload", "--session-bytes", "0") as server:
+            return asyncio.run(_measure_all(server.url, corpus.questions[0].question, seconds, say))
 
 
 async def _measure_all(

@@ -127,11 +127,13 @@ def measure_streams(options: StreamsOptions, say: Callable[[str], None]) -> list
         rows = []
         limits = ["--streams", str(options.max_streams), "--waiting", str(options.num_clients)]
         # The clients ask few prompts, again and again.
-        with serving_index(path, *limits, "--session-bytes", "0") as url:
+        with serving_index(path, *limits, "--session-bytes", "0") as server:
             for num_clients, share in ((1, _ALONE_SHARE), (options.num_clients, 1.0)):
                 say(f"{num_clients} streams at a time")
                 seen = asyncio.run(
-                    _ask_all(url, asked, num_clients, share * options.seconds, options.max_tokens)
+                    _ask_all(
+                        server.url, asked, num_clients, share * options.seconds, options.max_tokens
+                    )
                 )
                 rows.append(_row(seen, num_clients))
     return rows
@@ -142,23 +144,42 @@ def _prompt(index: Index, question: str, num_chunks: int) -> str:
     return "\n\n".join([*texts, f"Question: {question}\nAnswer:"])
 
 
+@dataclass(frozen=True)
+class StartedServer:
+    """A server in another process: the address of its API, and the process."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
-def serving_index(index: Path, *options: str) -> Iterator[str]:
-    """Yield the address of `kvrag serve` with these options, in another process."""
-    command = [sys.executable, "-m", "kvrag", "serve", "--index", str(index), "--port", "0"]
-    command += options
+def serving_index(index: Path, *options: str) -> Iterator[StartedServer]:
+    """Yield `kvrag serve` with these options."""
+    words = ("-m", "kvrag", "serve", "--index", str(index), "--port", "0", *options)
+    with started(*words) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(*words: str) -> Iterator[StartedServer]:
+    """Yield the server that Python starts by these words, and that prints its address."""
     environment = {name: one for name, one in os.environ.items() if name != "KVRAG_SERVER_KEY"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as server:
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
         try:
-            assert server.stdout is not None
-            url = server.stdout.readline().strip()
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
             if not url:
-                raise EngineError("the server did not start; run 'kvrag serve' to see why")
-            yield url
+                command = " ".join(words[:3])
+                raise EngineError(f"the server did not start; run 'python {command}' to see why")
+            yield StartedServer(url, process.pid)
         finally:
-            server.terminate()
+            process.terminate()
 
 
 async def _ask_all(

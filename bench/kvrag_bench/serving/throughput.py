@@ -1,0 +1,298 @@
+"""Many clients, other questions, the same documents: `kvrag serve` with and without reuse.
+
+Each way answers its questions in turn with the others, so a busy machine slows them all. No prompt
+is asked twice: only the documents in it were there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvrag.engine.asking import Asking
+from kvrag.errors import EngineError, ParameterError
+from kvrag.ingest.index import Index
+from kvrag.plugins import require
+from kvrag_bench.corpora import read_handbook
+from kvrag_bench.serving.streams import StartedServer, serving_index, started
+
+FULL, LLAMA_CPP = "full prefill", "llama.cpp"
+WAYS: dict[str, dict[str, Any]] = {
+    "kvrag": {},
+    "kvrag none": {"policy": "none"},
+    FULL: {"reuse": False},
+}
+"""What `kvrag serve` is asked for, by the name of the way."""
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    model
+        The model.
+    ways
+        Names of `WAYS`, and `LLAMA_CPP`, which answers the same prompts from a server of its own.
+    clients
+        Numbers of clients, each of which asks again as soon as its answer has ended.
+    num_requests, num_rounds
+        Requests of each round, and rounds of each way and number of clients.
+    num_chunks, max_tokens
+        Chunks in a prompt, and most tokens of an answer.
+    serve
+        Further options of `kvrag serve`.
+    """
+
+    model: str
+    ways: tuple[str, ...] = (*WAYS, LLAMA_CPP)
+    clients: tuple[int, ...] = (8, 32)
+    num_requests: int = 32
+    num_rounds: int = 2
+    num_chunks: int = 4
+    max_tokens: int = 32
+    serve: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = (*WAYS, LLAMA_CPP)
+        if unknown := [one for one in self.ways if one not in known]:
+            raise ParameterError(f"way {unknown[0]!r}: expected {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class ThroughputRow:
+    """What clients saw of one way.
+
+    Attributes
+    ----------
+    way, num_clients
+        What was measured.
+    num_answers, num_failed
+        Answers, and requests without one.
+    prompt_tokens, answer_tokens
+        Means of the answers.
+    requests_per_minute, of_full
+        By the clock, and how many times those of full prefill with as many clients; None without.
+    ttft_p50_seconds, ttft_p95_seconds
+        Time to the first text, the wait included.
+    processor_ms
+        Processor time of the server for each answer.
+    megabytes
+        Memory of the server at the end.
+    """
+
+    way: str
+    num_clients: int
+    num_answers: int
+    num_failed: int
+    prompt_tokens: float
+    answer_tokens: float
+    requests_per_minute: float
+    of_full: float | None
+    ttft_p50_seconds: float
+    ttft_p95_seconds: float
+    processor_ms: float
+    megabytes: float
+
+
+@dataclass
+class _Seen:
+    ttft: list[float] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    num_failed: int = 0
+    seconds: float = 0.0
+    processor: float = 0.0
+    megabytes: float = 0.0
+
+
+def measure_throughput(
+    options: ThroughputOptions, say: Callable[[str], None] = lambda _: None
+) -> list[ThroughputRow]:
+    """Measure each way with each number of clients.
+
+    Raises
+    ------
+    ParameterError
+        When the extra ``serve`` or the package of llama.cpp is not installed.
+    EngineError
+        When a server does not start.
+    """
+    require("aiohttp", "serve")
+    if not Path("/proc/self/statm").exists():
+        raise ParameterError("processor time of a server is known on Linux alone")
+    most = max(options.clients)
+    limits = ["--streams", str(most), "--waiting", str(most), *options.serve]
+    seen: dict[tuple[int, str], _Seen] = {}
+    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
+        say("indexing")
+        path = Path(folder) / "index"
+        documents, cases = read_handbook()
+        with Index.create(path, model=options.model) as index:
+            index.add(documents)
+            index.on_demand.make_all()
+            asking = _Asking(index, [case.question for case in cases], options)
+            with _serving(path, limits, options) as servers:
+                asyncio.run(_warm_up(servers, asking, options))
+                for clients in options.clients:
+                    for number in range(options.num_rounds):
+                        for way in options.ways[:: 1 if number % 2 == 0 else -1]:
+                            say(f"{way}, {clients} clients, round {number + 1}")
+                            into = seen.setdefault((clients, way), _Seen())
+                            asyncio.run(_round(servers[way], way, clients, asking, into))
+    full = {clients: _rate(one) for (clients, way), one in seen.items() if way == FULL}
+    return [_row(way, clients, one, full.get(clients)) for (clients, way), one in seen.items()]
+
+
+class _Asking:
+    """Makes requests that nobody has made before."""
+
+    def __init__(self, index: Index, questions: list[str], options: ThroughputOptions) -> None:
+        self._index, self._questions, self.options = index, questions, options
+        self._num_asked = 0
+        self.model = index.model.name
+
+    def next(self, way: str, max_tokens: int | None = None) -> dict[str, Any]:
+        """Return the body of a request."""
+        options, number = self.options, self._num_asked
+        self._num_asked += 1
+        question = f"{self._questions[number % len(self._questions)]} (case {number})"
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": max_tokens or options.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if way in WAYS:
+            return body | {"kvrag": WAYS[way] | {"k": options.num_chunks}}
+        hits = self._index.search(question, options.num_chunks)
+        content = Asking().message(question, [hit.chunk.text for hit in hits])
+        return body | {"messages": [{"role": "user", "content": content}]}
+
+
+@contextlib.contextmanager
+def _serving(
+    path: Path, limits: list[str], options: ThroughputOptions
+) -> Iterator[dict[str, StartedServer]]:
+    """Yield the server of each way, in processes of their own."""
+    theirs = ("-m", "kvrag_bench.serving.llamacpp", options.model, str(max(options.clients)))
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, StartedServer] = {}
+        if any(way in WAYS for way in options.ways):
+            servers |= dict.fromkeys(WAYS, stack.enter_context(serving_index(path, *limits)))
+        if LLAMA_CPP in options.ways:
+            servers[LLAMA_CPP] = stack.enter_context(started(*theirs))
+        yield servers
+
+
+def _processor_seconds(server: StartedServer) -> float:
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _megabytes(server: StartedServer) -> float:
+    pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+async def _warm_up(
+    servers: dict[str, StartedServer], asking: _Asking, options: ThroughputOptions
+) -> None:
+    """Ask each way twice: the first answers pack weights, and measure what computing costs."""
+    for way in options.ways:
+        for _ in range(2):
+            await _ask_all(servers[way].url, [asking.next(way, 2)], 1, asking, way, _Seen())
+
+
+async def _round(
+    server: StartedServer, way: str, clients: int, asking: _Asking, into: _Seen
+) -> None:
+    bodies = [asking.next(way) for _ in range(max(clients, asking.options.num_requests))]
+    processor, begun = _processor_seconds(server), time.perf_counter()
+    await _ask_all(server.url, bodies, clients, asking, way, into)
+    into.seconds += time.perf_counter() - begun
+    into.processor += _processor_seconds(server) - processor
+    into.megabytes = _megabytes(server)
+
+
+async def _ask_all(
+    url: str, bodies: list[dict[str, Any]], clients: int, asking: _Asking, way: str, seen: _Seen
+) -> None:
+    import aiohttp
+
+    left = list(bodies)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+        model = asking.model
+        if way in WAYS:
+            async with session.get(f"{url}/models") as response:
+                names = [one["id"] for one in (await response.json())["data"]]
+            model = next(name for name in names if name.startswith("rag:"))
+
+        async def client() -> None:
+            while left:
+                await _ask(session, url, left.pop(0) | {"model": model}, seen)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+
+async def _ask(session: Any, url: str, body: dict[str, Any], seen: _Seen) -> None:
+    import aiohttp
+
+    begun, first, usage = time.perf_counter(), None, None
+    try:
+        async with session.post(f"{url}/chat/completions", json=body) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                texts = [one.get("delta", {}).get("content") for one in event.get("choices", ())]
+                if first is None and any(texts):
+                    first = time.perf_counter() - begun
+    except aiohttp.ClientError:
+        usage = None
+    if usage is None:
+        seen.num_failed += 1
+        return
+    # An answer may be empty.
+    seen.ttft.append(time.perf_counter() - begun if first is None else first)
+    seen.prompt.append(usage["prompt_tokens"])
+    seen.answer.append(usage["completion_tokens"])
+
+
+def _rate(seen: _Seen) -> float:
+    return 60.0 * len(seen.ttft) / seen.seconds
+
+
+def _row(way: str, clients: int, seen: _Seen, full: float | None) -> ThroughputRow:
+    if not seen.ttft:
+        raise EngineError(f"{way}: none of {seen.num_failed} requests was answered")
+    return ThroughputRow(
+        way=way,
+        num_clients=clients,
+        num_answers=len(seen.ttft),
+        num_failed=seen.num_failed,
+        prompt_tokens=float(np.mean(seen.prompt)),
+        answer_tokens=float(np.mean(seen.answer)),
+        requests_per_minute=_rate(seen),
+        of_full=_rate(seen) / full if full else None,
+        ttft_p50_seconds=median(seen.ttft),
+        ttft_p95_seconds=float(np.quantile(seen.ttft, 0.95)),
+        processor_ms=1e3 * seen.processor / len(seen.ttft),
+        megabytes=seen.megabytes,
+    )
