@@ -264,6 +264,7 @@ def narrow(layers: RowLayers) -> int:
 
 
 SQUARE = torch.ones(WIDTH, WIDTH)
+EIGHTS = Int8Linear(torch.ones(3, 4))
 ATTENDING: dict[str, Any] = {"head_dim": 8, "scores": Scores(1.0)}
 
 
@@ -274,7 +275,7 @@ ATTENDING: dict[str, Any] = {"head_dim": 8, "scores": Scores(1.0)}
         (lambda layers, slot: layers.linear(0, slot, torch.ones(3, WIDTH), None), "weight"),
         (lambda layers, slot: layers.linear(0, slot, SQUARE.bfloat16(), None), "weight"),
         (lambda layers, slot: layers.linear(0, slot, SQUARE, torch.ones(3)), "bias"),
-        (lambda layers, slot: layers.quantised_linear(0, slot, Int8Linear(torch.ones(3, 4))), "layer"),
+        (lambda layers, slot: layers.quantised_linear(0, slot, EIGHTS), "layer"),
         (lambda layers, slot: layers.norm(0, slot, torch.ones(5), 1.0, adds_one=False), "weight"),
         (lambda layers, slot: layers.gate(0, slot, layers.add_slot(3), is_gelu=False), "widths"),
         (lambda layers, slot: layers.add(0, slot, layers.add_slot(3)), "widths"),
