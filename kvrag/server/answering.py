@@ -24,6 +24,7 @@ from kvrag.ingest.rows import DocumentRow
 from kvrag.llms.shape import Shape
 from kvrag.optiontable import options_of
 from kvrag.server.batches import left
+from kvrag.server.citing import supports
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.queue import AnswerQueue, Job
 from kvrag.server.requests import Generating
@@ -63,21 +64,41 @@ def title_of(one: Chunk | DocumentRow) -> str:
     return str(one.metadata.get("title") or PurePath(one.source).name)
 
 
-def citations(answer: Answer) -> list[Annotation]:
-    """Return a citation for each chunk that was in the prompt, best first."""
+def citations(answer: Answer, question: str = "") -> list[Annotation]:
+    """Return citations of each chunk that was in the prompt, best first.
+
+    Parameters
+    ----------
+    answer
+        The answer.
+    question
+        What was asked.
+
+    Returns
+    -------
+    list of Annotation
+        For each chunk, the sentences that rest on it; the whole answer if none does.
+    """
+    found = supports(answer.text, [one.text for one in answer.sources], question)
+    whole = (0, len(answer.text))
     return [
         Annotation(
             url_citation=URLCitation(
-                start_index=0,
-                end_index=len(answer.text),
+                start_index=start,
+                end_index=end,
                 title=PurePath(source.source).name,
                 url=f"{source.source}#{source.ordinal}",
                 chunk_id=source.chunk_id,
                 ordinal=source.ordinal,
                 text=source.text,
+                best=best,
             )
         )
-        for source in answer.sources
+        for number, source in enumerate(answer.sources)
+        for (start, end), best in [
+            (one.sentence, one.best) for one in found if one.passage == number
+        ]
+        or [(whole, None)]
     ]
 
 

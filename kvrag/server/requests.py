@@ -370,6 +370,15 @@ class ChatRequest(Generating):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def question(self) -> str:
+        """The last text that the user said."""
+        for message in reversed(self.messages):
+            if message.role == "user":
+                said = message.turn["content"] or ""
+                return said if isinstance(said, str) else "\n".join(said)
+        return ""
+
+    @property
     def calls_tools(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"

@@ -47,11 +47,12 @@ class URLCitation(BaseModel):
     Attributes
     ----------
     start_index, end_index
-        The part of the answer that the citation is for: the whole answer.
+        The part of the answer that the citation is for: a sentence, or the whole answer.
     title, url
         The document's name, and its source with the number of the chunk.
-    chunk_id, ordinal, text
-        The chunk; these fields are kvrag's.
+    chunk_id, ordinal, text, best
+        The chunk, and where its sentence that fits best begins and ends in `text`; None if no
+        sentence of the answer rests on the chunk. These fields are kvrag's.
     """
 
     start_index: int
@@ -61,6 +62,7 @@ class URLCitation(BaseModel):
     chunk_id: str
     ordinal: int
     text: str
+    best: tuple[int, int] | None = None
 
 
 class Annotation(BaseModel):

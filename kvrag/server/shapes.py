@@ -166,6 +166,7 @@ class ChatShape(Shape):
         calls: ToolFormat | None = None,
     ) -> None:
         super().__init__(asked, tokenizer, fingerprint)
+        self._question = asked.question
         self._cites = cites
         self._calls = calls
         self._most_calls = 1 if asked.parallel_tool_calls is False else None
@@ -236,7 +237,7 @@ class ChatShape(Shape):
         return chat_logprobs(self._tokenizer, tokens) if is_asked else None
 
     def _citations(self, answer: Answer) -> list[r.Annotation] | None:
-        return citations(answer) if self._cites else None
+        return citations(answer, self._question) if self._cites else None
 
 
 class TextShape(Shape):

@@ -22,6 +22,7 @@ COMMANDS = {
     "vllm": "kvrag_bench.cli.vllm:bench_vllm",
     "retrieval": "kvrag_bench.cli.retrieval:bench_retrieval",
     "words": "kvrag_bench.cli.words:bench_words",
+    "citations": "kvrag_bench.cli.citations:bench_citations",
     "vectors": "kvrag_bench.cli.vectors:bench_vectors",
     "exact": "kvrag_bench.cli.exact:bench_exact",
     "recognition": "kvrag_bench.cli.recognition:bench_recognition",

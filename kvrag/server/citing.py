@@ -1,0 +1,129 @@
+"""Which passages each sentence of an answer rests on, by the words that they share."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import regex
+
+from kvrag.ingest.folding import asked_words
+
+Span = tuple[int, int]
+
+_LINE = regex.compile(r"[^\n]+")
+# Before a sentence: marks of lists and quotes. A numbered item's mark is no sentence.
+_MARK = regex.compile(r"\s*(?:(?:[-*+•]|\d+[.)])\s+|>\s*)*")
+# A capital alone before a full stop is an initial.
+_END = regex.compile(
+    "(?<!\\b\\p{Lu})[.!?\u2026]+[\"'\u201d\u2019)\\]*_`]*\\s+|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"
+)
+# Line ends that an editor put into a paragraph; the page has the same rule.
+_WRAPPED = regex.compile("(?m)^(.{50,})\n(?=[\\p{L}\\p{N}\u201c\"'(\u00a3$\u20ac](?!\\d*[.)]\\s))")
+_FEWEST_WORDS = 3  # fewer are no sentence: "Dr.", "e.g."
+
+# How much of a sentence's weight its passage must have.
+_LEAST = 0.5
+# The best sentence of a passage, and the question's words, beside all words of the passage.
+_OF_SENTENCE = 0.5
+_OF_QUESTION = 0.25
+# A passage that fits nearly as well as the best one is named, too.
+_NEARLY = 0.95
+_MOST = 3
+
+
+@dataclass(frozen=True)
+class Support:
+    """A sentence of an answer, and a passage that it rests on.
+
+    Attributes
+    ----------
+    sentence
+        Where the sentence begins and ends in the answer.
+    passage
+        The passage's number.
+    best
+        Where the sentence that fits best begins and ends in the passage.
+    """
+
+    sentence: Span
+    passage: int
+    best: Span
+
+
+def sentences(text: str) -> Iterator[Span]:
+    """Yield where sentences begin and end, in any script; headings are none."""
+    text = _WRAPPED.sub(r"\1 ", text)  # as long as before
+    for line in _LINE.finditer(text):
+        begin = _MARK.match(text, line.start(), line.end()).end()
+        if begin == line.end() or text[begin] == "#":
+            continue
+        found: list[Span] = []
+        for end in [*(one.end() for one in _END.finditer(text, begin, line.end())), line.end()]:
+            is_long = len([*asked_words(text[begin:end])]) >= _FEWEST_WORDS
+            if is_long or (end == line.end() and not found):
+                found.append((begin, end))
+                begin = end
+        if found:
+            found[-1] = (found[-1][0], line.end())
+        for start, end in found:
+            yield start, start + len(text[start:end].rstrip())
+
+
+class _Passage:
+    """A passage's sentences and words."""
+
+    def __init__(self, text: str) -> None:
+        self.spans = [*sentences(text)] or [(0, len(text))]
+        self.sentences = [{*asked_words(text[start:end])} for start, end in self.spans]
+        self.words = {*asked_words(text)}
+
+
+def supports(answer: str, texts: Sequence[str], question: str = "") -> list[Support]:
+    """Return what each sentence of an answer rests on, in the answer's order, best first.
+
+    A word weighs more in fewer sentences of the passages. A sentence of whose words no passage has
+    enough rests on none.
+
+    Parameters
+    ----------
+    answer, texts
+        The answer, and the passages that it was read from.
+    question
+        What was asked: it says which of two passages a short answer is from.
+    """
+    passages = [*map(_Passage, texts)]
+    in_sentences = Counter(word for one in passages for words in one.sentences for word in words)
+    total = sum(len(one.sentences) for one in passages)
+
+    def weight(words: Iterable[str]) -> float:
+        return sum(math.log((total + 1) / (in_sentences[word] + 0.5)) for word in words)
+
+    asked = {*asked_words(question)}
+    found = []
+    for start, end in sentences(answer):
+        said = {*asked_words(answer[start:end])}
+        # What only repeats the question may be in no passage.
+        least = _LEAST * weight(said - (asked - in_sentences.keys()))
+        scored = []
+        for number, passage in enumerate(passages):
+            shared = weight(said & passage.words)
+            if shared <= 0 or shared < least:
+                continue
+            fits = [
+                weight(said & words) + _OF_QUESTION * weight((asked - said) & words)
+                for words in passage.sentences
+            ]
+            best = fits.index(max(fits))
+            score = shared + _OF_SENTENCE * weight(said & passage.sentences[best])
+            score += _OF_QUESTION * weight((asked - said) & passage.words)
+            scored.append((score, number, passage.spans[best]))
+        scored.sort(key=lambda one: (-one[0], one[1]))
+        found += [
+            Support((start, end), number, best)
+            for score, number, best in scored[:_MOST]
+            if score >= _NEARLY * scored[0][0]
+        ]
+    return found

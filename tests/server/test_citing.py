@@ -1,0 +1,89 @@
+"""Citations: which passages the sentences of an answer rest on."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrag.server.citing import sentences, supports
+from kvrag_bench.citations import run_citations_bench
+from kvrag_corpus.real import generate_set
+from tests.support.rag import Rag
+
+LEAVE = (
+    "# Leave\n\nFull-time staff have 25 days of paid leave a year, which they may take when their\n"
+    "team agrees. Unused days lapse in March."
+)
+TRAVEL = "# Travel\n\nBook trains early. Taxis are paid after ten at night."
+
+
+def _said(text: str) -> list[str]:
+    return [text[start:end] for start, end in sentences(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One came here. Two went there.", ["One came here.", "Two went there."]),
+        ("Mr. Smith saw J. R. Jones there.", ["Mr. Smith saw J. R. Jones there."]),
+        ("# A heading\n\nIt costs 3.5 kroner. Yes.", ["It costs 3.5 kroner. Yes."]),
+        ("1. Take the bread\n- and butter", ["Take the bread", "and butter"]),
+        ("It is **very much so.** And that is it.", ["It is **very much so.**", "And that is it."]),
+        (
+            "\u4e2d\u6587\u662f\u7684\u3002\u4ed6\u4eec\u4e0d\u77e5\u9053\u5417\uff1f",
+            ["\u4e2d\u6587\u662f\u7684\u3002", "\u4ed6\u4eec\u4e0d\u77e5\u9053\u5417\uff1f"],
+        ),
+        ("", []),
+        ("\n \n#\n1. ", []),
+    ],
+)
+def test_sentences(text: str, expected: list[str]) -> None:
+    assert _said(text) == expected
+
+
+def test_each_sentence_names_its_passage_and_the_sentence_in_it() -> None:
+    answer = "Staff have 25 days of leave. Taxis are paid at night. The moon is a cheese."
+    found = supports(answer, [TRAVEL, LEAVE])
+    assert [one.passage for one in found] == [1, 0]
+    assert answer[slice(*found[0].sentence)] == "Staff have 25 days of leave."
+    # Lines that an editor broke are one sentence.
+    best = LEAVE[slice(*found[0].best)]
+    assert best.startswith("Full-time staff have")
+    assert best.endswith("team agrees.")
+    assert TRAVEL[slice(*found[1].best)] == "Taxis are paid after ten at night."
+
+
+def test_the_question_says_whose_passage_a_short_answer_is_from() -> None:
+    texts = [f"This page is about {who}. {who} lives in Oslo." for who in ("Ada", "Ben", "Cy")]
+    (found,) = supports("Oslo", texts, "Where does Ben live?")
+    assert found.passage == 1
+
+
+def test_passages_that_say_the_same_are_all_named() -> None:
+    assert [
+        one.passage for one in supports("Taxis are paid at night.", [TRAVEL, LEAVE, TRAVEL])
+    ] == [
+        0,
+        2,
+    ]
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    assert supports("", [LEAVE]) == []
+    assert supports("Anything goes here.", []) == []
+    assert supports("Anything goes here.", ["", "..."]) == []
+
+
+@pytest.mark.parametrize("name", ["biography:8", "needle:2k", "code"])
+@pytest.mark.parametrize("form", ["{}", "The answer is {}."])
+def test_right_answers_name_what_they_follow_from(name: str, form: str) -> None:
+    prose = ["The harbour was closed in winter, and nobody came by the road. " * 40] * 12
+    for one in generate_set(name, 3, 20, prose=prose, pages=()):
+        found = supports(form.format(one.answers[0]), one.chunks, one.question)
+        assert found[0].passage in one.supporting
+        assert one.answers[0] in one.chunks[found[0].passage]
+
+
+def test_the_bench_counts(rag: Rag) -> None:
+    (row,) = run_citations_bench(rag.index.model, ["biography:2"], 2, max_tokens=4, seed=1)
+    assert (row.set, row.num_chunks) == ("biography:2", 2)
+    assert row.num_right <= row.num_cited <= row.num_sentences
