@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from kvrag.chunk import Chunk
-from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.answer import Answer, AnswerDelta, Source
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.options import Sampling
 from kvrag.engine.request import Request
@@ -24,7 +24,7 @@ from kvrag.ingest.rows import DocumentRow
 from kvrag.llms.shape import Shape
 from kvrag.optiontable import options_of
 from kvrag.server.batches import left
-from kvrag.server.citing import supports
+from kvrag.server.citing import Span, supports
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.queue import AnswerQueue, Job
 from kvrag.server.requests import Generating
@@ -79,27 +79,30 @@ def citations(answer: Answer, question: str = "") -> list[Annotation]:
     list of Annotation
         For each chunk, the sentences that rest on it; the whole answer if none does.
     """
-    found = supports(answer.text, [one.text for one in answer.sources], question)
-    whole = (0, len(answer.text))
+    placed: dict[int, list[tuple[Span, Span | None]]] = {}
+    for one in supports(answer.text, [one.text for one in answer.sources], question):
+        placed.setdefault(one.passage, []).append((one.sentence, one.best))
+    whole: list[tuple[Span, Span | None]] = [((0, len(answer.text)), None)]
     return [
-        Annotation(
-            url_citation=URLCitation(
-                start_index=start,
-                end_index=end,
-                title=PurePath(source.source).name,
-                url=f"{source.source}#{source.ordinal}",
-                chunk_id=source.chunk_id,
-                ordinal=source.ordinal,
-                text=source.text,
-                best=best,
-            )
-        )
+        Annotation(url_citation=cited(source, sentence, best))
         for number, source in enumerate(answer.sources)
-        for (start, end), best in [
-            (one.sentence, one.best) for one in found if one.passage == number
-        ]
-        or [(whole, None)]
+        for sentence, best in placed.get(number, whole)
     ]
+
+
+def cited(source: Source | Chunk, sentence: Span = (0, 0), best: Span | None = None) -> URLCitation:
+    """Return the citation of a chunk for a part of an answer."""
+    start, end = sentence
+    return URLCitation(
+        start_index=start,
+        end_index=end,
+        title=PurePath(source.source).name,
+        url=f"{source.source}#{source.ordinal}",
+        chunk_id=source.chunk_id,
+        ordinal=source.ordinal,
+        text=source.text,
+        best=best,
+    )
 
 
 _OF_KVRAG = ("policy", "ratio", "boundary_tokens", "reuse", "explain")

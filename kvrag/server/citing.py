@@ -26,6 +26,8 @@ _FEWEST_WORDS = 3  # fewer are no sentence: "Dr.", "e.g."
 
 # How much of a sentence's weight its passage must have.
 _LEAST = 0.5
+# And how much of a rare word's weight: words that are everywhere say nothing.
+_LEAST_OF_RARE = 0.3
 # The best sentence of a passage, and the question's words, beside all words of the passage.
 _OF_SENTENCE = 0.5
 _OF_QUESTION = 0.25
@@ -106,11 +108,14 @@ def supports(answer: str, texts: Sequence[str], question: str = "") -> list[Supp
     for start, end in sentences(answer):
         said = {*asked_words(answer[start:end])}
         # What only repeats the question may be in no passage.
-        least = _LEAST * weight(said - (asked - in_sentences.keys()))
+        least = max(
+            _LEAST * weight(said - (asked - in_sentences.keys())),
+            _LEAST_OF_RARE * math.log(total + 1),
+        )
         scored = []
         for number, passage in enumerate(passages):
             shared = weight(said & passage.words)
-            if shared <= 0 or shared < least:
+            if shared < least:
                 continue
             fits = [
                 weight(said & words) + _OF_QUESTION * weight((asked - said) & words)

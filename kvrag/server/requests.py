@@ -109,6 +109,8 @@ class KVRagOptions(Strict):
         Whether the answer carries kvrag's report.
     explain
         Whether the report says what happened to each part of the prompt.
+    found
+        Whether a stream of chat completions begins with the chunks that the server has found.
     k
         How many chunks the server retrieves, for the models ``rag:NAME``.
     filter
@@ -121,6 +123,7 @@ class KVRagOptions(Strict):
     reuse: bool = True
     report: bool = False
     explain: bool = False
+    found: bool = False
     k: int | None = Field(default=None, ge=1, le=MAX_HITS)
     filter: Object | None = None
 

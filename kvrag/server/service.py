@@ -192,6 +192,8 @@ class Service:
             self.index.tokenizer, self._fingerprint, cites=cites, calls=calls
         )
         shape.search_seconds = search_seconds
+        if asked.kvrag.found and asked.stream:
+            shape.found = await self.in_thread(lambda: self.index.get_chunks(request.hints))
         return await self._answer([request], asked, http, shape)
 
     async def complete(
@@ -322,7 +324,7 @@ class Service:
                 while not generation.is_done:
                     await generation.next()
                 return JSONResponse(shape.body(generation.in_order))
-            first = await generation.next(_FIRST_SECONDS)
+            first = await generation.next(0 if shape.found else _FIRST_SECONDS)
         return StreamingResponse(
             _lines(generation, shape, first, record),
             media_type=shape.media_type,

@@ -13,13 +13,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
 from kvrag.llms.results import answer_details
 from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
 from kvrag.models.tokens import token_bytes
 from kvrag.models.tools import ToolFormat
 from kvrag.server import responses as r
-from kvrag.server.answering import citations
+from kvrag.server.answering import citations, cited
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import ChatRequest, Generating
 
@@ -40,6 +41,8 @@ class Shape(ABC):
     ----------
     search_seconds
         The time in which the server found the chunks; None if it did not search.
+    found
+        Those chunks, if the stream begins with them.
     media_type, ping, ending
         Of streams: their type, what keeps a connection open, and what follows the last event.
     """
@@ -62,6 +65,7 @@ class Shape(ABC):
         }
         self._begun: set[int] = set()
         self.search_seconds: float | None = None
+        self.found: Sequence[Chunk] = ()
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response with all answers as JSON values."""
@@ -172,6 +176,12 @@ class ChatShape(Shape):
         self._most_calls = 1 if asked.parallel_tool_calls is False else None
         self._parsers: dict[int, ToolCallParser] = {}
         self._num_calls: Counter[int] = Counter()
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Yield what was found, if the request asks for it."""
+        if self.found:
+            found = [cited(one).model_dump(mode="json") for one in self.found]
+            yield to_json(self._event([])) | {"kvrag": {"found": found}}
 
     def whole(self, answers: Sequence[Answer]) -> r.Head:
         """Return the response with all answers."""

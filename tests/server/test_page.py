@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,8 +19,8 @@ from kvrag.server.app import ServerOptions
 from kvrag.server.documents import uploads_path
 from kvrag.server.history import history_path
 from tests.server.test_faults import metric, wait_until
-from tests.support.api_server import Served, lasting, serving
-from tests.support.browser import PHONE, NewPage, ask, browsing, serious_findings, started
+from tests.support.api_server import Served, lasting, saying, serving
+from tests.support.browser import PHONE, PICTURES, NewPage, ask, browsing, serious_findings, started
 from tests.support.rag import Rag, make_index
 
 ROOT = Path(__file__).parent.parent.parent
@@ -168,6 +169,76 @@ def test_asking_and_opening_a_source(new_page: NewPage, long_served: Served) -> 
     page.keyboard.press("Escape")
     marked.wait_for(state="detached")
     assert "Answer complete" in page.get_by_role("status").inner_text()
+
+
+WRITTEN = """## What was found
+
+On page x, the **odd ship** carried img src. It is in `ships.md`, <b>as text</b>:
+
+- *salt* and
+  - [rope](https://example.org/)
+1. snake_case_name
+
+| ship | load |
+|------|------|
+| odd  | salt |
+
+```
+**code**
+```"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_markdown_is_shown_as_meant_and_sentences_lead_to_their_passages(
+    new_page: NewPage, long_served: Served, scheme: str
+) -> None:
+    page = new_page(color_scheme=scheme, viewport=PHONE)
+    with saying(WRITTEN):
+        ask(page, long_served, "the odd ship")
+        page.locator(".cite").first.wait_for()
+    answer = page.locator(".answer")
+    for selector, text in {
+        "h3": "What was found",
+        "strong": "odd ship",
+        "p code": "ships.md",
+        "ul > li > em": "salt",
+        "ul ul > li": "[rope](https://example.org/)",
+        "th": "ship",
+        "pre code": "**code**",
+    }.items():
+        assert answer.locator(selector).first.inner_text() == text, selector
+    assert "<b>as text</b>" in answer.inner_text()
+    assert "snake_case_name" in answer.inner_text()
+    assert answer.locator("b, a, img").count() == 0
+    assert "##" not in answer.inner_text()
+    assert serious_findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    number = page.locator(".cite").first
+    assert number.locator("xpath=..").inner_text().startswith("On page x, the odd ship carried img src.")
+    if folder := os.environ.get(PICTURES):
+        page.screenshot(path=f"{folder}/markdown-{scheme}.png")
+    number.click()
+    marked = page.locator("mark")
+    marked.wait_for()
+    assert marked.inner_text().startswith(f"Source {number.inner_text()}:")
+    assert "the odd ship carried" in marked.inner_text()
+    passage = page.locator(".cited p:not(.place)").inner_text()
+    assert len(marked.inner_text()) < len(passage)
+    assert serious_findings(page) == []
+
+
+@pytest.mark.slow
+def test_passages_are_there_before_the_answer(new_page: NewPage, served: Served) -> None:
+    with lasting() as released:
+        page = new_page()
+        ask(page, served, "Who keeps the ledger?")
+        page.locator(".card").nth(3).wait_for()
+        assert page.get_by_role("button", name="Stop").is_visible()
+        assert serious_findings(page) == []
+        released.set()
+        page.get_by_text("The answer was cut").wait_for()
+        assert page.locator(".card").count() == 4
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -50,6 +50,24 @@ def serving(
     finally:
         server.stop()
         thread.join()
+
+
+@contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Let each answer have this text, in pieces."""
+    stream = KVEngine.astream
+
+    async def said(self: KVEngine, *given: Any, **options: Any) -> AsyncIterator[AnswerDelta]:
+        async for delta in stream(self, *given, **options):
+            if delta.answer is not None:
+                for start in range(0, len(text), 7):
+                    yield AnswerDelta(text[start : start + 7])
+                    await asyncio.sleep(0.01)
+                yield AnswerDelta("", replace(delta.answer, text=text))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVEngine, "astream", said)
+        yield
 
 
 @contextmanager

@@ -17,12 +17,16 @@ export interface About {
   can_upload: boolean;
 }
 
+/** A passage, and a sentence of the answer that rests on it: `best` is where its own sentence is. */
 export interface Citation {
+  start_index: number;
+  end_index: number;
   chunk_id: string;
   title: string;
   url: string;
   ordinal: number;
   text: string;
+  best?: [number, number] | null;
 }
 
 export interface Passages {
@@ -151,7 +155,7 @@ export async function* ask(
       max_tokens: maxTokens,
       stream: true,
       stream_options: { include_usage: true },
-      kvrag: { ...options, report: true, explain: true },
+      kvrag: { ...options, report: true, explain: true, found: true },
     },
     signal,
   );

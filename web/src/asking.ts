@@ -1,6 +1,6 @@
 // The conversation, and the field to ask in.
 
-import { type About, ask, type Message, type Options, Problem } from "./api";
+import { type About, ask, type Citation, type Message, type Options, Problem } from "./api";
 import { clear, count, h, icon, ICONS } from "./dom";
 import type { Details } from "./report";
 import { Settings } from "./settings";
@@ -146,10 +146,12 @@ export class Asking {
       async (signal) => {
         this.announce("Searching and reading");
         view.begin(this.settings.words);
-        await this.read(view, turn, this.settings.options, signal, (piece) => {
+        const onPiece = (piece: string) => {
           view.add(piece);
           this.follow();
-        });
+        };
+        const onFound = (found: Citation[]) => view.found(found);
+        await this.read(view, turn, this.settings.options, signal, onPiece, onFound);
         const follows = this.isAtEnd;
         view.end(maxTokens);
         if (follows) view.element.scrollIntoView({ block: "nearest" });
@@ -213,10 +215,12 @@ export class Asking {
     options: Options,
     signal: AbortSignal,
     onPiece: (piece: string) => void,
+    onFound: (found: Citation[]) => void = () => undefined,
   ): Promise<void> {
     const { about } = this;
     for await (const event of ask(about.rag, this.messages(view), about.max_tokens, options, signal)) {
-      if (event.kvrag) reply.details = detailsOf(event.kvrag);
+      if (event.kvrag?.found) onFound(event.kvrag.found);
+      else if (event.kvrag) reply.details = detailsOf(event.kvrag);
       const [choice] = event.choices;
       if (!choice) continue;
       if (choice.delta.content) onPiece(choice.delta.content);

@@ -2,9 +2,10 @@
 
 import { type Citation, Problem } from "./api";
 import { comparison } from "./diff";
-import { clear, count, h, reflowed, seconds } from "./dom";
+import { clear, count, h, seconds } from "./dom";
 import { type Details, reportView } from "./report";
-import { cards } from "./sources";
+import { Markdown } from "./markdown";
+import { cards, notes } from "./sources";
 import { failure } from "./states";
 
 export type Finish = "stop" | "length" | "stopped" | "failed";
@@ -40,6 +41,8 @@ const FULL_PREFILL = "full prefill";
 export class TurnView {
   readonly element: HTMLElement;
   private readonly text = h("div", { class: "answer" });
+  private readonly markdown = new Markdown(this.text);
+  private drawing = 0;
   private readonly after = h("div", { class: "after" });
   private readonly compared = h("div", { class: "after" });
   private readonly reports = h("div", {});
@@ -69,9 +72,21 @@ export class TurnView {
   }
 
   add(piece: string): void {
-    if (!this.turn.answer) clear(this.text);
     this.turn.answer += piece;
-    this.text.append(piece);
+    // Once for all pieces of a frame.
+    this.drawing ||= requestAnimationFrame(() => this.draw(true));
+  }
+
+  /** Show the passages that were found, before the answer. */
+  found(citations: Citation[]): void {
+    clear(this.after, citations.length > 0 && cards(citations));
+  }
+
+  private draw(isOpen: boolean): void {
+    cancelAnimationFrame(this.drawing);
+    this.drawing = 0;
+    const { answer, citations } = this.turn;
+    this.markdown.show(answer, isOpen, isOpen ? [] : notes(answer, citations));
   }
 
   /** Show how the answer ended; the turn says it. */
@@ -85,7 +100,8 @@ export class TurnView {
       failed: "This answer was not finished.",
     }[finish];
     const nothing = why ? "" : h("span", { class: "faint" }, "The model said nothing.");
-    clear(this.text, reflowed(answer) || nothing);
+    this.draw(false);
+    if (!answer.trim()) clear(this.text, nothing);
     const isCut = finish === "stopped" || finish === "failed";
     clear(
       this.buttons,
@@ -117,7 +133,7 @@ export class TurnView {
   fail(problem: Problem): void {
     this.turn.finish = "failed";
     this.text.removeAttribute("aria-busy");
-    clear(this.text, this.turn.answer);
+    this.draw(false);
     clear(this.after, failure(problem, () => this.actions.again()));
     this.after.scrollIntoView({ block: "nearest" });
   }
