@@ -28,15 +28,15 @@ def bench_citations(
 
     quiet_libraries()
     chosen = SETS if sets == "all" else tuple(name.strip() for name in sets.split(","))
-    with console.progress("asking"):
-        rows = [*run_citations_bench(KVModel.load(model), chosen, questions, tokens, seed)]
+    rows = []
+    for row in run_citations_bench(KVModel.load(model), chosen, questions, tokens, seed):
+        rows.append(row)
+        if not as_json:
+            console.out().print(
+                f"{row.set}, {row.num_chunks:.0f} passages: of {row.num_sentences} sentences with "
+                f"the right answer {row.num_cited} cite, {row.num_right} the right passage first; "
+                f"{row.num_others} wrong ones besides",
+                markup=False,
+            )
     if as_json:
         console.print_json(rows)
-        return
-    for row in rows:
-        console.out().print(
-            f"{row.set}, {row.num_chunks:.0f} passages: of {row.num_sentences} sentences with the "
-            f"right answer {row.num_cited} cite, {row.num_right} the right passage first; "
-            f"{row.num_others} wrong ones besides",
-            markup=False,
-        )
