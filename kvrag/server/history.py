@@ -202,7 +202,7 @@ def _packed(turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 T = TypeVar("T")
 
 _MOST_TURNS = 200
-_MOST_CITATIONS = 100
+_MOST_CITATIONS = 1000  # one for each passage that a sentence rests on
 
 Id = Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]
 

@@ -173,7 +173,7 @@ def test_asking_and_opening_a_source(new_page: NewPage, long_served: Served) -> 
 
 WRITTEN = """## What was found
 
-On page x, the **odd ship** carried img src. It is in `ships.md`, <b>as text</b>:
+Here every **ship that enters** is written. It is in `ships.md`, <b>as text</b>:
 
 - *salt* and
   - [rope](https://example.org/)
@@ -191,16 +191,16 @@ On page x, the **odd ship** carried img src. It is in `ships.md`, <b>as text</b>
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_markdown_is_shown_as_meant_and_sentences_lead_to_their_passages(
-    new_page: NewPage, long_served: Served, scheme: str
+    new_page: NewPage, served: Served, scheme: str
 ) -> None:
     page = new_page(color_scheme=scheme, viewport=PHONE)
     with saying(WRITTEN):
-        ask(page, long_served, "the odd ship")
+        ask(page, served, "Which ship?")
         page.locator(".cite").first.wait_for()
     answer = page.locator(".answer")
     for selector, text in {
         "h3": "What was found",
-        "strong": "odd ship",
+        "strong": "ship that enters",
         "p code": "ships.md",
         "ul > li > em": "salt",
         "ul ul > li": "[rope](https://example.org/)",
@@ -215,14 +215,18 @@ def test_markdown_is_shown_as_meant_and_sentences_lead_to_their_passages(
     assert serious_findings(page) == []
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     number = page.locator(".cite").first
-    assert number.locator("xpath=..").inner_text().startswith("On page x, the odd ship carried img src.")
+    assert (
+        number.locator("xpath=..")
+        .inner_text()
+        .startswith("Here every ship that enters is written.")
+    )
     if folder := os.environ.get(PICTURES):
         page.screenshot(path=f"{folder}/markdown-{scheme}.png")
     number.click()
     marked = page.locator("mark")
     marked.wait_for()
     assert marked.inner_text().startswith(f"Source {number.inner_text()}:")
-    assert "the odd ship carried" in marked.inner_text()
+    assert marked.inner_text().endswith("Every ship that enters is written into it.")
     passage = page.locator(".cited p:not(.place)").inner_text()
     assert len(marked.inner_text()) < len(passage)
     assert serious_findings(page) == []
