@@ -246,6 +246,11 @@ class Generation:
             "completion": counted if self.is_done else max(counted, self.num_pieces),
         }
 
+    async def ended(self) -> None:
+        """Return when the queue has no more of it."""
+        await asyncio.gather(*(one.task for one in self._jobs if one.task is not None))
+        await asyncio.sleep(0)  # the queue learns it then
+
     def cancel(self) -> None:
         """Stop generating what is not finished."""
         for job in self._jobs:

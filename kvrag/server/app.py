@@ -268,6 +268,11 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts
         """Answer a conversation."""
         return await service.chat(asked, http)
 
+    @app.post("/v1/kvrag/verify", responses=r.ERRORS)
+    async def verify(asked: ChatRequest, http: Request) -> r.Verification:
+        """Answer a conversation, and say where full prefill differs, unless others ask."""
+        return await service.verify(asked, http)
+
     @app.post("/v1/responses", responses=r.answers(r.ItemsResponse, streams=True))
     async def responses(asked: ItemsRequest, http: Request) -> Response:
         """Answer a conversation, as items."""

@@ -214,6 +214,7 @@ class Turn(Strict):
     answer: str = Field(max_length=1_000_000)
     finish: Literal["stop", "length", "stopped", "failed"]
     settings: str = Field(max_length=200)
+    options: Object | None = None
     citations: list[Object] = Field(max_length=_MOST_CITATIONS)
     details: Object | None = None
 

@@ -72,6 +72,27 @@ class Annotation(BaseModel):
     url_citation: URLCitation
 
 
+class Verification(BaseModel):
+    """An answer beside full prefill; the other fields are those of `kvrag.engine.verify.Verdict`.
+
+    Attributes
+    ----------
+    answer
+        The answer from reused KV.
+    is_same
+        Whether the likeliest token is the same everywhere.
+    """
+
+    answer: str
+    is_same: bool
+    policy: str
+    num_tokens: int
+    num_agreed: int
+    num_same: int
+    kl: float
+    instead: str | None
+
+
 class KVRagDetails(BaseModel):
     """kvrag's own part of an answer, if the request asks for it.
 

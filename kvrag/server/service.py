@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -20,8 +21,9 @@ from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
-from kvrag.engine.verify import Audits
+from kvrag.engine.verify import Audits, to_verify, verify
 from kvrag.fusion.policies.registry import POLICIES
+from kvrag.fusion.slices import StoppedError
 from kvrag.ingest.embedding import Vectors
 from kvrag.ingest.index import Index
 from kvrag.ingest.ranking import CosineRanker, Reranker
@@ -32,9 +34,9 @@ from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.access import Account
 from kvrag.server.answering import PREFIX, Generation, choices, request_options
-from kvrag.server.batches import Batches, Pool
+from kvrag.server.batches import Batches, Pool, left
 from kvrag.server.gate import Record
-from kvrag.server.problems import RequestError, as_problem
+from kvrag.server.problems import BusyError, RequestError, as_problem
 from kvrag.server.queue import AnswerQueue
 from kvrag.server.requests import (
     ChatRequest,
@@ -54,6 +56,10 @@ _SEARCH_THREADS = 8
 _GRAMMAR_THREADS = 2
 _MOST_CHARACTERS = 100_000  # in a text; embeddings and rerankers read far less at once
 _ANY_FORM = Form()
+_RETRY_SECONDS = 5
+_OTHERS_ASK = "others are asking, and a check takes as long as full prefill; try again later"
+# Prompts that a check computes: for its answer, in full, and from stored KV again.
+_VERIFYING_COSTS = 3
 
 T = TypeVar("T")
 
@@ -117,6 +123,7 @@ class Service:
         # A question's search waits for nobody's grammar, and for no batch of texts.
         self._grammars = Pool("form", _GRAMMAR_THREADS)
         self._batches = Batches()
+        self._is_verifying = False
 
     @property
     def is_ready(self) -> bool:
@@ -167,23 +174,7 @@ class Service:
         make_shape: Callable[..., ChatShape] | None = None,
     ) -> Response:
         """Answer a conversation; `make_shape` writes the answer in another form than a chat's."""
-        self.require(asked.model, self.names.model, self.names.rag)
-        turns = merged(one.turn for one in asked.messages)
-        form = await self.in_thread(
-            lambda: asked.shaped(self._engine.index.tokenizer),
-            self._grammars if asked.has_form else None,
-        )
-        options = _options(asked, http, form)
-        search_seconds = None
-        if asked.model == self.names.rag:
-            k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
-            asking = Asking(k, wanted, self._reranker)
-            started = time.perf_counter()
-            request = await self.in_thread(lambda: asking.request(self.index, turns, **options))
-            search_seconds = time.perf_counter() - started
-        else:
-            _refuse_retrieving(asked)
-            request = Request(turns, **options)
+        request, search_seconds = await self._conversation(asked, http)
         calls = None
         if asked.calls_tools:
             calls = await self.in_thread(lambda: tool_format(self._engine.index.tokenizer))
@@ -195,6 +186,62 @@ class Service:
         if asked.kvrag.found and asked.stream:
             shape.found = await self.in_thread(lambda: self.index.get_chunks(request.hints))
         return await self._answer([request], asked, http, shape)
+
+    async def _conversation(
+        self, asked: ChatRequest, http: HttpRequest
+    ) -> tuple[Request, float | None]:
+        """Return the engine's request, and the seconds of the search, if there was one."""
+        self.require(asked.model, self.names.model, self.names.rag)
+        turns = merged(one.turn for one in asked.messages)
+        form = await self.in_thread(
+            lambda: asked.shaped(self._engine.index.tokenizer),
+            self._grammars if asked.has_form else None,
+        )
+        options = _options(asked, http, form)
+        if asked.model == self.names.rag:
+            k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
+            asking = Asking(k, wanted, self._reranker)
+            started = time.perf_counter()
+            request = await self.in_thread(lambda: asking.request(self.index, turns, **options))
+            return request, time.perf_counter() - started
+        _refuse_retrieving(asked)
+        return Request(turns, **options), None
+
+    async def verify(self, asked: ChatRequest, http: HttpRequest) -> r.Verification:
+        """Answer a conversation, and hold the answer against full prefill if nobody else asks."""
+        if (asked.n or 1) > 1:
+            raise RequestError(400, "n: one answer is verified at a time", param="n")
+        if self._is_verifying or self._queue.num_open or self._queue.num_waiting:
+            raise BusyError(_OTHERS_ASK, _RETRY_SECONDS)
+        self._is_verifying = True
+        leaving = asyncio.create_task(left(http))
+        try:
+            request = to_verify((await self._conversation(asked, http))[0])
+            account = record_of(http).account
+            if account.counts_tokens:
+                num_tokens = await self.in_thread(lambda: self._count(request))
+                account.check_prompt(num_tokens)
+                account.charge(_VERIFYING_COSTS * num_tokens)
+            generation = Generation(
+                self._queue, self._engine, account.tenant, [request], self._audits
+            )
+            record_of(http).generation = generation
+            async with generation.ended_by(http):
+                while not generation.is_done:
+                    await generation.next()
+            await generation.ended()
+            (answer,) = generation.in_order
+
+            def is_wanted() -> bool:
+                return not (leaving.done() or self._queue.num_open or self._queue.num_waiting)
+
+            found = await self.in_thread(lambda: verify(self._engine, request, answer, is_wanted))
+        except StoppedError as error:
+            raise BusyError(_OTHERS_ASK, _RETRY_SECONDS) from error
+        finally:
+            self._is_verifying = False
+            leaving.cancel()
+        return r.Verification(answer=answer.text, is_same=found.is_same, **asdict(found))
 
     async def complete(
         self,

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
+from kvrag.engine.verify import Verdict
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.documents import uploads_path
@@ -386,17 +387,47 @@ def test_the_report_and_another_answer_beside_the_first(
     page.get_by_text("The prompt's text, coloured").click()
     assert "the odd ship" in report.locator(".prompt-text").inner_text()
     assert serious_findings(page) == []
-    page.get_by_role("button", name="Ask again with full prefill").click()
-    page.locator(".comparison").wait_for()
-    assert asked[-1]["kvrag"]["reuse"] is False
-    assert report.get_by_text("Full prefill (measured)").is_visible()
     page.get_by_text("How to answer").click()
     page.get_by_label("Repair policy").select_option("none")
     assert page.get_by_label("Reused tokens to repair").is_disabled()
-    page.get_by_role("button", name="Ask again with none, 4 passages").click()
-    page.locator(".version-label").get_by_text("none, 4 passages").wait_for()
+    page.get_by_role("button", name="Ask again", exact=True).click()
+    report.get_by_text("Policy: none").wait_for(state="attached")
     assert asked[-1]["kvrag"]["policy"] == "none"
     assert serious_findings(page) == []
+
+
+@pytest.mark.slow
+def test_an_answer_is_checked_against_full_prefill(
+    new_page: NewPage, long_served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = new_page()
+    ask(page, long_served, "the odd ship")
+    page.get_by_role("button", name="Check").click()
+    said = page.locator("p.note")
+    said.filter(has_text=re.compile("Full prefill (says the same|differs)")).wait_for()
+    assert page.get_by_text("Asked again, the answer was another").count() == 0
+    other = Verdict("two_stage", num_tokens=9, num_agreed=7, num_same=2, kl=0.1, instead="No ship")
+    monkeypatch.setattr("kvrag.server.service.verify", lambda *_: other)
+    page.get_by_role("button", name="Check").click()
+    said.filter(has_text="differs from token 3, and agrees on 7 of 9 tokens.").wait_for()
+    assert "No ship" in page.locator(".version").nth(1).inner_text()
+    assert serious_findings(page) == []
+
+
+def test_a_check_waits_for_nobody(served: Served) -> None:
+    where = f"{served.url}/kvrag/verify"
+    turns = [{"role": "user", "content": "Who keeps the ledger?"}]
+    body = {"model": served.rag, "messages": turns, "max_tokens": 4}
+    found = httpx.post(where, json=body, timeout=60).json()
+    assert found["num_agreed"] <= found["num_tokens"] <= 5
+    assert found["is_same"] == (found["instead"] is None)
+    assert httpx.post(where, json=body | {"n": 2}).status_code == 400
+    with lasting(), httpx.Client() as http:
+        path = f"{served.url}/chat/completions"
+        with http.stream("POST", path, json=body | {"stream": True}, timeout=60):
+            refused = httpx.post(where, json=body)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
 
 
 @pytest.mark.slow

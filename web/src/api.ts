@@ -138,6 +138,16 @@ export function sendJSON(path: string, method: string, body: unknown, signal?: A
   });
 }
 
+/** What full prefill says of an answer. */
+export interface Verification {
+  answer: string;
+  is_same: boolean;
+  num_tokens: number;
+  num_agreed: number;
+  num_same: number;
+  instead: string | null;
+}
+
 /** The events of a streamed answer; throws a Problem if the stream breaks or reports one. */
 export async function* ask(
   model: string,

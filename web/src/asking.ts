@@ -1,11 +1,11 @@
 // The conversation, and the field to ask in.
 
-import { type About, ask, type Citation, type Message, type Options, Problem } from "./api";
+import { type About, ask, type Citation, type Message, type Options, Problem, sendJSON, type Verification } from "./api";
 import { clear, count, h, icon, ICONS } from "./dom";
 import type { Details } from "./report";
 import { Settings } from "./settings";
 import { emptyPlace } from "./states";
-import { emptyReply, FULL_PREFILL, type Reply, type Turn, TurnView } from "./turn";
+import { emptyReply, type Reply, type Turn, TurnView } from "./turn";
 
 /** The view in which questions are asked. */
 export class Asking {
@@ -22,7 +22,7 @@ export class Asking {
     private readonly announce: (text: string) => void,
     private readonly keep: (turns: Turn[]) => void,
   ) {
-    this.settings = new Settings(about, () => this.offer());
+    this.settings = new Settings(about);
     this.field = h("textarea", {
       id: "question",
       rows: 1,
@@ -75,7 +75,6 @@ export class Asking {
   restore(turns: Turn[]): void {
     this.clear();
     for (const turn of turns) this.append(turn).end(this.about.max_tokens);
-    this.offer();
     this.thread.scrollTop = 0;
   }
 
@@ -122,7 +121,7 @@ export class Asking {
     }
     this.field.value = "";
     this.resize();
-    const view = this.append({ question, ...emptyReply(this.settings.words) });
+    const view = this.append({ question, ...emptyReply(this.settings.words, this.settings.options) });
     view.element.scrollIntoView({ block: "start" });
     void this.answer(view);
   }
@@ -130,8 +129,7 @@ export class Asking {
   private append(turn: Turn): TurnView {
     const view: TurnView = new TurnView(turn, {
       again: () => void this.answer(view),
-      compareWithPrefill: () => void this.compare(view, { ...this.settings.options, reuse: false }, FULL_PREFILL),
-      compareWithSettings: () => void this.compare(view, this.settings.options, this.settings.words),
+      check: () => void this.check(view),
     });
     if (this.views.length === 0) clear(this.thread);
     this.views.push(view);
@@ -145,7 +143,7 @@ export class Asking {
     await this.run(
       async (signal) => {
         this.announce("Searching and reading");
-        view.begin(this.settings.words);
+        view.begin(this.settings.words, this.settings.options);
         const onPiece = (piece: string) => {
           view.add(piece);
           this.follow();
@@ -167,24 +165,21 @@ export class Asking {
         this.announce("Answer stopped");
       },
     );
-    this.offer();
     // A conversation that was left meanwhile stays as it was.
     if (this.views.includes(view)) this.keep(this.views.map((one) => one.turn));
   }
 
-  /** Ask a question again in another way, and show both answers. */
-  private async compare(view: TurnView, options: Options, settings: string): Promise<void> {
+  /** Have the answer computed in full, too. */
+  private async check(view: TurnView): Promise<void> {
+    const { rag, max_tokens } = this.about;
+    const body = { model: rag, messages: this.messages(view), max_tokens, kvrag: view.turn.options };
     await this.run(
       async (signal) => {
-        const reply = emptyReply(settings);
-        view.beginComparison();
-        await this.read(view, reply, options, signal, (piece) => {
-          reply.answer += piece;
-        });
-        view.endComparison(reply);
-        this.announce(`Answer with ${settings}: ${reply.answer}`);
+        view.beginCheck();
+        const found: Verification = await (await sendJSON("v1/kvrag/verify", "POST", body, signal)).json();
+        this.announce(view.endCheck(found));
       },
-      (problem) => view.endComparison(null, problem),
+      (problem) => view.failCheck(problem),
     );
   }
 
@@ -241,11 +236,6 @@ export class Asking {
         ])
       : [];
     return [...said, { role: "user", content: view.turn.question }];
-  }
-
-  private offer(): void {
-    const { words } = this.settings;
-    for (const view of this.views) view.offer(view.turn.settings === words ? null : words);
   }
 
   /** Keep the end of the answer in sight, unless the person has scrolled away from it. */

@@ -59,7 +59,7 @@ const STAGES: [string, string][] = [
   ["lost", "Work that was lost"],
 ];
 
-export function reportView(details: Details, plainSeconds: number | null): HTMLElement {
+export function reportView(details: Details): HTMLElement {
   const { report, parts } = details;
   const first = seconds(details.search_seconds + details.ttft_seconds);
   return h(
@@ -78,7 +78,7 @@ export function reportView(details: Details, plainSeconds: number | null): HTMLE
       legend(report),
       parts.length > 0 && reasons(parts),
       parts.length > 0 && promptText(parts),
-      waterfall(details, plainSeconds),
+      waterfall(details),
       h("p", { class: "faint" }, `Policy: ${report.policy}`),
     ),
   );
@@ -227,7 +227,7 @@ function promptText(parts: Part[]): HTMLElement {
   return fold("The prompt's text, coloured", text);
 }
 
-function waterfall(details: Details, plainSeconds: number | null): HTMLElement {
+function waterfall(details: Details): HTMLElement {
   const { report } = details;
   const rows: [string, number][] = [["Search the index", details.search_seconds]];
   let counted = 0;
@@ -238,8 +238,7 @@ function waterfall(details: Details, plainSeconds: number | null): HTMLElement {
   }
   rows.push(["First step", Math.max(0, details.ttft_seconds - counted)]);
   const total = rows.reduce((sum, [, spent]) => sum + spent, 0);
-  const estimate = estimated(details);
-  const plain = plainSeconds ?? estimate;
+  const plain = estimated(details);
   const longest = Math.max(total, plain ?? 0) || 1;
   let at = 0;
   const lines = rows.map(([label, spent]) => {
@@ -248,16 +247,11 @@ function waterfall(details: Details, plainSeconds: number | null): HTMLElement {
     return line;
   });
   lines.push(bar("First token", 0, total, longest, "total"));
-  if (plain !== null) {
-    const label = plainSeconds === null ? "Full prefill (estimate)" : "Full prefill (measured)";
-    lines.push(bar(label, 0, plain, longest, "plain"));
-  }
+  if (plain !== null) lines.push(bar("Full prefill (estimate)", 0, plain, longest, "plain"));
   const note =
     plain === null
       ? "Nothing was reused, so this is full prefill."
-      : plainSeconds === null
-        ? "The estimate is the time of searching, and of computing every token as fast as the tokens that were computed here. Ask again with full prefill to measure it."
-        : "Both were measured on this server, one after the other.";
+      : "The estimate is the time of searching, and of computing every token as fast as the tokens that were computed here.";
   return h(
     "div",
     { class: "waterfall" },

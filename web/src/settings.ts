@@ -12,14 +12,8 @@ export class Settings {
   private readonly passages: HTMLInputElement;
   private readonly summary = h("summary", {});
 
-  constructor(
-    private readonly about: About,
-    onchange: () => void,
-  ) {
-    const changed = () => {
-      this.show();
-      onchange();
-    };
+  constructor(private readonly about: About) {
+    const changed = () => this.show();
     const names = [...new Set([about.policy, ...about.policies])];
     this.policy = h(
       "select",

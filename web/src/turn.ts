@@ -1,8 +1,8 @@
 // One question with its answer, from the first token to the last.
 
-import { type Citation, Problem } from "./api";
+import { type Citation, type Options, Problem, type Verification } from "./api";
 import { comparison } from "./diff";
-import { clear, count, h, seconds } from "./dom";
+import { clear, count, h } from "./dom";
 import { type Details, reportView } from "./report";
 import { Markdown } from "./markdown";
 import { cards, notes } from "./sources";
@@ -17,6 +17,7 @@ export interface Reply {
   citations: Citation[];
   details: Details | null;
   settings: string;
+  options?: Options;
 }
 
 /** What is kept of a question. */
@@ -24,18 +25,15 @@ export interface Turn extends Reply {
   question: string;
 }
 
-export function emptyReply(settings: string): Reply {
-  return { answer: "", finish: "failed", citations: [], details: null, settings };
+export function emptyReply(settings: string, options: Options): Reply {
+  return { answer: "", finish: "failed", citations: [], details: null, settings, options };
 }
 
 /** What a person may do with an answer. */
 export interface Actions {
   again(): void;
-  compareWithPrefill(): void;
-  compareWithSettings(): void;
+  check(): void;
 }
-
-const FULL_PREFILL = "full prefill";
 
 /** A turn on the page. */
 export class TurnView {
@@ -45,15 +43,12 @@ export class TurnView {
   private drawing = 0;
   private readonly after = h("div", { class: "after" });
   private readonly compared = h("div", { class: "after" });
-  private readonly reports = h("div", {});
   private readonly buttons = h("div", { class: "actions" });
-  private readonly otherButton: HTMLButtonElement;
 
   constructor(
     readonly turn: Turn,
     private readonly actions: Actions,
   ) {
-    this.otherButton = h("button", { type: "button", onclick: () => actions.compareWithSettings() });
     this.element = h(
       "article",
       { class: "turn" },
@@ -63,8 +58,8 @@ export class TurnView {
     );
   }
 
-  begin(settings: string): void {
-    Object.assign(this.turn, emptyReply(settings));
+  begin(settings: string, options: Options): void {
+    Object.assign(this.turn, emptyReply(settings, options));
     this.text.setAttribute("aria-busy", "true");
     clear(this.text, h("span", { class: "waiting" }, "Searching and reading"));
     clear(this.after);
@@ -105,29 +100,28 @@ export class TurnView {
     const isCut = finish === "stopped" || finish === "failed";
     clear(
       this.buttons,
-      isCut && h("button", { type: "button", onclick: () => this.actions.again() }, "Try again"),
-      h(
-        "button",
-        { type: "button", onclick: () => this.actions.compareWithPrefill() },
-        "Ask again with full prefill",
-      ),
-      this.otherButton,
+      h("button", { type: "button", onclick: () => this.actions.again() }, isCut ? "Try again" : "Ask again"),
+      !isCut &&
+        h(
+          "button",
+          {
+            type: "button",
+            title: "Compute this answer in full, too, and compare",
+            onclick: () => this.actions.check(),
+          },
+          "Check",
+        ),
+      answer !== "" &&
+        h("button", { type: "button", onclick: () => void navigator.clipboard?.writeText(answer) }, "Copy"),
     );
-    this.showReport(null);
     clear(
       this.after,
       why && h("p", { class: "note" }, why),
       citations.length > 0 && cards(citations),
-      this.reports,
+      this.turn.details && reportView(this.turn.details),
       this.compared,
       this.buttons,
     );
-  }
-
-  /** Offer to ask again with settings; null if they are those of the answer. */
-  offer(settings: string | null): void {
-    this.otherButton.hidden = settings === null;
-    this.otherButton.textContent = `Ask again with ${settings}`;
   }
 
   fail(problem: Problem): void {
@@ -138,42 +132,35 @@ export class TurnView {
     this.after.scrollIntoView({ block: "nearest" });
   }
 
-  beginComparison(): void {
-    clear(this.compared, h("p", { class: "waiting" }, "Asking again"));
+  beginCheck(): void {
+    clear(this.compared, h("p", { class: "waiting" }, "Computing in full"));
     this.compared.scrollIntoView({ block: "nearest" });
   }
 
-  /** Show a second answer beside the first; null if there is none. */
-  endComparison(other: Reply | null, problem: Problem | null = null): void {
-    clear(this.compared, problem && failure(problem));
-    if (other === null) return;
-    const { turn } = this;
-    if (other.settings === FULL_PREFILL && other.details !== null) {
-      this.showReport(other.details.search_seconds + other.details.ttft_seconds);
-    }
-    this.compared.append(
-      comparison(
-        { label: turn.settings, text: turn.answer, note: firstToken(turn) },
-        { label: other.settings, text: other.answer, note: firstToken(other) },
-      ),
+  /** Show what full prefill says; returns it in a sentence. */
+  endCheck(found: Verification): string {
+    const { answer } = this.turn;
+    const tokens = count(found.num_tokens, "token");
+    const said = found.is_same
+      ? `Full prefill says the same: all ${tokens}.`
+      : `Full prefill differs from token ${found.num_same + 1}, and agrees on ${found.num_agreed} of ${tokens}.`;
+    clear(
+      this.compared,
+      h("p", { class: "note" }, said),
+      found.answer !== answer &&
+        h("p", { class: "note" }, "Asked again, the answer was another: the documents or the settings have changed."),
+      found.instead !== null &&
+        comparison(
+          { label: "This answer", text: found.answer, note: this.turn.settings },
+          { label: "Full prefill", text: found.instead, note: "" },
+        ),
     );
-    if (other.settings !== FULL_PREFILL && other.details !== null) {
-      this.compared.append(reportView(other.details, null));
-    }
     this.compared.scrollIntoView({ block: "nearest" });
+    return said;
   }
 
-  private showReport(plainSeconds: number | null): void {
-    const { details } = this.turn;
-    const isOpen = this.reports.querySelector("details")?.open ?? false;
-    clear(this.reports, details && reportView(details, plainSeconds));
-    if (isOpen) this.reports.querySelector("details")!.open = true;
+  /** Null: the person stopped it. */
+  failCheck(problem: Problem | null): void {
+    clear(this.compared, problem && failure(problem, () => this.actions.check()));
   }
-}
-
-export { FULL_PREFILL };
-
-function firstToken({ details }: Reply): string {
-  if (details === null) return "";
-  return `first token after ${seconds(details.search_seconds + details.ttft_seconds)}`;
 }
