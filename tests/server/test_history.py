@@ -36,6 +36,7 @@ def turn(question: str, answer: str = "Ines.") -> dict[str, Any]:
         "answer": answer,
         "finish": "stop",
         "settings": "query",
+        "options": None,
         "citations": [],
         "details": None,
     }
