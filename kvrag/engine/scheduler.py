@@ -3,7 +3,8 @@
 A step computes one token of every running answer together. Prompts that join are fused beside it,
 slices of a quarter of a second before each step, so that no running answer waits for a long prompt.
 With fewer slices, answers end before others join, and each step reads the weights for few tokens.
-While one prompt waits for its stored KV, another is computed.
+While one prompt waits for its stored KV, another is computed. Rows of several prompts in one matrix
+product would gain little: of SmolLM2 a row takes 1.23 ms beside 63 others, 1.07 beside 255.
 
 One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
 wait, a thread of the scheduler's own does, which ends with their last answer.
