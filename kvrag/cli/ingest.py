@@ -105,8 +105,9 @@ def ingest(
         bool,
         o.setting(
             "--first-records",
-            help="With a filler or similar, also store each chunk's KV for the first place of a prompt now. "
-            "Otherwise the first prompt that begins with the chunk computes and stores it.",
+            help="With a filler or similar, also store each chunk's KV for the first place of a "
+            "prompt now. Otherwise the first prompt that begins with the chunk computes and stores "
+            "it.",
         ),
     ] = False,
     force: Annotated[

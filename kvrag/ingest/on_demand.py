@@ -1,8 +1,8 @@
 """Records that ingestion leaves out, and the first prompt that needs one makes.
 
-In an index with a filler, or context ``similar``, these are the records of chunks alone. Such a record is exact where its
-chunk stands first in a prompt, and most chunks never do. Making it costs that prompt what computing
-the chunk would have cost. A thread then stores it, for later prompts.
+In an index with a filler, or context ``similar``, these are the records of chunks alone. Such a
+record is exact where its chunk stands first in a prompt, and most chunks never do. Making it costs
+that prompt what computing the chunk would have cost. A thread then stores it, for later prompts.
 """
 
 from __future__ import annotations

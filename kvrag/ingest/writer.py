@@ -417,7 +417,7 @@ class _Computing:
         writer.submit(partial(self._commit, window, bad, Change()))
 
     def _write_similar(self, writer: BackgroundWriter) -> None:
-        """Write the documents of an index whose chunks are encoded after one another."""
+        """Write the documents of an index whose chunks are encoded after other chunks."""
         from kvrag.ingest.companions import Companions
 
         run = self._run

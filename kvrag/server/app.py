@@ -296,12 +296,12 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics, accounts
     @app.get("/v1/models", responses=r.ERRORS)
     async def models() -> r.ModelList:
         """List the models."""
-        return service.models()
+        return service.names.listed
 
     @app.get("/v1/models/{name:path}", responses=r.ERRORS)
     async def model(name: str) -> r.Model:
         """Return one model."""
-        for one in service.models().data:
+        for one in service.names.listed.data:
             if one.id == name:
                 return one
         raise RequestError(

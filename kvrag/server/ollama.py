@@ -474,7 +474,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     @app.get("/api/tags", responses=_ERRORS)
     async def tags() -> dict[str, Any]:
         """List the models."""
-        models = service.models().data
+        models = service.names.listed.data
         return {
             "models": await service.in_thread(lambda: [_described(service, one) for one in models])
         }
@@ -488,7 +488,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     async def show(asked: OllamaShow) -> dict[str, Any]:
         """Describe a model."""
         name = asked.model.removesuffix(":latest")
-        known = {one.id: one for one in service.models().data}
+        known = {one.id: one for one in service.names.listed.data}
         if name not in known:
             raise RequestError(404, f"model {name!r} not found", code="model_not_found")
         return await service.in_thread(

@@ -7,7 +7,7 @@ import base64
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -72,12 +72,21 @@ class Names:
     ----------
     model, rag, embedding, ranker
         The language model, the same over the index, the embedding, and what ranks.
+    created
+        When the server began, in seconds since 1970.
     """
 
     model: str
     rag: str
     embedding: str
     ranker: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def listed(self) -> r.ModelList:
+        """The models that requests may name, each once."""
+        names = dict.fromkeys((self.model, self.rag, self.embedding, self.ranker))
+        return r.ModelList(data=[r.Model(id=name, created=self.created) for name in names])
 
 
 class Service:
@@ -115,7 +124,6 @@ class Service:
         self._engine = engine
         self._queue = queue
         self._top_k = top_k
-        self._created = int(time.time())
         self._fingerprint = f"kvrag-{engine.index.config.model_fingerprint[:12]}"
         # Each returns the bytes that it keeps for a tenant.
         self.keepers: list[Callable[[str], int]] = []
@@ -161,11 +169,6 @@ class Service:
             keeps_history=keeps_history,
             can_upload=can_upload,
         )
-
-    def models(self) -> r.ModelList:
-        """Return the models that requests may name."""
-        names = dict.fromkeys(astuple(self.names))
-        return r.ModelList(data=[r.Model(id=name, created=self._created) for name in names])
 
     async def chat(
         self,

@@ -1,4 +1,4 @@
-"""llama.cpp's server in a process of its own, for `kvrag bench throughput`."""
+"""llama.cpp's server in a separate process, for `kvrag bench throughput`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ThroughputOptions:
     model
         The model.
     ways
-        Names of `WAYS`, and `LLAMA_CPP`, which answers the same prompts from a server of its own.
+        Names of `WAYS`, and `LLAMA_CPP`, which answers the same prompts from its own server.
     clients
         Numbers of clients, each of which asks again as soon as its answer has ended.
     num_requests, num_rounds
@@ -187,7 +187,7 @@ class _Asking:
 def _serving(
     path: Path, limits: list[str], options: ThroughputOptions
 ) -> Iterator[dict[str, StartedServer]]:
-    """Yield the server of each way, in processes of their own."""
+    """Yield the server of each way, in separate processes."""
     theirs = ("-m", "kvrag_bench.serving.llamacpp", options.model, str(max(options.clients)))
     with contextlib.ExitStack() as stack:
         servers: dict[str, StartedServer] = {}

@@ -158,7 +158,7 @@ def split(
 
 
 def single_chunks(missing: Iterable[tuple[ChunkKey, Chunk]], batch_tokens: int) -> Iterator[Packet]:
-    """Yield packets of chunks in this order, each as a document of its own, to be encoded."""
+    """Yield packets of chunks in this order, each as a separate document, to be encoded."""
     alone = (PlannedDocument(one.source, "", {}, chunks=[one]) for _, one in missing)
     yield from (Packet(Plan(documents)) for documents in split(alone, batch_tokens))
 
