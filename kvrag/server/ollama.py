@@ -459,6 +459,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
             return f'{json.dumps(told)[:-1]}, "embeddings": [{rows}]}}'
 
         if not asked.input:
+            service.require(asked.model, service.names.embedding)
             return Response(written([], 0), media_type="application/json")
         wanted = EmbeddingRequest(**asked.model_dump(include={"model", "input", "dimensions"}))
         return await service.embed(wanted, http, written)

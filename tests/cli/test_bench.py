@@ -173,7 +173,7 @@ def test_tables_of_codecs_fit_100_columns(run: Run, asked: list[Any]) -> None:
     ("arguments", "expected"),
     [
         (EVICTION, ("full cache", "streaming(sinks=4, share=0.25)")),
-        (LOAD, ("deviation 50%", "one by one", "boundary 50%")),
+        (LOAD, ("deviation 50%", "one by one", "boundary ")),
         (("pml", "--random-shape", "test", "--modules", 2, "--module-tokens", 20), ("floor",)),
     ],
 )

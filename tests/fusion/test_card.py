@@ -423,7 +423,9 @@ def test_chunks_that_stay_are_those_of_their_records(
             else:
                 assert lost.keys() <= mine.damage.keys()
                 left = tuple(span for span in spans if span.record_id not in lost)
-                results.append((replace(mine, spans=left, damage={}), seen))
+                # What is forged may also be valid: other numbers of a token that is kept raw.
+                forged = {one: how for one, how in mine.damage.items() if how[1] == "forged"}
+                results.append((replace(mine, spans=left, damage=forged), seen))
             finally:
                 loader.end()
                 hot.close()

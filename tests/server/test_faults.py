@@ -157,7 +157,7 @@ def test_wrong_bodies_are_refused_briefly_and_soon(wrong: dict[str, Any]) -> Non
     errors = caught.value.errors()
     assert time.process_time() - started < 0.5
     assert len(errors) <= MAX_FIELDS + 1
-    answer = validation_problem(list(errors)).response()
+    answer = validation_problem(list(errors)).response("/v1/chat/completions")
     assert answer.status_code == 400
     assert len(answer.body) < 1000
 
