@@ -9,7 +9,10 @@ from llama_index.core.chat_engine import ContextChatEngine
 from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
 
-QUESTIONS = ("Which extension is the help line for computers?", "Who answers it?")
+QUESTIONS = (
+    "What is the password of the wireless network for the public?",
+    "Is that network fast?",
+)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ SAID = {
     "existing_faiss": ["240", "prompt tokens reused"],
     "existing_chroma": ["kittiwake", "prompt tokens reused"],
     "query_engine": ["kittiwake", "computers.md"],
-    "chat_engine": ["313"],
+    "chat_engine": ["kittiwake"],
     "ingestion_pipeline": ["0 nodes written", "Saffron", "old notice found: False"],
     "ensemble_rerank": ["313"],
     "evaluate": ["kvrag: ", "plain: ", "times as early"],
