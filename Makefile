@@ -120,7 +120,8 @@ sanitize: sanitize-address,undefined sanitize-thread
 
 sanitize-%: $(STAMP)
 	$(BIN)/cmake -S . -B build/$@ -DKVRAG_MODULE=OFF -DKVRAG_DRIVER=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-		-DCMAKE_CXX_FLAGS="-fsanitize=$* -fno-sanitize-recover=all" >/dev/null
+		-DCMAKE_CXX_FLAGS="-fsanitize=$* -fno-sanitize-recover=all" \
+		-DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O2 -g1 -DNDEBUG" >/dev/null
 	$(BIN)/cmake --build build/$@ -j 2 >/dev/null
 	build/$@/kvrag_driver $(if $(filter-out 0,$(EXHAUSTIVE)),3000,500)
 
