@@ -84,7 +84,7 @@ class Idle:
 
     def is_wanted(self) -> bool:
         """Return whether nobody asks, and the end has not come."""
-        return not self._is_unwanted()
+        return not (self._is_stopped or self._num_asking)
 
     def _run(self) -> None:
         while self._jobs and (num_asked := self._idle()) is not None:
@@ -107,7 +107,7 @@ class Idle:
         with self._changed:
             while not self._is_stopped:
                 self._changed.wait_for(lambda: self._is_stopped or not self._num_asking)
-                if not self._changed.wait_for(self._is_unwanted, _IDLE_SECONDS):
+                if not self._changed.wait_for(lambda: not self.is_wanted(), _IDLE_SECONDS):
                     return self._num_asked
             return None
 
@@ -115,6 +115,3 @@ class Idle:
         """Wait for the end of the next request: only a request brings something new."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._num_asked != num_asked)
-
-    def _is_unwanted(self) -> bool:
-        return self._is_stopped or self._num_asking > 0

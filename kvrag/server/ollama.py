@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import (
@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -32,6 +33,7 @@ from kvrag.server.requests import (
     MAX_NAME,
     MAX_TOKENS,
     MAX_TOOLS,
+    SAMPLING_FIELDS,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -63,7 +65,16 @@ _Name = Annotated[str, Field(max_length=MAX_NAME)]
 _Nothing = Annotated[list[str] | None, Field(max_length=0)]
 
 
-class OllamaOptions(Strict):
+# kvrag's options by Ollama's names; a negative seed is Ollama's own.
+_FIELDS = {name: field for name, field in SAMPLING_FIELDS.items() if name != "seed"}
+_FIELDS["repeat_penalty"] = _FIELDS.pop("repetition_penalty")
+if TYPE_CHECKING:
+    _Sampling = Strict
+else:
+    _Sampling = create_model("_Sampling", __base__=Strict, **_FIELDS)
+
+
+class OllamaOptions(_Sampling):
     """``options``: how to sample.
 
     Attributes
@@ -76,14 +87,7 @@ class OllamaOptions(Strict):
         Which tokens `repeat_penalty` covers: here always all, which is -1.
     """
 
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repeat_penalty: float | None = Field(default=None, ge=0.01, le=10)
     repeat_last_n: int | None = None
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, le=2**53 - 1)
     num_predict: int | None = Field(default=None, le=MAX_TOKENS)
     stop: str | list[str] | None = None
@@ -104,7 +108,8 @@ class OllamaOptions(Strict):
 
     @model_validator(mode="after")
     def _penalty_covers_all(self) -> OllamaOptions:
-        if self.repeat_last_n not in (None, -1) and self.repeat_penalty not in (None, 1):
+        penalty = self.model_dump()["repeat_penalty"]
+        if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
             raise ValueError(
                 "repeat_last_n: here repeat_penalty covers the whole prompt and answer; set it to "
                 "-1, or leave it out"
@@ -114,10 +119,11 @@ class OllamaOptions(Strict):
     @property
     def sampling(self) -> dict[str, Any]:
         """The same fields of a chat request."""
-        given = self.model_dump(exclude={"repeat_last_n", "repeat_penalty", "num_predict", "seed"})
+        given = self.model_dump(exclude={"repeat_last_n", "num_predict", "seed"})
+        penalty = given.pop("repeat_penalty")
         most, seed = self.num_predict, self.seed
         return given | {
-            "repetition_penalty": self.repeat_penalty,
+            "repetition_penalty": penalty,
             "max_tokens": None if most is None or most < 0 else most,
             "seed": None if seed is None or seed < 0 else seed,
         }
@@ -152,25 +158,23 @@ class Answered(OfOllama):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     kvrag: KVRagOptions = KVRagOptions()
 
-    _chat: ChatRequest = PrivateAttr()
+    _chat: ChatRequest | None = PrivateAttr(default=None)
 
     @property
-    def chat(self) -> ChatRequest:
-        """The same request for ``/v1/chat/completions``."""
+    def chat(self) -> ChatRequest | None:
+        """The same request for ``/v1/chat/completions``.
+
+        None: it asks for no answer, only that the model be in memory.
+        """
         return self._chat
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it asks for no answer, only that the model be in memory."""
-        return not self._messages()
 
     def _messages(self) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     @model_validator(mode="after")
     def _is_a_chat_request(self) -> Answered:
-        if not self.is_empty:
-            self._chat = self._valid(ChatRequest, messages=self._messages(), tools=self._tools())
+        if messages := self._messages():
+            self._chat = self._valid(ChatRequest, messages=messages, tools=self._tools())
         return self
 
     def _tools(self) -> list[dict[str, Any]] | None:
@@ -428,14 +432,14 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     @app.post("/api/chat", responses=_ANSWERS)
     async def chat(asked: OllamaChat, http: Request) -> Response:
         """Answer a conversation."""
-        if asked.is_empty:
+        if asked.chat is None:
             return _loaded(service, asked, message={"role": "assistant", "content": ""})
         return await service.chat(asked.chat, http, partial(LinesShape, asked.chat))
 
     @app.post("/api/generate", responses=_ANSWERS)
     async def generate(asked: OllamaGenerate, http: Request) -> Response:
         """Answer a prompt."""
-        if asked.is_empty:
+        if asked.chat is None:
             return _loaded(service, asked, response="")
         shape = partial(GeneratedShape, asked.chat)
         if asked.raw:
@@ -475,10 +479,8 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     @app.get("/api/tags", responses=_ERRORS)
     async def tags() -> dict[str, Any]:
         """List the models."""
-        models = service.names.listed.data
-        return {
-            "models": await service.in_thread(lambda: [_described(service, one) for one in models])
-        }
+        found = await service.in_thread(lambda: _described(service))
+        return {"models": [*found.values()]}
 
     @app.get("/api/ps", responses=_ERRORS)
     async def ps() -> dict[str, Any]:
@@ -489,12 +491,10 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     async def show(asked: OllamaShow) -> dict[str, Any]:
         """Describe a model."""
         name = asked.model.removesuffix(":latest")
-        known = {one.id: one for one in service.names.listed.data}
+        known = await service.in_thread(lambda: _described(service))
         if name not in known:
             raise RequestError(404, f"model {name!r} not found", code="model_not_found")
-        return await service.in_thread(
-            lambda: _described(service, known[name]) | _shown(service, name)
-        )
+        return known[name] | _shown(service, name)
 
     @app.get("/api/version", responses=_ERRORS)
     async def version() -> dict[str, str]:
@@ -509,13 +509,11 @@ def _loaded(service: Service, asked: Answered, **said: Any) -> Response:
     return JSONResponse({"model": asked.model, "created_at": _now(), **said, **told})
 
 
-def _described(service: Service, one: r.Model) -> dict[str, Any]:
+def _described(service: Service) -> dict[str, dict[str, Any]]:
+    """Return what there is to say of each model, by name."""
     model = service.index.model
     family = model.hf.config.model_type
-    return {
-        "name": one.id,
-        "model": one.id,
-        "modified_at": _time(one.created),
+    same = {
         "size": sum(tensor.nbytes for tensor in model.hf.state_dict().values()),
         "digest": service.index.config.model_fingerprint,
         "details": {
@@ -526,6 +524,10 @@ def _described(service: Service, one: r.Model) -> dict[str, Any]:
             "parameter_size": "",
             "quantization_level": model.compute,
         },
+    }
+    return {
+        one.id: {"name": one.id, "model": one.id, "modified_at": _time(one.created), **same}
+        for one in service.names.listed.data
     }
 
 

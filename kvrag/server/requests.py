@@ -226,14 +226,15 @@ def _field(one: Any, rule: Option) -> tuple[Any, Any]:
     return kind_of(one) | None, Field(default=None, **bounds)
 
 
+SAMPLING_FIELDS: dict[str, Any] = {
+    one.name: _field(one, rule) for one, rule in options_of(Sampling)
+}
+"""The options of sampling as fields of a request."""
+
 if TYPE_CHECKING:
     _Sampling = Asked
 else:
-    _Sampling = create_model(
-        "_Sampling",
-        __base__=Asked,
-        **{one.name: _field(one, rule) for one, rule in options_of(Sampling)},
-    )
+    _Sampling = create_model("_Sampling", __base__=Asked, **SAMPLING_FIELDS)
 
 
 class Generating(_Sampling, ABC):
