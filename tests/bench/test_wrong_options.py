@@ -10,7 +10,6 @@ import pytest
 
 from kvrag.errors import KVRagError
 from kvrag.models.kv_model import KVModel
-from kvrag_bench.attention import AttentionOptions
 from kvrag_bench.batch import BatchOptions, run_batch_bench
 from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.exact import ExactOptions, run_exact_bench
@@ -55,8 +54,6 @@ def peers(**options: Any) -> object:
 
 Case = tuple[Callable[..., object], dict[str, Any], str]
 CASES: list[Case] = [
-    (AttentionOptions, {"heads": 4}, "bench attention: expected sizes"),
-    (AttentionOptions, {"ratio": 1.1}, "bench attention: expected sizes"),
     (PipeliningOptions, {"gigabytes_per_second": [0.0]}, "GB/s, one at least"),
     (PipeliningOptions, {"policy": "nonsense"}, "nonsense"),
     (StreamOptions, {"step_seconds": -1.0}, "bench stream"),

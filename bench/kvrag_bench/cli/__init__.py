@@ -10,7 +10,6 @@ COMMANDS = {
     "decode": "kvrag_bench.cli.decode:bench_decode",
     "batch": "kvrag_bench.cli.batch:bench_batch",
     "session": "kvrag_bench.cli.session:bench_session",
-    "attention": "kvrag_bench.cli.attention:bench_attention",
     "ingest": "kvrag_bench.cli.ttft:bench_ingest",
     "quality": "kvrag_bench.cli.quality:bench_quality",
     "codec": "kvrag_bench.cli.codec:bench_codec",
