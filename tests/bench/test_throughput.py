@@ -1,4 +1,4 @@
-"""What `kvrag bench throughput` counts."""
+"""What `kvrag bench serve` and `kvrag bench throughput` count."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import asyncio
 import os
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from kvrag.errors import EngineError, ParameterError
 from kvrag.server.app import ServerOptions
-from kvrag_bench.serving.streams import StartedServer
-from kvrag_bench.serving.throughput import (
-    FULL,
-    ThroughputOptions,
-    _Asking,
-    _round,
-    _row,
-    _Seen,
-)
+from kvrag_bench.serving.clients import StartedServer
+from kvrag_bench.serving.streams import StreamsRow, _ask_for
+from kvrag_bench.serving.streams import _row as streams_row
+from kvrag_bench.serving.throughput import FULL, ThroughputOptions, _Asking, _round, _row, _Seen
 from tests.cli.conftest import Run, run
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag, rag
@@ -40,12 +36,17 @@ def asked(served: Served, way: str, options: ThroughputOptions = OPTIONS) -> _Se
     return seen
 
 
+def streamed(served: Served, answers: dict[str, str], seconds: float) -> StreamsRow:
+    told = asyncio.run(_ask_for(served.url, answers, 2, seconds, 6))
+    return streams_row(told, answers, 2)
+
+
 def test_answers_of_each_way(served: Served) -> None:
     reused, full = (asked(served, way) for way in ("kvrag", FULL))
     for seen in (reused, full):
-        assert len(seen.ttft) == len(seen.prompt) == 6
-        assert seen.num_failed == 0
-        assert max(seen.answer) <= 4 < min(seen.prompt)
+        assert (len(seen.told), seen.num_failed) == (6, 0)
+        for one in seen.told:
+            assert one.usage["completion_tokens"] <= 4 < one.usage["prompt_tokens"]
     row = _row("kvrag", 3, reused, 7.0)
     assert row.of_full == row.requests_per_minute / 7.0 > 0
     assert 0 < row.ttft_p50_seconds <= row.ttft_p95_seconds
@@ -57,21 +58,32 @@ def test_questions_are_never_asked_twice(served: Served) -> None:
     bodies = [asking.next(way) for way in ("kvrag", FULL, "llama.cpp", "kvrag")]
     said = [body["messages"][0]["content"] for body in bodies]
     assert len(set(said)) == 4
-    assert [one.get("kvrag") for one in bodies] == [
-        {"k": 2},
-        {"reuse": False, "k": 2},
-        None,
-        {"k": 2},
-    ]
+    reuse = {"k": 2}
+    assert [one.get("kvrag") for one in bodies] == [reuse, {"reuse": False, "k": 2}, None, reuse]
     # llama.cpp searches nothing itself.
     assert any(text in said[2] for text in PASSAGES.values())
 
 
 def test_failed_requests(served: Served) -> None:
     seen = asked(served, "kvrag", ThroughputOptions("", num_requests=3, num_chunks=10**6))
-    assert (seen.ttft, seen.num_failed) == ([], 3)
+    assert (seen.told, seen.num_failed) == ([], 3)
     with pytest.raises(EngineError, match="none of 3 requests"):
         _row("kvrag", 1, seen, None)
+
+
+def test_right_mixed_up_and_lost_streams(served: Served) -> None:
+    prompts = list(PASSAGES.values())[:2]
+    answers = {prompt: served.engine.generate(prompt, max_tokens=6).text for prompt in prompts}
+    row = streamed(served, answers, 0.5)
+    assert row.num_streams >= 2
+    assert row.num_lost == row.num_mixed == 0
+    assert 0 < row.ttft_p50_seconds <= row.ttft_p95_seconds <= row.total_p95_seconds
+    assert row.pieces_per_second > 0
+    row = streamed(served, dict(zip(answers, reversed(answers.values()), strict=True)), 0.2)
+    assert row.num_mixed == row.num_streams > 0
+    row = streamed(served, {"word " * 5000: ""}, 0.1)  # too long for the model
+    assert row.num_lost == row.num_streams > 0
+    assert httpx.get(f"{served.server.url}/readyz").status_code == 200
 
 
 def test_an_unknown_way() -> None:
@@ -80,9 +92,14 @@ def test_an_unknown_way() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(run: Run) -> None:
+def test_the_commands(run: Run) -> None:
     ways = ("--ways", "kvrag,full prefill", "--clients", "2", "--requests", "2", "--rounds", "1")
     done = run("bench", "throughput", "--model", "kvrag-tiny", *ways, "--json")
     assert done.code == 0, done.err
     assert [row["way"] for row in done.json] == ["kvrag", FULL]
     assert done.json[1]["of_full"] == 1.0
+    done = run("bench", "serve", "--clients", "3", "--seconds", "2", "--prompts", "5", "--json")
+    assert done.code == 0, done.err
+    alone, together = done.json
+    assert (alone["num_clients"], together["num_clients"]) == (1, 3)
+    assert together["num_lost"] == together["num_mixed"] == 0 < together["num_streams"]

@@ -21,7 +21,7 @@ from kvrag.chunk import Document
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
 from kvrag.plugins import require
-from kvrag_bench.serving.streams import serving_index
+from kvrag_bench.serving.clients import serving_index
 from kvrag_corpus import generate_corpus
 
 _TIMEOUT_SECONDS = 120.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -25,7 +24,7 @@ from kvrag.errors import EngineError, ParameterError
 from kvrag.ingest.index import Index
 from kvrag.plugins import require
 from kvrag_bench.corpora import read_handbook
-from kvrag_bench.serving.streams import StartedServer, serving_index, started
+from kvrag_bench.serving.clients import StartedServer, Told, ask_all, serving_index, started
 
 FULL, LLAMA_CPP = "full prefill", "llama.cpp"
 WAYS: dict[str, dict[str, Any]] = {
@@ -109,9 +108,7 @@ class ThroughputRow:
 
 @dataclass
 class _Seen:
-    ttft: list[float] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     num_failed: int = 0
     seconds: float = 0.0
     processor: float = 0.0
@@ -162,7 +159,6 @@ class _Asking:
     def __init__(self, index: Index, questions: list[str], options: ThroughputOptions) -> None:
         self._index, self._questions, self.options = index, questions, options
         self._num_asked = 0
-        self.model = index.model.name
 
     def next(self, way: str, max_tokens: int | None = None) -> dict[str, Any]:
         """Return the body of a request."""
@@ -173,8 +169,6 @@ class _Asking:
             "messages": [{"role": "user", "content": question}],
             "max_tokens": max_tokens or options.max_tokens,
             "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
         if way in WAYS:
             return body | {"kvrag": WAYS[way] | {"k": options.num_chunks}}
@@ -214,7 +208,7 @@ async def _warm_up(
     """Ask each way twice: the first answers pack weights, and measure what computing costs."""
     for way in options.ways:
         for _ in range(2):
-            await _ask_all(servers[way].url, [asking.next(way, 2)], 1, asking, way, _Seen())
+            await ask_all(servers[way].url, [asking.next(way, 2)], 1, of_index=way in WAYS)
 
 
 async def _round(
@@ -222,77 +216,33 @@ async def _round(
 ) -> None:
     bodies = [asking.next(way) for _ in range(max(clients, asking.options.num_requests))]
     processor, begun = _processor_seconds(server), time.perf_counter()
-    await _ask_all(server.url, bodies, clients, asking, way, into)
+    for told in await ask_all(server.url, bodies, clients, of_index=way in WAYS):
+        into.num_failed += told is None
+        into.told += [] if told is None else [told]
     into.seconds += time.perf_counter() - begun
     into.processor += _processor_seconds(server) - processor
     into.megabytes = _megabytes(server)
 
 
-async def _ask_all(
-    url: str, bodies: list[dict[str, Any]], clients: int, asking: _Asking, way: str, seen: _Seen
-) -> None:
-    import aiohttp
-
-    left = list(bodies)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
-        model = asking.model
-        if way in WAYS:
-            async with session.get(f"{url}/models") as response:
-                names = [one["id"] for one in (await response.json())["data"]]
-            model = next(name for name in names if name.startswith("rag:"))
-
-        async def client() -> None:
-            while left:
-                await _ask(session, url, left.pop(0) | {"model": model}, seen)
-
-        await asyncio.gather(*(client() for _ in range(clients)))
-
-
-async def _ask(session: Any, url: str, body: dict[str, Any], seen: _Seen) -> None:
-    import aiohttp
-
-    begun, first, usage = time.perf_counter(), None, None
-    try:
-        async with session.post(f"{url}/chat/completions", json=body) as response:
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                usage = event.get("usage") or usage
-                texts = [one.get("delta", {}).get("content") for one in event.get("choices", ())]
-                if first is None and any(texts):
-                    first = time.perf_counter() - begun
-    except aiohttp.ClientError:
-        usage = None
-    if usage is None:
-        seen.num_failed += 1
-        return
-    # An answer may be empty.
-    seen.ttft.append(time.perf_counter() - begun if first is None else first)
-    seen.prompt.append(usage["prompt_tokens"])
-    seen.answer.append(usage["completion_tokens"])
-
-
 def _rate(seen: _Seen) -> float:
-    return 60.0 * len(seen.ttft) / seen.seconds
+    return 60.0 * len(seen.told) / seen.seconds
 
 
 def _row(way: str, clients: int, seen: _Seen, full: float | None) -> ThroughputRow:
-    if not seen.ttft:
+    if not seen.told:
         raise EngineError(f"{way}: none of {seen.num_failed} requests was answered")
+    ttft = [one.ttft for one in seen.told]
     return ThroughputRow(
         way=way,
         num_clients=clients,
-        num_answers=len(seen.ttft),
+        num_answers=len(ttft),
         num_failed=seen.num_failed,
-        prompt_tokens=float(np.mean(seen.prompt)),
-        answer_tokens=float(np.mean(seen.answer)),
+        prompt_tokens=float(np.mean([one.usage["prompt_tokens"] for one in seen.told])),
+        answer_tokens=float(np.mean([one.usage["completion_tokens"] for one in seen.told])),
         requests_per_minute=_rate(seen),
         of_full=_rate(seen) / full if full else None,
-        ttft_p50_seconds=median(seen.ttft),
-        ttft_p95_seconds=float(np.quantile(seen.ttft, 0.95)),
-        processor_ms=1e3 * seen.processor / len(seen.ttft),
+        ttft_p50_seconds=median(ttft),
+        ttft_p95_seconds=float(np.quantile(ttft, 0.95)),
+        processor_ms=1e3 * seen.processor / len(ttft),
         megabytes=seen.megabytes,
     )
