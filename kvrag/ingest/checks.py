@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.arguments import shown
 from kvrag.errors import IndexMismatchError, ParameterError
-from kvrag.ingest.config import FILE_NAME, IndexConfig
-from kvrag.ingest.contexts import CORPUS
+from kvrag.ingest.config import IndexConfig
 from kvrag.store.base import Store
 from kvrag.store.capabilities import Limits, capability, is_in_memory, tiers_of
 
@@ -28,16 +27,6 @@ def check_limit(store: Store, config: IndexConfig) -> None:
                 f"{tier.url} holds no chunk of {config.chunk_tokens} tokens, which take about "
                 f"{needed:,} bytes; raise its limit, or choose fewer chunk_tokens or another codec"
             )
-
-
-def check_unencrypted(config: IndexConfig) -> None:
-    """Raise ParameterError if an encrypted index would show text of its documents."""
-    if config.key_check and config.context == CORPUS:
-        raise ParameterError(
-            f"context {config.chunk_context} keeps text of documents in {FILE_NAME}, which is not "
-            "encrypted, and this index has a key: choose filler or document, or an index without "
-            "a key"
-        )
 
 
 def check_lasting(store: Store) -> None:

@@ -348,20 +348,6 @@ class Cutter:
         found = len(filler_ids(encoders.tokenizer, text, encoders.control))
         return min(found, config.context_tokens)
 
-    def note(self) -> str:
-        """Return a note if the first documents were too short for the context, or ""."""
-        config = self._config
-        if config.context != CORPUS:
-            return ""
-        found = self.num_filler_tokens()
-        if found == config.context_tokens:
-            return ""
-        return (
-            f"context {config.chunk_context}: the first documents gave {found:,} tokens only, and "
-            "all later chunks are encoded after these too; to have more, ingest many documents at "
-            "once into a new folder"
-        )
-
 
 def refuse_control(document: Document, chunks: Sequence[Chunk], control: ControlTokens) -> None:
     """Raise DocumentError if a document holds a control string anywhere.

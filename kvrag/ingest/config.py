@@ -53,7 +53,7 @@ _CHOICES: dict[str, Collection[str]] = {
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """The settings of an index; only codec, profile and `corpus_filler` change after its creation.
+    """The settings of an index; only codec and profile change after its creation.
 
     Attributes
     ----------
@@ -88,8 +88,7 @@ class IndexConfig:
     control_tokens
         What happens to the model's control strings in documents (`kvrag.models.control`).
     corpus_filler
-        The text of context ``corpus``, chosen from the first documents; "" for other contexts,
-        and before there are documents.
+        The text of context ``corpus``, which earlier versions chose; "" for other contexts.
     trust
         Whose chunks context ``similar`` takes: those of the same folder, or of the index.
     key_check

@@ -4,8 +4,8 @@ A context is stored as token ids only, without its KV. Except for ``corpus`` and
 (`kvrag.ingest.companions`) it never comes from another document: otherwise the rest of an index
 would change a chunk's KV. The filler comes from no
 document and no user: it is a text file of this package, the same for every chunk of every tenant,
-so it carries nothing from one to another. The filler of ``corpus`` is passages of the index's own
-documents (`join_passages`), chosen once and then the same for all chunks.
+so it carries nothing from one to another. The filler of ``corpus``, which no new index has, is
+passages of the index's own documents, chosen once and then the same for all chunks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from itertools import chain, zip_longest
 from typing import Any
 
 from kvrag.arguments import shown
-from kvrag.chunk import Chunk, normalise_text
+from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 from kvrag.models.control import ControlTokens, encode_documents
 from kvrag.models.tokens import encode
@@ -36,7 +35,9 @@ chunk alone is optional (`Chunk.is_optional`).
 """
 
 CORPUS = "corpus"
-"""As `FILLER`, with passages of the index's own documents as the text."""
+"""As `FILLER`, with passages of the index's own documents as the text. Earlier versions made such
+indexes, which continue with the text that they have.
+"""
 
 SIMILAR = "similar"
 """Chunks are encoded after those that are nearest to them (`kvrag.ingest.companions`), which are
@@ -61,14 +62,6 @@ DEFAULT_TOKENS = {
 
 SEPARATOR = "\n\n"
 """Joins chunks in a context as prompts join them, so that a prompt can repeat it verbatim."""
-
-# Documents that are read for it, evenly spaced among all: many short passages of many documents
-# did better than few long ones.
-MOST_DOCUMENTS = 24
-# Characters of a passage, at least if it has them, and at most.
-_SHORT, _LONG = 200, 500
-# More than a token has in common languages, so that the text is long enough.
-CHARACTERS_A_TOKEN = 6
 
 _FILLER_FILE = "filler.txt"
 _CONTEXT = re.compile("([a-z]+)(?::([1-9][0-9]{0,8}))?")
@@ -131,7 +124,7 @@ harmed by as many tokens (docs/contexts.md)."""
 
 def parse_context(text: str) -> Context:
     """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours``,
-    ``filler[:TOKENS]``, ``corpus[:TOKENS]`` or ``similar[:TOKENS]`` names.
+    ``filler[:TOKENS]`` or ``similar[:TOKENS]`` names, or an earlier version's ``corpus[:TOKENS]``.
 
     Raises
     ------
@@ -147,7 +140,9 @@ def parse_context(text: str) -> Context:
         if name == SIMILAR and int(number) < 2 * LEAST_TOKENS:
             raise ParameterError(f"context {text}: give it at least {2 * LEAST_TOKENS} tokens")
         return Context(name, int(number))
-    expected = (f"{one}[:TOKENS]" if most else one for one, most in DEFAULT_TOKENS.items())
+    expected = (
+        f"{one}[:TOKENS]" if most else one for one, most in DEFAULT_TOKENS.items() if one != CORPUS
+    )
     raise ParameterError(
         f"context {shown(text)}: expected one of {', '.join(expected)}, where TOKENS is a whole "
         "number "
@@ -173,6 +168,15 @@ def default_context(tokenizer: Any, max_positions: int, room: int, chunk_tokens:
             check_filler(similar, tokenizer, room, chunk_tokens)
             return similar
     return ALONE
+
+
+def require_text(context: Context, corpus_filler: str = "") -> None:
+    """Raise ParameterError for context ``corpus`` without an earlier version's text."""
+    if context.name == CORPUS and not corpus_filler:
+        raise ParameterError(
+            f"context {context} is gone: make an index with context similar, which takes each "
+            "chunk's nearest ones"
+        )
 
 
 def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int) -> None:
@@ -368,34 +372,3 @@ def _ids_before(
             break
         ids.append(token_id)
     return tuple(ids)
-
-
-def join_passages(texts: Iterable[str], num_tokens: int) -> str:
-    """Return passages of texts, in turn one of each, until there are enough."""
-    enough = num_tokens * CHARACTERS_A_TOKEN
-    rounds = zip_longest(*map(_passages, texts))
-    chosen: list[str] = []
-    for passage in dict.fromkeys(filter(None, chain.from_iterable(rounds))):
-        if sum(map(len, chosen)) >= enough:
-            break
-        chosen.append(passage)
-    return SEPARATOR.join(chosen)
-
-
-def _passages(text: str) -> Iterator[str]:
-    """Yield a text's paragraphs, short ones joined and long ones cut at the end of a sentence."""
-    passage = ""
-    for paragraph in re.split(r"\n\s*\n", normalise_text(text)):
-        passage = f"{passage}\n{paragraph.strip()}".strip()
-        if len(passage) >= _SHORT:
-            yield _cut(passage)
-            passage = ""
-    if passage:
-        yield passage
-
-
-def _cut(passage: str) -> str:
-    if len(passage) <= _LONG:
-        return passage
-    ends: Sequence[int] = [one.end() for one in re.finditer(r"[.!?]\s", passage[:_LONG])]
-    return passage[: ends[-1] if ends and ends[-1] >= _SHORT else _LONG].rstrip()

@@ -18,7 +18,7 @@ from kvrag.ingest import config as configs
 from kvrag.ingest import counting, lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
-from kvrag.ingest.checks import check_device, check_embedding, check_limit, check_unencrypted
+from kvrag.ingest.checks import check_device, check_embedding, check_limit
 from kvrag.ingest.config import KV_FOLDER, VIEW_OF_NAME, IndexConfig
 from kvrag.ingest.contexts import (
     ALONE,
@@ -27,6 +27,7 @@ from kvrag.ingest.contexts import (
     check_filler,
     default_context,
     parse_context,
+    require_text,
 )
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import (
@@ -223,6 +224,7 @@ def _make_config(
         anchors = Compressor(model, chosen).anchors_digest
     if settings.context is not None:
         context = parse_context(settings.context)
+        require_text(context)
         check_filler(context, model.tokenizer, room, chunk_tokens)
     elif chosen is not None or model.is_position_bound:
         context = ALONE
@@ -266,7 +268,6 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
         if opened is not None:
             undoing.callback(opened.close)
             config = replace(config, store=opened.url, key_check=key_check(opened))
-            check_unencrypted(config)
             if settings.tenant_salt is None and (salt := secret_salt(opened)) is not None:
                 config = replace(config, tenant_salt=salt.hex())
             check_limit(opened, config)

@@ -58,8 +58,8 @@ class IndexSettings:
     context: str | None = option(
         None,
         "Text that the model reads before each chunk it encodes: none, filler (the same "
-        "unrelated text for all chunks, 512 tokens), corpus (the same, with passages of the first "
-        "documents as the text), similar (the nearest chunks of other documents, 512 tokens), "
+        "unrelated text for all chunks, 512 tokens), similar (the nearest chunks of other "
+        "documents, 512 tokens), "
         "document (earlier text of the same document, at most 256 tokens) or neighbours (also "
         "stores a second record, encoded after the previous chunk). Default for a new index: "
         "similar for models with a window of 4,096 tokens or more, otherwise none.",

@@ -160,11 +160,9 @@ class Storage(OfProcess):
             self.reload_codec()  # another machine may have changed that
 
     def reload_codec(self) -> None:
-        """Adopt a change of the index's codec, or its filler, by another process or object."""
+        """Adopt a change of the index's codec by another process or object."""
         config = IndexConfig.load(self.path)
-        # The filler also where the file has none: what a dry run chose is not recorded.
-        changed = {name: getattr(config, name) for name in ("corpus_filler", "codec", "profile")}
-        self._use(replace(self.config, **changed))
+        self._use(replace(self.config, codec=config.codec, profile=config.profile))
 
     # -- private -----------------------------------------------------------------------------
 

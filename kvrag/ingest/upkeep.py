@@ -14,8 +14,8 @@ from kvrag.errors import AnchorsError, IndexFormatError, ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.calibrations import calibration_problem, keep_calibration
 from kvrag.ingest.catalogfile import next_path, write_copy
-from kvrag.ingest.checks import check_lasting, check_limit, check_unencrypted
-from kvrag.ingest.config import KV_FOLDER, RUNS_NAME, VECTORS_NAME, IndexConfig
+from kvrag.ingest.checks import check_lasting, check_limit
+from kvrag.ingest.config import FILE_NAME, KV_FOLDER, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import catalog_key, key_check
 from kvrag.ingest.fitter import CodecFitter
@@ -413,7 +413,11 @@ def _use_key_of(store: Store, storage: Storage, config: IndexConfig) -> None:
     if config.key_check == storage.config.key_check:
         storage.save_config({"store": config.store})
         return
-    check_unencrypted(config)
+    if config.key_check and config.corpus_filler:
+        raise ParameterError(
+            f"context {config.chunk_context} keeps text of documents in {FILE_NAME}, which is not "
+            "encrypted, and this store has a key: ingest into a new index"
+        )
     key, catalog = catalog_key(store) if config.key_check else None, storage.catalog
     write_copy(catalog, next_path(catalog.path), key)
     config.save(storage.path)

@@ -13,15 +13,12 @@ from functools import partial
 from typing import Any
 
 from kvrag import arguments
-from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
-from kvrag.foreign import document_failures
 from kvrag.ingest import lock, stages
-from kvrag.ingest.chunker import Cutter
-from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import CORPUS, MOST_DOCUMENTS, SIMILAR, join_passages
+from kvrag.ingest.contexts import SIMILAR, require_text
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.files import is_storable, read_file
+from kvrag.ingest.files import is_storable
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
     Held,
@@ -153,7 +150,8 @@ class Writer:
             before = self._heal_first()
             return True
 
-        config = self._with_passages(run)
+        config = storage.config
+        require_text(config.chunk_context, config.corpus_filler)
         run = replace(run, config=config, force=run.force or not is_sound, mend=mend)
         plan = runner(run)
         note = "" if dry_run else self._finish(run, plan, before)
@@ -179,7 +177,7 @@ class Writer:
                 run.on_progress(IngestProgress("profile", num, num, doing=doing))
 
         if run.outcome.num_records:
-            said += [self._fitter.catch_up(say), run.cutter.note()]
+            said.append(self._fitter.catch_up(say))
         return "; ".join(filter(None, said))
 
     def _report(self, run: Run, plan: Plan, note: str, started: float) -> IngestReport:
@@ -225,19 +223,6 @@ class Writer:
         self.read_again(mend_catalog(self._storage, self._encoders))
         return before
 
-    def _with_passages(self, run: Run) -> IndexConfig:
-        """Return the settings with the filler of context ``corpus``, chosen once and kept."""
-        storage = self._storage
-        config = storage.config
-        if config.context != CORPUS or config.corpus_filler:
-            return config
-        cut = Cutter(self._encoders, config).cut
-        found = choose_passages(run.sources, run.parser, config.context_tokens, cut)
-        if found and not run.dry_run:
-            storage.save_config({"corpus_filler": found})
-            return storage.config
-        return replace(config, corpus_filler=found)
-
     def _restore_removed(self) -> None:
         """Compute the KV again that a `gc` of another machine removed during this ingestion."""
         storage = self._storage
@@ -247,43 +232,6 @@ class Writer:
                 with contextlib.suppress(IndexFormatError):  # its chunk is gone again
                     self._fitter.repair(key)
             doubts.discard(key)
-
-
-def choose_passages(
-    sources: Sources, parser: Parser, num_tokens: int, check: Callable[[Document], object]
-) -> str:
-    """Return passages of some of the documents, joined by blank lines.
-
-    The documents' order does not matter. Files that cannot be read are passed over, and documents
-    that are not indexed.
-
-    Parameters
-    ----------
-    sources
-        The arguments of `Index.add`.
-    parser
-        Reads files.
-    num_tokens
-        The number of tokens that the text should have, if the documents are long enough.
-    check
-        Raises DocumentError for a document that is not indexed: it must not reach others' KV.
-    """
-    names = sorted([*sources.documents, *sources.files])
-    step = max(1, len(names) / MOST_DOCUMENTS)
-    chosen = [names[int(at * step)] for at in range(min(len(names), MOST_DOCUMENTS))]
-    texts: list[str] = []
-    for name in chosen:
-        # What is wrong with a document is reported when it is indexed.
-        with document_failures(lambda _: None):
-            if name in sources.documents:
-                found = [sources.documents[name]]
-            else:
-                content = read_file(name, parser.limits.max_file_bytes)
-                found = parser.parse(name, content)[:MOST_DOCUMENTS]
-            for document in found:
-                check(document)
-            texts += [one.text for one in found]
-    return join_passages(texts, num_tokens)
 
 
 def _refresh_caches(storage: Storage) -> None:

@@ -132,12 +132,11 @@ def test_earlier_chunks_are_given_where_a_context_holds_them(pages: Path, model:
 
 def test_texts_of_contexts_are_of_the_corpus(pages: Path, model: KVModel) -> None:
     nothing = found(pages, model)
-    assert (nothing.corpus_filler, nothing.similar) == ("", {})
+    assert nothing.similar == {}
     # The others are copies of each other, but for a name.
     other = "Flour, water and salt are all that a baker of bread needs besides an oven and a night."
     (pages / "east.html").write_text(f"<h2>1. Of bread</h2><p>{other}</p>", "utf-8")
-    texts = found(pages, model, contexts=("corpus:32", "similar:40"), chunk_tokens=256)
-    assert texts.corpus_filler.startswith("## ")
+    texts = found(pages, model, contexts=("similar:40",), chunk_tokens=256)
     assert set(texts.similar) == {text for one in texts.questions for text in one.texts}
     for chunk, ids in texts.similar.items():
         before = model.tokenizer.decode(ids)
@@ -186,7 +185,7 @@ def test_rows_of_the_suite(
         suite=("retrieved",),
         policies=("none", "two_stage"),
         ratios=(0.3,),
-        contexts=("none", "corpus:16", "similar:40"),
+        contexts=("none", "filler:16", "similar:40"),
         num_questions=2,
         max_tokens=4,
         tops=(2, 3),
@@ -201,7 +200,7 @@ def test_rows_of_the_suite(
     plain = by_name["none", "none"]
     assert plain.num_questions == 4
     assert by_name["boundary", "none"].kl < 1e-6 < plain.kl
-    assert len({by_name["none", one].kl for one in ("none", "corpus:16", "similar:40")}) == 3
+    assert len({by_name["none", one].kl for one in ("none", "filler:16", "similar:40")}) == 3
     assert len((tmp_path / "judged.jsonl").read_bytes().splitlines()) == 4 * 7 + 2
     # What one question's prompts need is encoded, and its judgements written, before the next.
     assert encoded == [
@@ -235,6 +234,7 @@ def test_rows_of_the_suite(
         ({"data": "nowhere"}, "no data set at 'nowhere'"),
         ({"suite": ("bridge",), "contexts": ("similar",)}, "only the suite 'retrieved'"),
         ({"contexts": ("similar:x",)}, "context 'similar:x'"),
+        ({"contexts": ("corpus",)}, "context corpus:512 is gone"),
     ],
 )
 def test_what_cannot_be_asked(model: KVModel, changed: dict[str, Any], message: str) -> None:

@@ -307,13 +307,12 @@ def test_every_codec_can_be_streamed(tmp_path: Path) -> None:
             assert torch.equal(fused.logits, whole.logits)
 
 
-@pytest.mark.parametrize("context", ["filler:16", "corpus:16"])
-def test_chunks_of_the_middle_of_a_prompt_are_streamed(tmp_path: Path, context: str) -> None:
+def test_chunks_of_the_middle_of_a_prompt_are_streamed(tmp_path: Path) -> None:
     model = random_model("test")
     texts = [random_text(model, 100, seed=seed) for seed in (1, 2)]
     prompt = "\n\n".join(["Read this.", *texts, "Which of both?"])
     with Index.create(
-        tmp_path / "index", model=model, embedding="hashing", chunk_tokens=100, context=context
+        tmp_path / "index", model=model, embedding="hashing", chunk_tokens=100, context="filler:16"
     ) as index:
         index.add([Document(source=text[:9], text=text) for text in texts])
         for policy in ("two_stage", "query:shift=1"):

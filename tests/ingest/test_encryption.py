@@ -153,16 +153,6 @@ def test_a_key_for_a_plain_index_is_refused(
     assert not readable(index.path)
 
 
-def test_an_index_that_would_show_text_is_not_encrypted_by_a_move(
-    make_index: MakeIndex, docs: Path, key: Path, tmp_path: Path
-) -> None:
-    index = make_index(context="corpus:40")
-    index.add(docs)
-    with pytest.raises(ParameterError, match="keeps text of documents in index"):
-        index.upkeep.move(f"file:{tmp_path / 'kv'}?key_file={key}")
-    assert index.upkeep.verify().ok
-
-
 def test_a_store_without_the_key_is_refused(
     encrypted: Index, docs: Path, key: Path, tmp_path: Path
 ) -> None:

@@ -4,14 +4,49 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvrag.errors import IndexFormatError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import plan
+from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+
+
+def make_of_corpus(folder: Path, model: KVModel, text: str = "") -> None:
+    """Make an index with context ``corpus``, as earlier versions did; `text` is what they chose."""
+    Index.create(folder, model=model, embedding="hashing", context="filler:8").close()
+    config = IndexConfig.load(folder)
+    replace(config, context="corpus", corpus_filler=text).save(folder)
+
+
+def test_context_corpus_goes_on_with_the_text_that_it_has(
+    model: KVModel, docs: Path, tmp_path: Path
+) -> None:
+    make_of_corpus(tmp_path / "index", model, "Read by the harbour. " * 9)
+    with Index.open(tmp_path / "index", model=model) as index:
+        report = index.add(docs)
+        assert (len(report.added), report.num_context_tokens) == (3, 8)
+        chunks = index.get_chunks([hit.chunk.chunk_id for hit in index.search("ledger", 3)])
+        (before,) = {chunk.contexts[0] for chunk in chunks}
+        assert "harbour" in model.tokenizer.decode(before)
+        key = tmp_path / "key"
+        key.write_text("ab" * 32)
+        key.chmod(0o600)
+        with pytest.raises(ParameterError, match="keeps text of documents in index"):
+            index.upkeep.move(f"file:{tmp_path / 'kv'}?key_file={key}")
+        assert index.upkeep.verify().ok
+    make_of_corpus(tmp_path / "empty", model)
+    with (
+        Index.open(tmp_path / "empty", model=model) as index,
+        pytest.raises(ParameterError, match=r"context corpus:8 is gone.*context similar"),
+    ):
+        index.add(docs)
+    with pytest.raises(ParameterError, match="context corpus:512 is gone"):
+        Index.create(tmp_path / "new", model=model, embedding="hashing", context="corpus")
 
 
 def change_unnoticed(path: Path, old: str, new: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ModelLoadError, StoreError
-from kvrag.ingest import stages, writer
+from kvrag.ingest import stages
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared import manifest
@@ -194,29 +194,6 @@ def test_a_fitted_profile_yields_to_another_writers_codec(
         assert index.config.codec == index._storage.coding.codec.name == "raw"
         assert index.upkeep.verify().ok
     assert newcomer.config.profile == one.config.profile == other.config.profile
-
-
-def test_settings_that_arrive_while_others_are_chosen_stay(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine("creator", folder_url, context="corpus:40")
-    one, other = machine("one", folder_url), machine("other", folder_url)
-    choose = writer.choose_passages
-    left = [1]
-
-    def slowly(*given: Any) -> str:
-        found = choose(*given)
-        if left:
-            left.clear()
-            other.upkeep.recode("raw")
-            one.refresh()  # as `follow` does beside
-        return found
-
-    monkeypatch.setattr(writer, "choose_passages", slowly)
-    one.add([page(number) for number in range(6)])
-    config = machine("newcomer", folder_url).config
-    assert config.codec == "raw"
-    assert config.corpus_filler
 
 
 def test_an_ingestion_that_fails_restores_what_it_had_relied_on(

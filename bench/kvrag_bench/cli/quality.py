@@ -52,7 +52,7 @@ def bench_quality(
         str,
         typer.Option(
             help="Contexts to encode chunks with, with commas: none, filler[:TOKENS], "
-            "corpus[:TOKENS] (passages of questions that are not asked), document[:TOKENS], "
+            "document[:TOKENS], "
             "neighbours (see 'kvrag ingest'), and with 'retrieved' similar[:TOKENS]. "
             "With document or neighbours, carried-over questions "
             "are also asked without their predecessor."

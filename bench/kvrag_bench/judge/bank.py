@@ -56,8 +56,6 @@ class ChunkBank:
     beside
         A bank of the same model, codecs and compression: what it has encoded is used, not encoded
         again, and what is encoded here joins it.
-    corpus_filler
-        The text of context ``corpus``.
     similar
         For each chunk's text, the tokens before it with context ``similar``.
 
@@ -76,7 +74,6 @@ class ChunkBank:
         context: str = NO_CONTEXT,
         compression: str = NO_COMPRESSION,
         beside: ChunkBank | None = None,
-        corpus_filler: str = "",
         similar: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.model = model
@@ -87,7 +84,6 @@ class ChunkBank:
             else beside._shelves
         )
         self._context = parse_context(context)
-        self._corpus_filler = corpus_filler
         self._similar = similar or {}
         self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
         chosen = parse_compression(compression)
@@ -194,12 +190,7 @@ class ChunkBank:
         room = self.model.max_positions - len(self.prefix_ids)
         is_compressed = self._compressor is not None
         *_, last = add_contexts(
-            document,
-            tokenizer,
-            self._context,
-            room,
-            is_compressed=is_compressed,
-            corpus_filler=self._corpus_filler,
+            document, tokenizer, self._context, room, is_compressed=is_compressed
         )
         before = self._similar[passage.text] if self._context.name == SIMILAR else ()
         if before:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvrag.codec.base import Codec
-from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
-from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.fusion.controller import LoadingController, takes_ratio
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.linked_rows import insert_links
@@ -19,20 +16,17 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import check_ratio
 from kvrag.fusion.repair import Repair, make_repair
-from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.effort import Effort, progress
-from kvrag_bench.judge.judgements import DEFAULT_CODEC, Asked, Contestant, Judgement, Reply
+from kvrag_bench.judge.judgements import Asked, Contestant, Judgement, Reply
 from kvrag_bench.judge.looks import Looks
 from kvrag_bench.judge.questions import JudgedQuestion, render
 
 # Bytes of KV that are kept at a time: chunks that several of a run's questions share are computed
 # once, and a long run does not fill the memory.
 _BANK_BYTES = 2 << 30
-# Questions whose chunks are encoded together where time is limited.
-_SMALL_BLOCK = 8
 # English text has about four characters a token, other text fewer.
 _CHARACTERS_A_TOKEN = 3
 
@@ -55,65 +49,6 @@ def check_policies(policies: Sequence[str], ratios: Sequence[float]) -> None:
             "no ratio was given: give one, or choose policy 'none' or policies that name their "
             "budget ('query:ratio=0.1', 'boundary:tokens=8')"
         )
-
-
-def judge_policies(
-    model: KVModel,
-    questions: Sequence[JudgedQuestion],
-    policies: Sequence[str],
-    ratios: Sequence[float],
-    *,
-    max_tokens: int,
-    use_chat_template: bool,
-    say: Callable[[str], None],
-    contexts: Sequence[str] = (NO_CONTEXT,),
-    corpus_filler: str = "",
-    seconds: float = math.inf,
-) -> dict[Contestant, list[Judgement]]:
-    """Judge each policy at each ratio, on every question whose prompt fits the model.
-
-    Chunks are stored as the model computes them after each context (`kvrag.ingest.contexts`),
-    without link tokens after them.
-
-    Parameters
-    ----------
-    corpus_filler
-        The text of context ``corpus``.
-    seconds
-        After this time no further question is asked, if at least eight were.
-
-    Raises
-    ------
-    ParameterError
-        When a policy or a ratio cannot be judged, or no prompt fits.
-    """
-    check_policies(policies, ratios)
-    entered = [
-        Contestant(policy, ratio, context=context)
-        for context in contexts
-        for policy in policies
-        for ratio in (ratios if takes_ratio(policy) else [None])
-    ]
-    asked = [
-        replace(one, contestants=entered)
-        for one in prompts_that_fit(model, questions, max_tokens, use_chat_template)
-    ]
-    judge = Judge(
-        model,
-        {NO_COMPRESSION: [get_codec(DEFAULT_CODEC)]},
-        Answerer(model, max_tokens),
-        say=say,
-        corpus_filler=corpus_filler,
-    )
-    judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
-    until = time.monotonic() + seconds
-    most = None if seconds == math.inf else _SMALL_BLOCK
-    for num_asked, (_, judgements) in enumerate(judge.each(asked, most), 1):
-        for contestant, judgement in judgements.items():
-            judged[contestant].append(judgement)
-        if num_asked >= _SMALL_BLOCK and time.monotonic() > until:
-            break
-    return judged
 
 
 # Context and compression.
@@ -153,8 +88,8 @@ class Judge:
         text. The comparison of distributions does without.
     say
         Receives a line whenever there is something new to say.
-    corpus_filler, similar
-        The texts of contexts ``corpus`` and ``similar`` (`ChunkBank`).
+    similar
+        The texts of context ``similar`` (`ChunkBank`).
 
     Attributes
     ----------
@@ -173,11 +108,9 @@ class Judge:
         judge_aside: JudgeAside = lambda *_: None,
         is_generated: Callable[[JudgedQuestion, str], bool] = lambda *_: True,
         say: Callable[[str], None] = lambda _: None,
-        corpus_filler: str = "",
         similar: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._model = model
-        self._corpus_filler = corpus_filler
         self._similar = similar
         self._codecs = codecs
         self._answerer = answerer
@@ -254,7 +187,6 @@ class Judge:
                 context,
                 compression,
                 beside.get(compression),
-                self._corpus_filler,
                 self._similar,
             )
             beside.setdefault(compression, bank)

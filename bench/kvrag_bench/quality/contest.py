@@ -25,7 +25,7 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
-from kvrag.ingest.contexts import CORPUS, SIMILAR, parse_context
+from kvrag.ingest.contexts import SIMILAR, parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
@@ -46,7 +46,6 @@ from kvrag_bench.quality.entrants import (
     label,
     load_asked,
     similar_passages,
-    unasked_passages,
 )
 from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.results import Results
@@ -203,7 +202,6 @@ class _Run:
             judged = dict.fromkeys([*everyone, *whole] if first else everyone)
             self.asked.append(replace(one, contestants=tuple(judged)))
         self._texts = [text for one in self.asked for text in one.question.texts]
-        self._corpus_filler = unasked_passages(options, self._texts)
         self._similar = similar_passages(options)
         self.effort = Effort()
         header = None if self._links is None else str(self._links.header)
@@ -219,10 +217,9 @@ class _Run:
 
     def text_before(self, question: JudgedQuestion, contestant: Contestant) -> str:
         """Return what `Results` wants: the text of a context that is chosen from a corpus."""
-        name = parse_context(contestant.context).name
-        if name == SIMILAR:
-            return repr([self._similar[text] for text in question.texts])
-        return self._corpus_filler if name == CORPUS else ""
+        if parse_context(contestant.context).name != SIMILAR:
+            return ""
+        return repr([self._similar[text] for text in question.texts])
 
     def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:
         """Judge what is not among the results yet, or a part of it."""
@@ -253,7 +250,6 @@ class _Run:
             judge_aside=self._judge_aside,
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
             say=say,
-            corpus_filler=self._corpus_filler,
             similar=self._similar,
         )
         # Few questions over a large corpus share chunks: each is written as soon as it is judged.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
 from pathlib import Path
 
-from kvrag.chunk import content_hash
 from kvrag.codec.config import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
@@ -16,7 +14,7 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SIMILAR, join_passages, parse_context
+from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context, require_text
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.judging import check_policies
@@ -142,6 +140,7 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     check_policies([name for name in options.policies if name != ORACLE], options.ratios)
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
+        require_text(parse_context(name))
         if parse_context(name).name == SIMILAR and RETRIEVED not in options.suite:
             raise ParameterError(
                 f"context {name}: only the suite {RETRIEVED!r} has a corpus to choose from"
@@ -246,40 +245,6 @@ def _retrieved(options: QualityOptions) -> Found:
 def similar_passages(options: QualityOptions) -> dict[str, tuple[int, ...]]:
     """Return the tokens of context ``similar`` for each chunk of the suite ``retrieved``."""
     return _retrieved(options).similar if RETRIEVED in options.suite else {}
-
-
-def unasked_passages(options: QualityOptions, asked: Collection[str]) -> str:
-    """Return the text of context ``corpus``: passages of the same sets that no question has.
-
-    For suite ``retrieved`` they are those that ingestion chooses.
-
-    Parameters
-    ----------
-    options
-        What to judge.
-    asked
-        The chunks of all questions.
-    """
-    wanted = [one for one in map(parse_context, options.contexts) if one.name == CORPUS]
-    if not wanted:
-        return ""
-    if RETRIEVED in options.suite:
-        return _retrieved(options).corpus_filler
-    # A file's first questions are asked: those after them have other chunks.
-    num_read = (options.num_questions or 50) + 8
-    others = load_asked(replace(options, seed=options.seed + 1, num_questions=num_read))
-    by_type: dict[str, list[str]] = {}
-    for question in others:
-        by_type.setdefault(question.type, []).extend(set(question.texts).difference(asked))
-    # In turn one of each set, and the same ones each time.
-    in_turn = zip_longest(*(sorted(texts, key=content_hash) for texts in by_type.values()))
-    texts = [text for text in chain.from_iterable(in_turn) if text]
-    if not texts:
-        raise ParameterError(
-            f"context {wanted[0]}: all chunks of the data belong to questions that are asked; ask "
-            "fewer with --questions"
-        )
-    return join_passages(texts, max(one.num_tokens for one in wanted))
 
 
 def suite_sets(names: Sequence[str], file: str | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.engine.asking import reading_order
 from kvrag.errors import ParameterError
-from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, SIMILAR, parse_context
+from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
@@ -33,15 +33,12 @@ class Found:
     ----------
     questions
         Each question once for each number of chunks, next to each other.
-    corpus_filler
-        The text of context ``corpus``, as ingestion chooses it; empty if nobody asked for it.
     similar
         For each chunk's text the tokens before it with context ``similar``, as ingestion chooses
         them; empty if nobody asked for it.
     """
 
     questions: tuple[JudgedQuestion, ...]
-    corpus_filler: str = ""
     similar: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -90,13 +87,9 @@ def retrieve(
     documents = without_copies(documents)
     drawn = Random(seed).sample(cases, len(cases))[:num_questions]
     parsed = [parse_context(one) for one in contexts]
-    of_corpus = max((one.num_tokens for one in parsed if one.name == CORPUS), default=0)
     num_similar = max((one.num_tokens for one in parsed if one.name == SIMILAR), default=0)
     tokenizer = model.tokenizer if isinstance(model, KVModel) else load_tokenizer(model)
-    settings = {
-        "chunk_tokens": chunk_tokens,
-        "context": f"{CORPUS}:{of_corpus}" if of_corpus else NO_CONTEXT,
-    }
+    settings = {"chunk_tokens": chunk_tokens, "context": NO_CONTEXT}
     with ExitStack() as stack:
         index = stack.enter_context(_indexed(documents, one_layer(tokenizer), settings, beside))
         others = index
@@ -135,7 +128,7 @@ def retrieve(
             if num_similar:
                 for chunk in others.get_chunks([one.chunk_id for one in hits]):
                     similar[chunk.text] = chunk.contexts[0]
-        return Found(tuple(questions), index.config.corpus_filler, similar)
+        return Found(tuple(questions), similar)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from kvrag.arguments import shown
 from kvrag.errors import ClusterError, ParameterError
 from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
-from kvrag.ingest.contexts import CORPUS
 from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
@@ -181,11 +180,6 @@ class RayRunner:
             raise ParameterError(
                 "the index's model was built in memory, and other processes cannot load it: save "
                 "it to a folder, and make the index with that"
-            )
-        if self._has_rows and config.context == CORPUS and not config.corpus_filler:
-            raise ParameterError(
-                "context corpus takes its text from the first files or folders, and neither a "
-                "dataset nor a URL is one: ingest some files first, or choose another context"
             )
 
     def _rows(self, ray: Any, run: Run, plan: Plan) -> Any:
