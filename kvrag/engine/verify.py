@@ -16,7 +16,7 @@ from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.idle import Idle, IdleJob
 from kvrag.engine.request import Request
-from kvrag.engine.text_stream import end_ids
+from kvrag.engine.text_stream import TextStream, end_ids
 from kvrag.errors import ParameterError
 from kvrag.fusion.decoding import Decoder, make_decoder, step_all
 from kvrag.fusion.fuser import FusedPrompt
@@ -183,23 +183,23 @@ def _going_on(
     request: Request,
     is_wanted: Callable[[], bool],
 ) -> str:
-    """Return the text that full prefill writes after its first tokens."""
+    """Return the text that full prefill writes, of which the first tokens are known."""
     model = engine.index.model
     ends = end_ids(model.hf.generation_config, model.tokenizer)
+    text = TextStream(model.tokenizer, request.stop, stop_loops=request.stop_loops)
     decoder = make_decoder(model, full, None)
-    for token_id in said[:-1]:
-        _step([decoder], token_id, is_wanted)
-    text = ""
-    while said[-1] not in ends:
-        text = str(model.tokenizer.decode(said, skip_special_tokens=True))
-        found = [at for one in request.stop if (at := text.find(one)) >= 0]
-        if found:
-            return text[: min(found)]
-        if len(said) >= (request.max_tokens or 1):
+    most = min(request.max_tokens or 1, model.max_positions - full.layout.end_position)
+    for number in range(1, most + 1):
+        token_id = said[number - 1]
+        if token_id in ends:
             break
-        (logits,) = _step([decoder], said[-1], is_wanted)
-        said.append(int(logits.argmax()))
-    return text
+        text.push(token_id)
+        if text.stopped or text.looped or number == most:
+            break
+        (logits,) = _step([decoder], token_id, is_wanted)
+        if number == len(said):
+            said.append(int(logits.argmax()))
+    return text.text
 
 
 class Audits(IdleJob):
