@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import regex
 
@@ -16,9 +17,11 @@ Span = tuple[int, int]
 _LINE = regex.compile(r"[^\n]+")
 # Before a sentence: marks of lists and quotes. A numbered item's mark is no sentence.
 _MARK = regex.compile(r"\s*(?:(?:[-*+•]|\d+[.)])\s+|>\s*)*")
-# A capital alone before a full stop is an initial.
+# A capital alone before a full stop is an initial. A run of marks is looked at once, not from each
+# of them on: it may be long.
 _END = regex.compile(
-    "(?<!\\b\\p{Lu})[.!?\u2026]+[\"'\u201d\u2019)\\]*_`]*\\s+|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"
+    "(?:(?<!\\b\\p{Lu}|[.!?\u2026])|(?<=\\b\\p{Lu}[.!?\u2026]))[.!?\u2026]++[\"'\u201d\u2019)\\]*_`]*+\\s+"
+    "|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"
 )
 # Line ends that an editor put into a paragraph; the page has the same rule.
 _WRAPPED = regex.compile("(?m)^(.{50,})\n(?=[\\p{L}\\p{N}\u201c\"'(\u00a3$\u20ac](?!\\d*[.)]\\s))")
@@ -63,11 +66,13 @@ def sentences(text: str) -> Iterator[Span]:
         if begin == line.end() or text[begin] == "#":
             continue
         found: list[Span] = []
+        last, num_words = begin, 0
         for end in [*(one.end() for one in _END.finditer(text, begin, line.end())), line.end()]:
-            is_long = len([*asked_words(text[begin:end])]) >= _FEWEST_WORDS
-            if is_long or (end == line.end() and not found):
+            num_words += sum(1 for _ in asked_words(text[last:end]))
+            last = end
+            if num_words >= _FEWEST_WORDS or (end == line.end() and not found):
                 found.append((begin, end))
-                begin = end
+                begin, num_words = end, 0
         if found:
             found[-1] = (found[-1][0], line.end())
         for start, end in found:
@@ -81,6 +86,18 @@ class _Passage:
         self.spans = [*sentences(text)] or [(0, len(text))]
         self.sentences = [{*asked_words(text[start:end])} for start, end in self.spans]
         self.words = {*asked_words(text)}
+        self._places: dict[str, list[int]] = {}
+        for place, words in enumerate(self.sentences):
+            for word in words:
+                self._places.setdefault(word, []).append(place)
+
+    def best(self, weights: Mapping[str, float]) -> int:
+        """Return the number of the sentence whose words weigh most; the first of equal ones."""
+        found = [0.0] * len(self.spans)
+        for word, weight in weights.items():
+            for place in self._places.get(word, ()):
+                found[place] += weight
+        return found.index(max(found))
 
 
 def supports(answer: str, texts: Sequence[str], question: str = "") -> list[Support]:
@@ -100,8 +117,12 @@ def supports(answer: str, texts: Sequence[str], question: str = "") -> list[Supp
     in_sentences = Counter(word for one in passages for words in one.sentences for word in words)
     total = sum(len(one.sentences) for one in passages)
 
+    @cache
+    def of(word: str) -> float:
+        return math.log((total + 1) / (in_sentences[word] + 0.5))
+
     def weight(words: Iterable[str]) -> float:
-        return sum(math.log((total + 1) / (in_sentences[word] + 0.5)) for word in words)
+        return sum(map(of, words))
 
     asked = {*asked_words(question)}
     found = []
@@ -112,16 +133,14 @@ def supports(answer: str, texts: Sequence[str], question: str = "") -> list[Supp
             _LEAST * weight(said - (asked - in_sentences.keys())),
             _LEAST_OF_RARE * math.log(total + 1),
         )
+        weights = {word: of(word) for word in said}
+        weights |= {word: _OF_QUESTION * of(word) for word in asked - said}
         scored = []
         for number, passage in enumerate(passages):
             shared = weight(said & passage.words)
             if shared < least:
                 continue
-            fits = [
-                weight(said & words) + _OF_QUESTION * weight((asked - said) & words)
-                for words in passage.sentences
-            ]
-            best = fits.index(max(fits))
+            best = passage.best(weights)
             score = shared + _OF_SENTENCE * weight(said & passage.sentences[best])
             score += _OF_QUESTION * weight((asked - said) & passage.words)
             scored.append((score, number, passage.spans[best]))

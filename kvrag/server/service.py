@@ -221,14 +221,15 @@ class Service:
         try:
             request = to_verify((await self._conversation(asked, http))[0])
             account = record_of(http).account
+            num_tokens = 0
             if account.counts_tokens:
                 num_tokens = await self.in_thread(lambda: self._count(request))
                 account.check_prompt(num_tokens)
-                account.charge(_VERIFYING_COSTS * num_tokens)
             generation = Generation(
                 self._queue, self._engine, account.tenant, [request], self._audits
             )
             record_of(http).generation = generation
+            account.charge(_VERIFYING_COSTS * num_tokens)
             async with generation.ended_by(http):
                 while not generation.is_done:
                     await generation.next()
@@ -373,10 +374,10 @@ class Service:
             if not asked.stream:
                 while not generation.is_done:
                     await generation.next()
-                return JSONResponse(shape.body(generation.in_order))
+                return await self.in_thread(lambda: JSONResponse(shape.body(generation.in_order)))
             first = await generation.next(0 if shape.found else _FIRST_SECONDS)
         return StreamingResponse(
-            _lines(generation, shape, first, record),
+            _lines(self, generation, shape, first, record),
             media_type=shape.media_type,
             headers={"X-Accel-Buffering": "no"},
         )
@@ -405,6 +406,7 @@ def _embedding_list(asked: EmbeddingRequest, vectors: Vectors, num_tokens: int) 
 
 
 async def _lines(
+    service: Service,
     generation: Generation,
     shape: Shape,
     first: tuple[int, AnswerDelta] | None,
@@ -419,7 +421,10 @@ async def _lines(
             if piece is None:
                 yield shape.ping
             else:
-                for body in shape.events(*piece):
+                events = shape.events(*piece)
+                if piece[1].answer is not None:  # its citations may take a second
+                    events = iter(await service.in_thread(partial(list, events)))
+                for body in events:
                     yield shape.written(body)
             if generation.is_done:
                 break

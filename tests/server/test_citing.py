@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
 import pytest
 
-from kvrag.server.citing import sentences, supports
+from kvrag.server.citing import Support, sentences, supports
 from kvrag_bench.citations import run_citations_bench
 from kvrag_corpus.real import generate_set
+from tests.support.api_server import Served
 from tests.support.rag import Rag
 
 LEAVE = (
@@ -32,12 +38,48 @@ def _said(text: str) -> list[str]:
             "\u4e2d\u6587\u662f\u7684\u3002\u4ed6\u4eec\u4e0d\u77e5\u9053\u5417\uff1f",
             ["\u4e2d\u6587\u662f\u7684\u3002", "\u4ed6\u4eec\u4e0d\u77e5\u9053\u5417\uff1f"],
         ),
+        (
+            "Plan B... then they all went. And so on and on.",
+            ["Plan B... then they all went.", "And so on and on."],
+        ),
         ("", []),
         ("\n \n#\n1. ", []),
     ],
 )
 def test_sentences(text: str, expected: list[str]) -> None:
     assert _said(text) == expected
+
+
+@pytest.mark.parametrize("mark", [".", "? ", "!'", "? ' "])
+def test_marks_without_end_are_read_once(mark: str) -> None:
+    """From each mark on, it would take hours."""
+    text = "One came here." + mark * 200_000 + "x"
+    (found,) = sentences(text)
+    assert found == (0, len(text))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_nobody_waits_for_the_citations_of_an_answer(
+    served: Served, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> list[Support]:
+        begun.set()
+        assert may_end.wait(60)
+        return supports(*given)
+
+    monkeypatch.setattr("kvrag.server.answering.supports", slow)
+    body: Any = {"model": served.rag, "messages": [{"role": "user", "content": "Who keeps it?"}]}
+    body |= {"max_tokens": 4, "stream": is_streamed}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{served.url}/chat/completions", json=body)
+        try:
+            assert begun.wait(60)
+            assert httpx.get(f"{served.server.url}/healthz", timeout=20).status_code == 200
+        finally:
+            may_end.set()
+        assert "url_citation" in asked.result().text
 
 
 def test_each_sentence_names_its_passage_and_the_sentence_in_it() -> None:
