@@ -245,7 +245,7 @@ class OllamaChat(Answered):
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
-        called: list[dict[str, Any]] = []  # without their results
+        called: list[dict[str, Any]] = []  # by the last message that calls, without their results
         number = 0
         for one in self.messages or ():
             turn: dict[str, Any] = {"role": one.role, "content": one.content or ""}
@@ -257,7 +257,7 @@ class OllamaChat(Answered):
                     function = {"name": call.function.name, "arguments": arguments}
                     told = {"id": call.id or f"call_{number}", "type": "function"}
                     turn["tool_calls"].append({**told, "function": function})
-                called += turn["tool_calls"]
+                called = [*turn["tool_calls"]]
             if one.role == "tool":
                 # Ollama's own results have no id, only a name, or not even that.
                 of = next((call for call in called if _is_of(one, call)), None)

@@ -17,6 +17,7 @@ from ollama import Client, ResponseError
 import kvrag
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
+from kvrag.server.ollama import OllamaChat
 from tests.llms.conftest import own_event_loop
 from tests.models.test_tools import TOOL
 from tests.server.test_openai_client import MESSAGES, PROMPT, QUESTION
@@ -109,6 +110,18 @@ def test_calls_and_their_results(
         {"role": "tool", "tool_name": "search", "content": PASSAGES["clock"]},
     ]
     assert ollama.chat("model", asked, **options).message.content == "It is Ines."
+
+
+def test_results_are_those_of_the_last_calls() -> None:
+    def called(*names: str) -> dict[str, Any]:
+        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
+        return {"role": "assistant", "tool_calls": calls}
+
+    results: Any = [{"role": "tool"}, {"role": "tool", "tool_name": "b"}, {"role": "tool"}]
+    asked = OllamaChat(model="m", messages=[called("lost"), called("a", "b", "c"), *results])
+    assert asked.chat is not None
+    ids = [one.turn.get("tool_call_id") for one in asked.chat.messages[2:]]
+    assert ids == ["call_2", "call_3", "call_4"]
 
 
 def test_a_form(ollama: Client) -> None:
