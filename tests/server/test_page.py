@@ -172,13 +172,19 @@ def test_asking_and_opening_a_source(new_page: NewPage, long_served: Served) -> 
     assert "Answer complete" in page.get_by_role("status").inner_text()
 
 
-WRITTEN = """## What was found
+WRITTEN = (
+    """## What was found
 
 Here every **ship that enters** is written. It is in `ships.md`, <b>as text</b>:
 
 - *salt* and
   - [rope](https://example.org/)
 1. snake_case_name
+
+*Slanted to its end.*
+"""
+    + "\n" * 99
+    + """
 
 | ship | load |
 |------|------|
@@ -187,6 +193,7 @@ Here every **ship that enters** is written. It is in `ships.md`, <b>as text</b>:
 ```
 **code**
 ```"""
+)
 
 
 @pytest.mark.slow
@@ -205,6 +212,7 @@ def test_markdown_is_shown_as_meant_and_sentences_lead_to_their_passages(
         "p code": "ships.md",
         "ul > li > em": "salt",
         "ul ul > li": "[rope](https://example.org/)",
+        "p > em": "Slanted to its end.",
         "th": "ship",
         "pre code": "**code**",
     }.items():

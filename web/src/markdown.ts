@@ -5,7 +5,7 @@ import { h, reflowed } from "./dom";
 const FENCE = /^ {0,3}(```|~~~)/;
 const HEADING = /^#{1,6}\s+(.*)$/;
 const ITEM = /^(\s*)([-*+•]|\d{1,3}[.)])\s+(.*)$/;
-const RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const RULE = /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/; // of a trimmed line: white space at its ends would take long
 const QUOTE = /^\s*>\s?/;
 
 // What stands for a note in the text: characters that no text has.
@@ -14,7 +14,7 @@ const CLOSE = "\uFDD1";
 const NOTE = new RegExp(`${OPEN}(\\d+)${CLOSE}`);
 
 const SPAN =
-  /(`+)([^`]+)\1|(\*\*|__)(?=\S)(.*?\S)\3|(\*|(?<![\p{L}\p{N}])_)(?=[^\s*_])(.*?[^\s*_])\5(?![\p{L}\p{N}])/su;
+  /(`+)([^`]+)\1|(\*\*|__)(?=\S)(.*?\S)\3|(\*|(?<![\p{L}\p{N}])_)(?=[^\s*_])(.*?[^\s*_])\5(?![\p{L}\p{N}])/gsu;
 
 /** What stands at a place of the text. */
 export interface Note {
@@ -36,15 +36,16 @@ export class Markdown {
       this.element.replaceChildren();
       this.shown = [];
     }
+    // What an open block has left out or added counts, too: it may be closed without another change.
+    const keys = found.map((lines, number) => [isOpen && number === found.length - 1, ...lines].join("\n"));
     found.forEach((lines, number) => {
-      const key = lines.join("\n");
-      if (this.shown[number] === key && !(number === found.length - 1 && !isOpen)) return;
+      if (this.shown[number] === keys[number] && !(number === found.length - 1 && !isOpen)) return;
       const node = block(lines, isOpen && number === found.length - 1, notes);
       if (children[number]) children[number].replaceWith(node);
       else this.element.append(node);
     });
     while (children.length > found.length) children[found.length].remove();
-    this.shown = found.map((lines) => lines.join("\n"));
+    this.shown = keys;
   }
 }
 
@@ -86,7 +87,7 @@ function blocks(text: string): string[][] {
 
 function isTable(lines: string[], at: number): boolean {
   const next = lines[at + 1] ?? "";
-  return lines[at].includes("|") && next.includes("|") && RULE.test(next);
+  return lines[at].includes("|") && next.includes("|") && RULE.test(next.trim());
 }
 
 function begins(lines: string[], at: number): boolean {
@@ -171,18 +172,17 @@ function closed(text: string): string {
 }
 
 function spans(text: string, notes: Note[]): (Node | string)[] {
-  const found = SPAN.exec(text);
-  if (!found) return leaf(text, notes);
-  const [whole, , code, , bold, , slanted] = found;
-  let element: HTMLElement;
-  if (code !== undefined) element = h("code", {}, ...leaf(code, notes));
-  else if (bold !== undefined) element = h("strong", {}, ...spans(bold, notes));
-  else element = h("em", {}, ...spans(slanted, notes));
-  return [
-    ...leaf(text.slice(0, found.index), notes),
-    element,
-    ...spans(text.slice(found.index + whole.length), notes),
-  ];
+  const made: (Node | string)[] = [];
+  let at = 0;
+  for (const found of text.matchAll(SPAN)) {
+    const [whole, , code, , bold, , slanted] = found;
+    made.push(...leaf(text.slice(at, found.index), notes));
+    if (code !== undefined) made.push(h("code", {}, ...leaf(code, notes)));
+    else if (bold !== undefined) made.push(h("strong", {}, ...spans(bold, notes)));
+    else made.push(h("em", {}, ...spans(slanted, notes)));
+    at = found.index + whole.length;
+  }
+  return [...made, ...leaf(text.slice(at), notes)];
 }
 
 /** A text with its notes. */
