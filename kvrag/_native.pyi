@@ -61,6 +61,36 @@ def transform(
     tables: tuple[_Floats, _Floats] | None,
     threads: int,
 ) -> None: ...
+class Bands:
+    def __init__(
+        self,
+        widths: NDArray[np.uint8],
+        basis: NDArray[np.int8],
+        starts: NDArray[np.int32],
+        mean: _Floats,
+        scales: _Floats,
+        powers: _Floats,
+        band_channels: int,
+    ) -> None: ...
+
+def place_packed(
+    bands: Bands,
+    rows: NDArray[np.uint8],
+    first_byte: int,
+    row_bytes: int,
+    num_tokens: int,
+    out: _Elements,
+    element_type: int,
+    first_token: int,
+    tables: tuple[_Floats, _Floats] | None,
+    threads: int,
+) -> None: ...
+def pack(
+    numbers: _Floats,
+    widths: NDArray[np.uint8],
+    powers: _Floats,
+    rows: NDArray[np.uint8],
+) -> None: ...
 def attend(
     query: _Elements,
     key: _Elements,

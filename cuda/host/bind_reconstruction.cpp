@@ -71,7 +71,7 @@ Numbers make_numbers(const AnyMatrix& matrix, const std::optional<Floats1>& shri
   return numbers;
 }
 
-Placement make_placement(const AnyMatrix& matrix, AnyCube& out, i32 type, u64 first_token,
+Placement make_placement(u64 num_tokens, AnyCube& out, i32 type, u64 first_token,
                          const std::optional<Tables>& tables) {
   Placement placement{};
   placement.out = out.data();
@@ -87,8 +87,8 @@ Placement make_placement(const AnyMatrix& matrix, AnyCube& out, i32 type, u64 fi
   placement.first_token = first_token;
   require(out.size() == 0 || out.shape(2) <= 1 || out.stride(2) == 1,
           "channels are not contiguous");
-  require(first_token <= matrix.shape(1) && out.shape(1) <= matrix.shape(1) - first_token,
-          "tokens beyond the matrix");
+  require(first_token <= num_tokens && out.shape(1) <= num_tokens - first_token,
+          "tokens beyond the chunk's");
   if (tables) {
     const auto& [cos, sin] = *tables;
     placement.num_rotated = cos.shape(1);
@@ -111,7 +111,7 @@ void transform(const AnyMatrix& matrix, const std::optional<Floats1>& shrink,
                AnyCube out, i32 type, u64 first_token, const std::optional<Tables>& tables,
                u32 threads) {
   const Numbers numbers = make_numbers(matrix, shrink, patches);
-  const Placement placement = make_placement(matrix, out, type, first_token, tables);
+  const Placement placement = make_placement(matrix.shape(1), out, type, first_token, tables);
   require(is_packed(basis) && basis.shape(0) == placement.num_heads &&
               basis.shape(1) == numbers.num_rows && basis.shape(2) == placement.head_dim,
           "basis of another shape");
@@ -138,6 +138,94 @@ void refine(Array<i16, 2> values, const Array<const u8, 2>& symbols) {
   kernels().refine(values.data(), symbols.data(), values.size());
 }
 
+// What Python holds of a basis: all but rows.
+struct Bands {
+  Packed packed;
+  // Keep the memory of `packed`.
+  Array<const u8, 2> widths;
+  Array<const i8, 1> basis;
+  Array<const i32, 1> starts;
+  Floats1 mean, scales, powers;
+};
+
+u64 width_of(const u8* widths, u64 count) {
+  u64 bytes = 0;
+  for (u64 i = 0; i < count; ++i) {
+    require(widths[i] <= 7, "a number has 0 to 7 bits");
+    bytes += widths[i];
+  }
+  return bytes;
+}
+
+Bands* make_bands(Array<const u8, 2> widths, Array<const i8, 1> basis, Array<const i32, 1> starts,
+                  Floats1 mean, Floats1 scales, Floats1 powers, u64 band_channels) {
+  Packed packed{};
+  packed.num_bands = widths.shape(0);
+  packed.num_numbers = widths.shape(1) * kPackedGroup;
+  packed.band_channels = band_channels;
+  const u64 padded = packed_panels(band_channels) * kInt8Panel;
+  require(packed.num_bands > 0 && packed.num_numbers > 0 && packed.num_numbers <= 1 << 14 &&
+              band_channels > 0 && band_channels <= 1 << 14 && packed.num_bands <= 1 << 16,
+          "bands of numbers");
+  require(is_packed(widths) && is_packed(basis) && is_packed(starts) && is_packed(mean) &&
+              is_packed(scales) && is_packed(powers),
+          "contiguous arrays");
+  require(basis.size() == packed.num_bands * padded * packed.num_numbers &&
+              starts.size() == packed.num_bands * padded && mean.size() == starts.size() &&
+              scales.size() == packed.num_bands && powers.size() == 256,
+          "arrays of the bands' shape");
+  packed.widths = widths.data();
+  for (u64 band = 0; band < packed.num_bands; ++band) {
+    const u64 bytes = 1 + width_of(packed.widths + band * widths.shape(1), widths.shape(1));
+    require(band == 0 || bytes == packed.band_bytes, "bands have as many bytes");
+    packed.band_bytes = bytes;
+  }
+  packed.basis = basis.data();
+  packed.starts = starts.data();
+  packed.mean = mean.data();
+  packed.scales = scales.data();
+  packed.powers = powers.data();
+  return new Bands{packed, widths, basis, starts, mean, scales, powers};
+}
+
+void place_packed(const Bands& bands, const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes,
+                  u64 num_tokens, AnyCube out, i32 type, u64 first_token,
+                  const std::optional<Tables>& tables, u32 threads) {
+  const Placement placement = make_placement(num_tokens, out, type, first_token, tables);
+  Packed packed = bands.packed;
+  const u64 used = packed.num_bands * packed.band_bytes;
+  require(placement.num_heads * placement.head_dim == packed.num_bands * packed.band_channels,
+          "heads are the bands' channels");
+  require(
+      is_packed(rows) && row_bytes < 1 << 24 && num_tokens < 1u << 31 && used <= row_bytes &&
+          first_byte < 1u << 31 &&
+          (num_tokens == 0 || first_byte + (num_tokens - 1) * row_bytes + used + 7 <= rows.size()),
+      "rows, and 7 bytes behind them");
+  packed.rows = rows.data() + first_byte;
+  packed.row_bytes = row_bytes;
+  const nb::gil_scoped_release release;
+  run_packed(packed, placement, threads);
+}
+
+void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats1& powers,
+          Array<u8, 2> rows) {
+  Packing packing{};
+  packing.num_numbers = widths.size() * kPackedGroup;
+  require(is_packed(numbers) && is_packed(widths) && is_packed(powers) && powers.size() == 256 &&
+              numbers.shape(1) == packing.num_numbers && rows.shape(0) == numbers.shape(0) &&
+              packing.num_numbers <= 1 << 14 &&
+              rows.shape(1) == 1 + width_of(widths.data(), widths.size()) &&
+              (rows.size() == 0 || (rows.stride(1) == 1 && rows.stride(0) >= 0)),
+          "a row for each token's numbers");
+  packing.numbers = numbers.data();
+  packing.widths = widths.data();
+  packing.powers = powers.data();
+  packing.rows = rows.data();
+  packing.row_bytes = static_cast<u64>(rows.stride(0));
+  const nb::gil_scoped_release release;
+  run_packing(packing, numbers.shape(0));
+}
+
 }  // namespace
 
 void bind_reconstruction(nb::module_& m) {
@@ -145,6 +233,16 @@ void bind_reconstruction(nb::module_& m) {
         nb::arg("patches").none(), nb::arg("basis").noconvert(), nb::arg("mean").noconvert(),
         nb::arg("out").noconvert(), nb::arg("element_type"), nb::arg("first_token"),
         nb::arg("tables").none(), nb::arg("threads"));
+  nb::class_<Bands>(m, "Bands")
+      .def(nb::new_(&make_bands), nb::arg("widths").noconvert(), nb::arg("basis").noconvert(),
+           nb::arg("starts").noconvert(), nb::arg("mean").noconvert(),
+           nb::arg("scales").noconvert(), nb::arg("powers").noconvert(), nb::arg("band_channels"));
+  m.def("place_packed", &place_packed, nb::arg("bands"), nb::arg("rows").noconvert(),
+        nb::arg("first_byte"), nb::arg("row_bytes"), nb::arg("num_tokens"),
+        nb::arg("out").noconvert(), nb::arg("element_type"), nb::arg("first_token"),
+        nb::arg("tables").none(), nb::arg("threads"));
+  m.def("pack", &pack, nb::arg("numbers").noconvert(), nb::arg("widths").noconvert(),
+        nb::arg("powers").noconvert(), nb::arg("rows").noconvert());
   m.def("contexts", &contexts, nb::arg("values").noconvert(), nb::arg("out").noconvert());
   m.def("refine", &refine, nb::arg("values").noconvert(), nb::arg("symbols").noconvert());
 }

@@ -11,6 +11,7 @@
 #include "grouped_tile.h"
 #include "lane_tables.h"
 #include "linear_tile.h"
+#include "packed_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
 #include "transform_tile.h"
@@ -171,6 +172,8 @@ const Kernels kAvx2 = {
     1,
     encode_stream<Avx2>,
     transform_tile,
+    packed_tile,
+    pack_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

@@ -1,7 +1,7 @@
 // AVX-512 (F, BW, DQ, VL): two registers of 16 lanes.
 #define KVRAG_FLOATS 16  // in a register
 #define KVRAG_TOKENS 8   // whose sums fit the registers, two vectors each
-#define KVRAG_SUMS 8    // lines of attention whose sums fit the registers
+#define KVRAG_SUMS 8     // lines of attention whose sums fit the registers
 #define KVRAG_UNROLL _Pragma("GCC unroll 2")
 
 #include <immintrin.h>
@@ -10,6 +10,7 @@
 #include "elements_tile.h"
 #include "grouped_tile.h"
 #include "linear_tile.h"
+#include "packed_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
 #include "transform_tile.h"
@@ -134,6 +135,8 @@ const Kernels kAvx512 = {
     1,
     encode_stream<Avx512>,
     transform_tile,
+    packed_tile,
+    pack_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

@@ -1,4 +1,5 @@
-// AVX-512 with VBMI2 and BF16 (Zen 4, Sapphire Rapids and later): attention and linear layers in pairs of bfloat16.
+// AVX-512 with VBMI2 and BF16 (Zen 4, Sapphire Rapids and later): attention and linear layers in
+// pairs of bfloat16.
 #define KVRAG_FLOATS 16  // in a register
 #define KVRAG_SUMS 8     // lines of attention whose sums fit the registers
 #define KVRAG_PAIRS

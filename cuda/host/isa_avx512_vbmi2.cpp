@@ -18,6 +18,7 @@
 #include "grouped_tile.h"
 #include "kernels.h"
 #include "kvrag/rans.h"
+#include "packed_tile.h"
 
 #define KVRAG_INLINE __attribute__((always_inline)) inline
 
@@ -455,6 +456,8 @@ const Kernels& avx512_vbmi2() {
     kernels.name = "avx512vbmi2";
     kernels.streams_at_once = kMostStreams;
     kernels.decode = decode_streams;
+    kernels.packed = packed_tile;
+    kernels.pack = pack_tile;
     kernels.int8_quantise = int8_quantise;
     kernels.int8_multiply = int8_multiply;
     kernels.grouped_quantise = grouped_quantise;

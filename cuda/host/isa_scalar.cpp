@@ -9,6 +9,7 @@
 #include "elements_tile.h"
 #include "grouped_tile.h"
 #include "linear_tile.h"
+#include "packed_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
 #include "transform_tile.h"
@@ -72,6 +73,8 @@ const Kernels kScalar = {
     1,
     encode_stream<Scalar>,
     transform_tile,
+    packed_tile,
+    pack_tile,
     magnitude_contexts,
     refine_values,
     attend_tile,

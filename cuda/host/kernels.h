@@ -262,6 +262,43 @@ struct GroupedRows {
   i32* sums;      // [num_rows, groups, 2]
 };
 
+// Numbers of fixed width, in bands of channels. A band's row is a byte, its scale, then the bits of
+// its numbers, eight of one width after the other.
+constexpr u64 kPackedGroup = 8;
+constexpr u64 packed_panels(u64 channels) { return (channels + kInt8Panel - 1) / kInt8Panel; }
+
+struct Packed {
+  const u8* rows;  // [tokens of the chunk, row_bytes], the first band's; 7 bytes more can be read
+  u64 row_bytes;
+  u64 num_bands;
+  u64 band_channels;
+  u64 band_bytes;
+  u64 num_numbers;      // of a band, whole groups
+  const u8* widths;     // [num_bands, num_numbers / kPackedGroup], at most 7
+  const i8* basis;      // [num_bands, panels, quads of numbers, kInt8Panel channels, 4]
+  const i32* starts;    // [num_bands, panels * kInt8Panel]: what all numbers' lower ends add up to
+  const float* mean;    // the same shape
+  const float* scales;  // [num_bands]
+  const float* powers;  // [256]: of a token's scale
+};
+
+constexpr u64 packed_stride(const Packed& p) {
+  return (p.num_bands - 1) * p.band_channels + packed_panels(p.band_channels) * kInt8Panel;
+}
+constexpr u64 packed_scratch(const Packed& p) {
+  return kTileTokens * (packed_stride(p) + p.num_numbers / 4);
+}
+
+// One band's numbers, in units of its basis, to its part of rows.
+struct Packing {
+  const float* numbers;  // [tokens, num_numbers]
+  u64 num_numbers;
+  const u8* widths;
+  const float* powers;  // [256], ascending
+  u8* rows;             // its first
+  u64 row_bytes;
+};
+
 struct Kernels {
   const char* name;
   // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage for each.
@@ -273,6 +310,9 @@ struct Kernels {
   // Write tokens [begin, end) of the placement, at most kTileTokens. Scratch is aligned to 64.
   void (*transform)(const Numbers&, const Transform&, const Placement&, u64 begin, u64 end,
                     float* scratch) noexcept;
+  // The same of packed rows; pack rows [begin, end), with two floats of scratch a number.
+  void (*packed)(const Packed&, const Placement&, u64 begin, u64 end, float* scratch) noexcept;
+  void (*pack)(const Packing&, u64 begin, u64 end, float* scratch) noexcept;
   // Refinement of numbers by digits to base 3; see planes.h.
   void (*contexts)(const i16* values, u8* contexts, u64 count) noexcept;
   void (*refine)(i16* values, const u8* symbols, u64 count) noexcept;

@@ -33,4 +33,17 @@ void run_transform(const Numbers& numbers, const Transform& transform, const Pla
             });
 }
 
+void run_packed(const Packed& packed, const Placement& placement, u32 threads) {
+  const Kernels& chosen = kernels();
+  const u64 numbers = packed.num_bands * packed.num_numbers;
+  run_tiles(placement, placement.num_tokens * numbers * packed.band_channels / 4, threads,
+            [&](u64 begin, u64 end) {
+              chosen.packed(packed, placement, begin, end, scratch(packed_scratch(packed)));
+            });
+}
+
+void run_packing(const Packing& packing, u64 num_tokens) {
+  kernels().pack(packing, 0, num_tokens, scratch(2 * packing.num_numbers));
+}
+
 }  // namespace kvrag::host

@@ -145,7 +145,7 @@ ComputeOption = Annotated[
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, "
+        help="How KV is stored: raw, raw-heads, lossless, packed, cachegen:1 to cachegen:4, "
         "transform:BITS or stream:BITS, where BITS is any number of bits per element."
     ),
 ]

@@ -240,7 +240,8 @@ def _print_recoded(report: RecodeReport) -> None:
 def profile(
     opening: o.Opening,
     codec: Annotated[
-        str, typer.Option(help="Codec to fit: transform, transform:BITS, cachegen or lossless.")
+        str,
+        typer.Option(help="Codec to fit: packed, transform, transform:BITS, cachegen or lossless."),
     ] = "transform",
     tokens: Annotated[
         int, o.setting(min=256, help="Tokens in the sample, taken evenly from the index.")

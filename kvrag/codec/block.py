@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, NoReturn
 
@@ -108,6 +109,28 @@ class BlockReader:
         if not np.isfinite(found).all():
             self.refuse("scales", "finite numbers", "NaN or infinity")
         return torch.from_numpy(found)
+
+    def raw_tokens(
+        self, num_raw: int, num_tokens: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[NDArray[np.int64], torch.Tensor]:
+        """Return the next tokens that are kept raw, and their numbers ``[num_raw, *shape]``.
+
+        Parameters
+        ----------
+        num_raw, num_tokens
+            How many are raw, of how many.
+        shape, dtype
+            The numbers of one.
+        """
+        tokens = self.array("<u4", num_raw).astype(np.int64)
+        if num_raw and (int(tokens[-1]) >= num_tokens or (np.diff(tokens) <= 0).any()):
+            self.refuse("tokens kept raw", f"ascending, below {num_tokens}", "others")
+        raw_bytes = self.array("u1", num_raw * math.prod(shape) * dtype.itemsize)
+        raw = torch.empty(num_raw, *shape, dtype=dtype)
+        raw.view(torch.uint8).numpy().reshape(-1)[:] = raw_bytes
+        if not bool(torch.isfinite(raw).all()):
+            self.refuse("tokens kept raw", "finite numbers", "NaN or infinity")
+        return tokens, raw
 
     def streams(self, num_symbols: int, num_bytes: int) -> memoryview:
         """Return the next streams, which are not decoded yet."""

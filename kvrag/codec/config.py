@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from kvrag.arguments import shown
+from kvrag.codec.bands import Bands
 from kvrag.codec.names import parse_codec
 from kvrag.codec.pca import PCA
 from kvrag.codec.quantiser import Exact, PerChannel, Quantiser, Uniform
@@ -144,7 +145,7 @@ class Rans:
 
 
 _STAGES: dict[str, dict[str, type[Any]]] = {
-    "transform": {stage.name: stage for stage in (NoTransform, PCA)},
+    "transform": {stage.name: stage for stage in (NoTransform, PCA, Bands)},
     "allocation": {stage.name: stage for stage in (LayerGroups, RateDistortion)},
     "quantiser": {stage.name: stage for stage in (Uniform, PerChannel, Exact)},
     "coder": {Rans.name: Rans},
@@ -240,6 +241,8 @@ _FLOAT.type = "float"
 # The stages were chosen by measuring with `kvrag bench codec`; see docs/results/codec.md.
 _CONFIGS = {
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
+    # Nothing of it is coded by tables: the other stages count for nothing.
+    "packed": PipelineConfig(Bands(), LayerGroups((1.0,), (1.0,)), Uniform(0.0)),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
     "transform": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=2)),
     # More and coarser planes, for links that may become a hundred times slower.

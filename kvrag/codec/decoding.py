@@ -254,16 +254,8 @@ class PipelineChunk(OpenedRecord):
     ) -> tuple[NDArray[np.int64], torch.Tensor]:
         """Return the tokens that are kept raw, and their channels."""
         plan, spec = self._coder.profile.transform.plans[block], self._coder.profile.spec
-        tokens = fields.array("<u4", num_raw).astype(np.int64)
-        if num_raw and (int(tokens[-1]) >= self.num_tokens or (np.diff(tokens) <= 0).any()):
-            fields.refuse("tokens kept raw", f"ascending, below {self.num_tokens}", "others")
-        num_channels = plan.num_channels(spec)
-        raw_bytes = fields.array("u1", num_raw * num_channels * spec.dtype.itemsize)
-        raw = torch.empty(num_raw, num_channels, dtype=spec.dtype)
-        raw.view(torch.uint8).numpy().reshape(-1)[:] = raw_bytes
-        if not bool(torch.isfinite(raw).all()):
-            fields.refuse("tokens kept raw", "finite numbers", "NaN or infinity")
-        return tokens, raw
+        shape = (plan.num_channels(spec),)
+        return fields.raw_tokens(num_raw, self.num_tokens, shape, spec.dtype)
 
     def _refine(self, number: int, block: int, known: NDArray[np.int16]) -> NDArray[np.int16]:
         """Return the numbers of a plane, given those of the plane before it."""

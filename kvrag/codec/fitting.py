@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrag.codec.bands import Bands, FittedBands
 from kvrag.codec.base import check_kv
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.lossless import rest_bits, split
@@ -26,6 +27,7 @@ from kvrag.codec.tables import (
     NUM_CONTEXTS,
     NUM_SYMBOLS,
     RADIX,
+    TOTAL,
     bits_of,
     cluster,
     coarser,
@@ -286,6 +288,9 @@ def tokens_to_fit(config: PipelineConfig, spec: KVSpec) -> int:
     an element is 11 to 18 % of the variance if they are fitted on 512 tokens, 2 to 3 % on 1,024,
     0.04 % on 2,048 and 0.03 % on 4,096 or more.
     """
+    if isinstance(config.transform, Bands):
+        channels = spec.num_kv_heads * spec.head_dim
+        return max(_FEW_TOKENS, 4 * channels // config.transform.num_bands(spec))
     if not isinstance(config.transform, PCA):
         return _FEW_TOKENS
     widest = max(plan.num_channels(spec) for plan in config.transform.plans(spec))
@@ -340,6 +345,9 @@ def fit_profile(
     if isinstance(config.quantiser, Exact):
         exact = _fit_exponents(config, spec, transform, kept)
         return Profile(config, spec, model_fingerprint, transform, (exact,), num_tokens)
+    if isinstance(transform, FittedBands):
+        packed = _fit_bands(config, transform, kept)
+        return Profile(config, spec, model_fingerprint, transform, (packed,), num_tokens)
     sample = Sample(config, spec, transform, kept)
     levels = []
     for level, name in enumerate(config.allocation.level_names()):
@@ -350,6 +358,29 @@ def fit_profile(
         most = [max(len(level.steps[b]) for level in levels) for b in range(len(sample.rows))]
         transform = transform.keep_rows(most)
     return Profile(config, spec, model_fingerprint, transform, tuple(levels), num_tokens)
+
+
+def _fit_bands(config: PipelineConfig, transform: FittedBands, kept: list[ChunkKV]) -> Level:
+    """Return the one level of codec ``packed``: no tables, but how far records are from KV."""
+    distortion, energy = [], 0.0
+    for block, plan in enumerate(transform.plans):
+        every = torch.cat([plan.gather(kv) for kv in kept], dim=1)
+        found = transform.unpack(block, transform.pack(block, every))
+        distortion.append(float(transform.errors(block, found, every).mean()))
+        energy += float((every - every.mean(1, keepdim=True)).square().sum(0).mean())
+    nothing = np.full((1, NUM_SYMBOLS), TOTAL // NUM_SYMBOLS, np.uint16)
+    num_blocks = len(transform.plans)
+    row_bits = sum(8 * transform.prepared(block).row_bytes for block in range(num_blocks))
+    num_channels = sum(len(mean) for mean in transform.means)
+    plane = Plane(nothing, (0,) * num_blocks, torch.zeros(1), row_bits / num_channels)
+    return Level(
+        name=config.allocation.level_names()[0],
+        steps=(torch.empty(0),) * num_blocks,
+        classes=np.empty(0, np.uint16),
+        planes=(plane,),
+        distortion=torch.tensor(distortion),
+        relative_error=sum(distortion) / max(energy, 1e-30),
+    )
 
 
 def _without_wild_tokens(kv: ChunkKV) -> ChunkKV:

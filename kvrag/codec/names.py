@@ -26,17 +26,20 @@ LEAST_BITS, MOST_BITS = 0.05, 12.0
 
 _CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}
 """Bits per element at each level of `cachegen`, measured."""
+_PACKED_BITS = 4.2
+"""Bits per element of `packed`, as the default of `kvrag.codec.bands.Bands`."""
 _OVERHEAD_BITS = 0.3
 """Bits per element that headers, padding and coder states add."""
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "lossless": ("1",),
+    "packed": ("1",),
     "cachegen": tuple(_CHANNEL_BITS),
     "transform": ("4", "2", "1", "0.5"),
     "stream": ("4", "2", "1", "0.5"),
 }
 """The predefined levels of each codec that has a profile."""
-_DEFAULT_LEVELS = {"lossless": "1", "cachegen": "2", "transform": "2", "stream": "2"}
+_DEFAULT_LEVELS = {"lossless": "1", "packed": "1", "cachegen": "2", "transform": "2", "stream": "2"}
 _TAKES_BITS = ("transform", "stream")
 
 
@@ -66,6 +69,8 @@ class CodecName:
         """About how many bits an element takes; None if KV is stored exactly."""
         if self.preset in _TAKES_BITS:
             return float(self.level) + _OVERHEAD_BITS
+        if self.preset == "packed":
+            return _PACKED_BITS + _OVERHEAD_BITS
         if self.preset == "cachegen":
             return _CHANNEL_BITS[self.level] + _OVERHEAD_BITS
         return None

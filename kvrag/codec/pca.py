@@ -11,7 +11,7 @@ dividing each layer and kind by its root mean square, the queries' second moment
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -83,7 +83,7 @@ class PCA:
                 f"{spec.num_kv_heads} x {spec.head_dim} key/value channels take {needed / 1e9:.0f} "
                 "GB, more than half of this machine's memory; use codec cachegen or a larger one"
             )
-        return PCAFitter(spec, self)
+        return PCAFitter(spec, self.plans(spec), self.normalise)
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> Components:
         """Return the fitted transform that a profile stores. Raises ProfileError."""
@@ -100,10 +100,10 @@ class PCA:
 class PCAFitter:
     """Accumulates the covariance of every block."""
 
-    def __init__(self, spec: KVSpec, transform: PCA) -> None:
+    def __init__(self, spec: KVSpec, plans: tuple[BlockPlan, ...], normalise: bool = False) -> None:
         self._spec = spec
-        self._transform = transform
-        self._plans = transform.plans(spec)
+        self._normalise = normalise
+        self._plans = plans
         sizes = [plan.num_channels(spec) for plan in self._plans]
         self._count = 0
         self._shift: list[torch.Tensor] = []  # the first chunk's means, to limit cancellation
@@ -126,15 +126,20 @@ class PCAFitter:
             self._sums[block] += rows.sum(1)
             self._products[block].addmm_(rows, rows.T)
 
-    def finish(self) -> Components:
-        """Return the components, in order of falling variance."""
+    def moments(self) -> Iterator[tuple[BlockPlan, torch.Tensor, torch.Tensor]]:
+        """Yield each block with its mean and covariance, in double precision."""
         if self._count < 2:
             raise ParameterError(f"a profile needs 2 tokens or more; found {self._count}")
-        means, weights, bases = [], [], []
         for block, plan in enumerate(self._plans):
             mean = self._sums[block] / self._count
             covariance = self._products[block].double() / self._count - mean[:, None] * mean
-            means.append((mean + self._shift[block]).float())
+            yield plan, mean + self._shift[block], (covariance + covariance.T) / 2
+
+    def finish(self) -> Components:
+        """Return the components, in order of falling variance."""
+        means, weights, bases = [], [], []
+        for plan, mean, covariance in self.moments():
+            means.append(mean.float())
             weight = self._weights(plan, covariance.diagonal())
             weights.append(weight.float())
             # Centred numbers of T tokens span T - 1 directions at most.
@@ -142,13 +147,13 @@ class PCAFitter:
             scaled = covariance * weight * weight[:, None]
             # Single precision only for large bases, for which double would take minutes.
             precision = torch.float64 if len(mean) <= _MOST_DOUBLE else torch.float32
-            _, vectors = torch.linalg.eigh(((scaled + scaled.T) / 2).to(precision))
+            _, vectors = torch.linalg.eigh(scaled.to(precision))
             bases.append(vectors[:, -rank:].flip(1).T.contiguous().to(BASIS_DTYPE))
         return Components(self._spec, self._plans, means, weights, bases)
 
     def _weights(self, plan: BlockPlan, variance: torch.Tensor) -> torch.Tensor:
         weight = torch.ones_like(variance)
-        if not self._transform.normalise:
+        if not self._normalise:
             return weight
         for layer_index in plan.layers:
             for kind in plan.kinds:

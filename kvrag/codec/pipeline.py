@@ -25,7 +25,7 @@ from kvrag.kvcache import ChunkKV, KVSpec
 NAME = "pipeline"
 # Tokens whose error exceeds the level's mean by this factor are stored as the model gave them:
 # attention sinks and the like, which a basis fitted to ordinary tokens does not describe.
-_OUTLIER_FACTOR = 64.0
+OUTLIER_FACTOR = 64.0
 
 
 class PipelineCodec(ProfiledCodec):
@@ -96,7 +96,7 @@ class PipelineCodec(ProfiledCodec):
         finest = len(coder.level.planes) - 1
         found = coder.channels(finest, block, coded)
         errors = self.profile.transform.errors(block, found, tame)
-        most = _OUTLIER_FACTOR * float(coder.level.distortion[block]) + 1e-12
+        most = OUTLIER_FACTOR * float(coder.level.distortion[block]) + 1e-12
         outliers = (wild | (errors > most)).nonzero()[:, 0]
         if len(outliers):
             coded = self._quantise(coder, block, tame, outliers)

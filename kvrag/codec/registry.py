@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
+from kvrag.codec.bands import FittedBands
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.config import CodecChoice, choose_codec
 from kvrag.codec.container import ByteSource, RecordReader
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.names import PLAIN
+from kvrag.codec.packed import PackedCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact
@@ -47,6 +49,8 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
             f"codec {shown(name)} has {choice.config.transform.name!r} and "
             f"{choice.config.quantiser.name!r}: fit one with 'kvrag profile --codec {name}'"
         )
+    if isinstance(profile.transform, FittedBands):
+        return PackedCodec(profile)
     if isinstance(profile.config.quantiser, Exact):
         return LosslessCodec(profile)
     return PipelineCodec(profile, choice.label, choice.level)
@@ -133,6 +137,8 @@ def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
 
 def codec_of(profile: Profile) -> Codec:
     """Return a codec that reads every level of a profile, and writes the first."""
+    if isinstance(profile.transform, FittedBands):
+        return PackedCodec(profile)
     if isinstance(profile.config.quantiser, Exact):
         return LosslessCodec(profile)
     return PipelineCodec(profile, "", profile.levels[0].name)

@@ -42,8 +42,8 @@ class IndexSettings:
     )
     codec: str = option(
         "raw",
-        "How KV is stored: raw, raw-heads, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-        "stream:BITS. Default for a new index: raw.",
+        "How KV is stored: raw, raw-heads, lossless, packed, cachegen:1 to cachegen:4, "
+        "transform:BITS or stream:BITS. Default for a new index: raw.",
     )
     profile: Profile | None = option(
         None, "The profile fitted for codec and model; by default fitted to the first documents."

@@ -44,6 +44,7 @@ from kvrag.native.linear import (
     GroupedWeight,
     Int8Linear,
 )
+from kvrag.native.packed import PackedBands, pack_rows
 from kvrag.native.reconstruction import (
     Patches,
     Points,
@@ -68,6 +69,7 @@ __all__ = [
     "GroupedWeight",
     "Int8Linear",
     "Mass",
+    "PackedBands",
     "Patches",
     "Points",
     "RansModel",
@@ -84,6 +86,7 @@ __all__ = [
     "ideal_bits",
     "instruction_set",
     "instruction_sets",
+    "pack_rows",
     "reconstruct",
     "refine",
     "rms_norm",

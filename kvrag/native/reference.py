@@ -291,6 +291,98 @@ def transform(
     _place(points.T @ basis + mean[:, None], out, element_type, tables)
 
 
+class Bands:
+    """Bases of packed rows; `kvrag.native.packed` describes them."""
+
+    def __init__(
+        self,
+        widths: NDArray[np.uint8],
+        basis: NDArray[np.int8],
+        starts: NDArray[np.int32],
+        mean: _Floats,
+        scales: _Floats,
+        powers: _Floats,
+        band_channels: int,
+    ) -> None:
+        num_bands = len(widths)
+        panels = basis.reshape(num_bands, -1, 2 * widths.shape[1], 64, 4)
+        whole = panels.transpose(0, 2, 4, 1, 3).reshape(num_bands, 8 * widths.shape[1], -1)
+        self.widths, self.channels, self.scales, self.powers = (
+            widths,
+            band_channels,
+            scales,
+            powers,
+        )
+        self.basis = whole[..., :band_channels].astype(np.float32)
+        self.mean = mean.reshape(num_bands, -1)[:, :band_channels]
+        self.starts = starts.reshape(num_bands, -1)[:, :band_channels]
+
+
+def place_packed(
+    bands: Bands,
+    rows: NDArray[np.uint8],
+    first_byte: int,
+    row_bytes: int,
+    num_tokens: int,
+    out: _Elements,
+    element_type: int,
+    first_token: int,
+    tables: tuple[_Floats, _Floats] | None,
+    threads: int,
+) -> None:
+    del num_tokens, threads
+    count, at, channels = out.shape[1], first_byte + first_token * row_bytes, []
+    whole = np.lib.stride_tricks.sliding_window_view(rows, row_bytes)[at::row_bytes][:count]
+    end = 0
+    for widths, basis, starts, mean, scale in zip(
+        bands.widths, bands.basis, bands.starts, bands.mean, bands.scales, strict=True
+    ):
+        begin, end = end, end + 1 + int(widths.sum())
+        numbers = _unpack(whole[:, begin + 1 : end], widths)
+        factor = scale * bands.powers[whole[:, begin]]
+        # Sums below 2^24 are exact.
+        channels.append((2 * (numbers @ basis) + starts) * factor[:, None] + mean)
+    heads = np.concatenate(channels, axis=1).reshape(count, out.shape[0], out.shape[2])
+    _place(heads.transpose(1, 0, 2), out, element_type, tables)
+
+
+def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> _Floats:
+    """Return float32 ``[T, 8 groups]`` of bits ``[T, bytes]``."""
+    bits = np.unpackbits(fields, axis=1, bitorder="little")
+    numbers, end = np.zeros((len(fields), 8 * len(widths)), np.float32), 0
+    for group, width in enumerate(widths.tolist()):
+        begin, end = end, end + 8 * width
+        digits = bits[:, begin:end].reshape(len(fields), 8, width)
+        numbers[:, 8 * group : 8 * group + 8] = digits @ (1 << np.arange(width))
+    return numbers
+
+
+def pack(
+    numbers: _Floats, widths: NDArray[np.uint8], powers: _Floats, rows: NDArray[np.uint8]
+) -> None:
+    tries = 10
+    most = np.repeat((1 << widths.astype(np.int32)) - 1, 8).astype(np.float32)
+    needed = np.divide(np.abs(numbers), most, out=np.zeros_like(numbers), where=most > 0)
+    first = np.searchsorted(powers, needed.max(axis=1, initial=0)).clip(max=255)
+    best = np.full(len(numbers), np.inf, np.float32)
+    chosen = first.copy()
+    packed = np.zeros(numbers.shape, np.uint8)
+    for less in range(tries):
+        power = (first - less).clip(min=0)
+        scale = powers[power][:, None]
+        whole = np.floor((numbers * (0.5 / scale) + (most + 1) / 2).clip(0, most))
+        lost = np.square(numbers - (2 * whole - most) * scale).sum(axis=1)
+        better = lost < best
+        best[better], chosen[better], packed[better] = lost[better], power[better], whole[better]
+    rows[:, 0] = chosen
+    end = 1
+    for group, width in enumerate(widths.tolist()):
+        begin, end = end, end + width
+        digits = packed[:, 8 * group : 8 * group + 8, None] >> np.arange(width) & 1
+        bits = digits.astype(np.uint8).reshape(len(packed), 8 * width)
+        rows[:, begin:end] = np.packbits(bits, axis=1, bitorder="little")
+
+
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None:
     out[:] = np.minimum(np.abs(values.astype(np.int32)), 2)
 

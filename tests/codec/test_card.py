@@ -148,7 +148,7 @@ def test_escapes_in_a_record_that_says_it_has_none_raise_its_flag(
     assert flags.tolist() == [0, 8, 0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"packed"}))
 def test_what_a_card_decodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "_trusted", {})
     monkeypatch.setattr(card, "_TRIAL_TOKENS", 7)

@@ -10,14 +10,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.container import header_size
-from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.raw import RawCodec
+from kvrag.codec.registry import codec_of
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
@@ -35,6 +36,7 @@ CONFIGS = {
     ),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0), Rans(4)),
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(4)),
+    "packed": PipelineConfig(Bands(4.0), LayerGroups((1.0,), (1.0,)), Uniform(0.0), Rans(4)),
 }
 
 
@@ -56,8 +58,8 @@ def target(name: str) -> Target:
         profile = fit(CONFIGS[name], SPEC)
         level = profile.levels[0].name
         codec = PipelineCodec(profile, name, level)
-        if name == "lossless":
-            codec = LosslessCodec(profile)
+        if name in ("lossless", "packed"):
+            codec = codec_of(profile)
     kv, other_kv = (smooth_kv(SPEC, NUM_TOKENS, seed) for seed in (1, 2))
     kv.keys[:, :, 3] *= 500  # a token that is kept raw, numbers that are escaped
     record = codec.encode(KEY, kv)

@@ -194,6 +194,39 @@ def test_the_documented_layout_of_lossless() -> None:
             assert torch.equal(found, expected("lossless")[kind][layer])
 
 
+def test_the_documented_layout_of_packed() -> None:
+    record = Record("packed")
+    assert (record.level, len(record.blocks)) == (0, L)
+    for layer in range(L):
+        reader = Reader(record.blocks[layer])
+        (num_raw,) = reader.take("<u4", 1)
+        raw_tokens = reader.take("<u4", num_raw)
+        raw = reader.take("<f4", num_raw * N).reshape(num_raw, N)
+        names = [f"{2 * layer + kind}" for kind in range(2)]
+        sizes = [1 + int(record.tensors[f"widths.{name}"].sum()) for name in names]
+        rows = reader.take("u1", T * sum(sizes)).reshape(T, sum(sizes))
+        assert reader.content == b""
+        channels = []
+        for name, part in zip(names, np.split(rows, sizes[:1], axis=1), strict=True):
+            (basis,), (widths,) = (record.tensors[f"{what}.{name}"] for what in ("basis", "widths"))
+            odd, at = np.zeros((T, len(basis))), 1
+            for group, width in enumerate(widths.tolist()):
+                for token in range(T):
+                    word = int.from_bytes(part[token, at : at + width].tobytes(), "little")
+                    for number in range(8):
+                        found = word >> number * width & (1 << width) - 1
+                        odd[token, 8 * group + number] = 2 * found + 1 - (1 << width)
+                at += width
+            power = 2.0 ** ((part[:, :1].astype(np.float64) - 128) / 8)
+            scaled = odd @ basis.astype(np.float64) * power * record.tensors[f"scale.{name}"]
+            channels.append((scaled + record.tensors[f"mean.{name}"]).T)
+        both = np.concatenate(channels)
+        both[:, raw_tokens.astype(np.int64)] = raw.T
+        for kind, found in kv_of_channels(both).items():
+            true = expected("packed")[kind][layer]
+            torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
+
+
 def test_a_profile_of_a_codec_that_left() -> None:
     with pytest.raises(ProfileError, match=r"'anchor_delta' left kvrag with 0.3: ingest the doc"):
         Profile.from_bytes((GOLDEN / "anchors-v2.profile").read_bytes())

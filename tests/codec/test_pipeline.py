@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 
+from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec, Destination
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
 from kvrag.codec.pca import PCA
@@ -23,6 +24,7 @@ from tests.support.codecs import FittingCodec, fit, smooth_kv
 SPEC = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 TRANSFORM = PipelineConfig(PCA(group_layers=2), RateDistortion((4.0, 1.0)), Uniform(refinements=2))
 CACHEGEN = PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0))
+PACKED = PipelineConfig(Bands(6.0, 24), LayerGroups((1.0,), (1.0,)), Uniform(0.0))
 CONFIGS = {
     "transform": (dataclasses.replace(TRANSFORM, transform=PCA(group_layers=1)), "4"),
     "apart": (
@@ -30,6 +32,7 @@ CONFIGS = {
         "3",
     ),
     "cachegen": (CACHEGEN, "1"),
+    "packed": (PACKED, "1"),
 }
 
 
@@ -182,6 +185,48 @@ def test_tokens_like_no_other_are_kept_raw(profile: Profile) -> None:
     rest = [token for token in range(60) if token not in (17, 59)]
     error = (found.keys[:, :, rest] - kv.keys[:, :, rest]).abs().max()
     assert error < 1.0
+
+
+def test_tokens_that_packed_rows_cannot_describe_are_kept_raw() -> None:
+    codec = fitting_codec("packed")
+    kv = smooth_kv(SPEC, 60, seed=4)
+    kv.keys[:, :, 17] *= 300
+    kv.values[:, :, 59] = 1e30
+    found = decode(codec, KEY, codec.encode(KEY, kv), SPEC)
+    for token in (17, 59):
+        assert torch.equal(found.keys[:, :, token], kv.keys[:, :, token])
+        assert torch.equal(found.values[:, :, token], kv.values[:, :, token])
+    rest = [token for token in range(60) if token not in (17, 59)]
+    error = errors(
+        ChunkKV(found.keys[:, :, rest], found.values[:, :, rest]),
+        ChunkKV(kv.keys[:, :, rest], kv.values[:, :, rest]),
+    )
+    assert error < 0.01 * float(kv.values[:, :, :59].square().sum())
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_are_placed_as_they_are_read(in_pairs: bool, dtype: torch.dtype) -> None:
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    codec, kv = fitting_codec("packed"), smooth_kv(spec, 70, seed=5)
+    kv.keys[:, :, 40] *= 300  # kept raw
+    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec)
+    angles = torch.rand(90, 8).repeat(1, 2)
+    table = RotaryTable(angles.cos(), angles.sin(), in_pairs=in_pairs)
+    buffers = torch.full((2, spec.num_kv_heads, 90, spec.head_dim), 7.0, dtype=dtype)
+    rows, tokens = slice(11, 56), slice(20, 65)
+    into = Destination(buffers[0, :, rows], buffers[1, :, rows], tokens, table, rows)
+    # What is read was rounded before it is turned; channels are below 32.
+    near = 1e-5 if dtype == torch.float32 else 2**-4
+    for layer_index in range(spec.num_layers):
+        keys, values = chunk.read_layer(layer_index)
+        expected = torch.empty_like(into.keys)
+        table.place(keys[:, tokens], rows, expected)
+        chunk.place_layer(layer_index, into)
+        torch.testing.assert_close(into.keys, expected, rtol=near, atol=near)
+        torch.testing.assert_close(into.values, values[:, tokens])
+    assert (buffers[:, :, :11] == 7).all()
+    assert (buffers[:, :, 56:] == 7).all()
 
 
 def test_bytes_read_grow_with_the_layers_asked_for(codec: PipelineCodec) -> None:

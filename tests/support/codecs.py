@@ -7,11 +7,13 @@ import dataclasses
 import torch
 
 from kvrag.chunk import ChunkKey
+from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec, EncodedChunk, check_kv
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.container import ByteSource, RecordReader
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.packed import PackedCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact
@@ -54,7 +56,9 @@ class FittingCodec:
             spec = dataclasses.replace(spec, dtype=torch.float32)
         if spec not in self._codecs:
             profile = fit(self._config, spec)
-            if isinstance(self._config.quantiser, Exact):
+            if isinstance(self._config.transform, Bands):
+                self._codecs[spec] = PackedCodec(profile)
+            elif isinstance(self._config.quantiser, Exact):
                 self._codecs[spec] = LosslessCodec(profile)
             else:
                 self._codecs[spec] = PipelineCodec(profile, "fitting", self._level)

@@ -1,0 +1,279 @@
+// Rows of numbers in few bits each, of fixed width, to keys and values and back.
+//
+// A band of channels is a basis in 8 bits times numbers of 0 to 7 bits, times a token's scale, plus
+// a mean. Sums are whole numbers, the same with all instruction sets; the rest is float32.
+#pragma once
+
+#include "placing.h"
+#include "vectors.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvrag::host {
+namespace {  // also for members: the linker must never use another instruction set's
+namespace packed {
+
+constexpr u32 kWidth = KVRAG_FLOATS;
+typedef i32 Ints __attribute__((vector_size(4 * KVRAG_FLOATS)));
+using Floats = typename VectorOf<kWidth>::Type;
+
+// One vector of channels times four numbers of a token: `add` sums the products up. Numbers are
+// below 128, so that pairs of products fit 16 bits. Quads have their first byte lowest.
+#if defined(__AVX512VNNI__)
+
+using Weights = Ints;
+using Inputs = Ints;
+
+static inline Weights weights_of(const i8* from) { return load<Ints>(from); }
+static inline Inputs inputs_of(const i8* from) { return Ints{} + load<i32>(from); }
+static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+  sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)inputs, (__m512i)weights);
+}
+
+#elif defined(__AVX2__)
+
+using Weights = Ints;
+using Inputs = Ints;
+
+static inline Weights weights_of(const i8* from) { return load<Ints>(from); }
+static inline Inputs inputs_of(const i8* from) { return Ints{} + load<i32>(from); }
+static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+#if KVRAG_FLOATS == 16
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)inputs, (__m512i)weights);
+  sums += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)inputs, (__m256i)weights);
+  sums += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+#elif defined(__SSE2__)
+
+struct Weights {
+  __m128i even, odd;
+};
+using Inputs = Weights;
+
+static inline Weights weights_of(const i8* from) {
+  const __m128i four = load<__m128i>(from);
+  return {_mm_srai_epi16(_mm_slli_epi16(four, 8), 8), _mm_srai_epi16(four, 8)};
+}
+static inline Inputs inputs_of(const i8* from) {
+  const __m128i four = _mm_set1_epi32(load<i32>(from));
+  return {_mm_and_si128(four, _mm_set1_epi16(255)), _mm_srli_epi16(four, 8)};
+}
+static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+  sums += (Ints)_mm_madd_epi16(weights.even, inputs.even);
+  sums += (Ints)_mm_madd_epi16(weights.odd, inputs.odd);
+}
+
+#else
+
+struct Weights {
+  Ints at[4];
+};
+struct Inputs {
+  i32 at[4];
+};
+
+static inline Weights weights_of(const i8* from) {
+  const Ints four = load<Ints>(from);
+  return {{four << 24 >> 24, four << 16 >> 24, four << 8 >> 24, four >> 24}};
+}
+static inline Inputs inputs_of(const i8* from) { return {{from[0], from[1], from[2], from[3]}}; }
+static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs) {
+  for (u32 i = 0; i < 4; ++i) sums += weights.at[i] * inputs.at[i];
+}
+
+#endif
+
+// Tokens and vectors of channels whose sums fit the registers.
+constexpr u32 kRows = kWidth == 16 ? 4 : 2;
+constexpr u32 kVectors = kWidth == 4 ? 2 : 4;
+static_assert(kTileTokens % kRows == 0 && kInt8Panel % (kVectors * kWidth) == 0, "whole vectors");
+
+// A byte each, of the eight numbers of `width` bits in a word, the first at its lowest bits.
+static inline u64 unpack(u64 word, u64 width) {
+  const u64 most = (u64{1} << width) - 1;
+#if defined(__BMI2__)
+  return _pdep_u64(word, most * 0x0101010101010101);
+#else
+  u64 found = 0;
+  for (u64 i = 0; i < kPackedGroup; ++i) found |= (word >> (i * width) & most) << (8 * i);
+  return found;
+#endif
+}
+
+// The numbers of one token's band.
+static inline void unpack_band(const u8* from, const u8* widths, u64 count, i8* to) {
+  for (u64 i = 0; i < count; i += kPackedGroup) {
+    const u64 width = widths[i / kPackedGroup];
+    // Eight bytes are read for any width: what follows a row, or the last of them, is there.
+    store(to + i, unpack(load<u64>(from), width));
+    from += width;
+  }
+}
+
+// Channels of one panel for kRows tokens.
+static inline void multiply(const i8* numbers, u64 count, const i8* basis, const i32* starts,
+                            const float* mean, const float* factors, float* out, u64 stride) {
+  for (u64 first = 0; first < kInt8Panel; first += kVectors * kWidth) {
+    Ints sums[kRows][kVectors];
+    for (u32 r = 0; r < kRows; ++r) {
+      for (u32 v = 0; v < kVectors; ++v) sums[r][v] = Ints{};
+    }
+    const i8* next = basis + 4 * first;
+    for (u64 at = 0; at < count; at += 4, next += 4 * kInt8Panel) {
+      Weights w[kVectors];
+#pragma GCC unroll 4
+      for (u32 v = 0; v < kVectors; ++v) w[v] = weights_of(next + 4 * v * kWidth);
+#pragma GCC unroll 4
+      for (u32 r = 0; r < kRows; ++r) {
+        const Inputs x = inputs_of(numbers + r * count + at);
+#pragma GCC unroll 4
+        for (u32 v = 0; v < kVectors; ++v) add(sums[r][v], w[v], x);
+      }
+    }
+    for (u32 r = 0; r < kRows; ++r) {
+      for (u32 v = 0; v < kVectors; ++v) {
+        const u64 at = first + v * kWidth;
+        const Ints whole = sums[r][v] * 2 + load<Ints>(starts + at);
+        const Floats values = __builtin_convertvector(whole, Floats) * factors[r];
+        store(out + r * stride + at, values + load<Floats>(mean + at));
+      }
+    }
+  }
+}
+
+typedef u16 Halves __attribute__((vector_size(2 * KVRAG_FLOATS)));
+typedef u32 Words __attribute__((vector_size(4 * KVRAG_FLOATS)));
+
+// To the nearest, to even ones from halfway; NaN to a quiet one.
+static inline void put(u16* to, const Floats& values) {
+  Words bits;
+  std::memcpy(&bits, &values, sizeof bits);
+  const Words nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Words kept = values == values ? nearest : 0x7fc0 - Words{};
+  store(to, __builtin_convertvector(kept, Halves));
+}
+
+// `place_row` for bfloat16 and whole vectors.
+static inline void place_vectors(const float* row, u64 head, u64 token,
+                                 const Placement& placement) {
+  const i64 at = static_cast<i64>(token);
+  u16* const out = static_cast<u16*>(placement.out) +
+                   static_cast<i64>(head) * placement.head_stride + at * placement.token_stride;
+  const u64 half = placement.num_rotated / 2;
+  const float* const cos = placement.cos + at * placement.cos_stride;
+  const float* const sin = placement.sin + at * placement.sin_stride;
+  for (u64 i = 0; i < half; i += kWidth) {
+    const Floats first = load<Floats>(row + i), second = load<Floats>(row + half + i);
+    const Floats c = load<Floats>(cos + i), s = load<Floats>(sin + i);
+    put(out + i, first * c - second * s);
+    put(out + half + i, second * c + first * s);
+  }
+  for (u64 i = 2 * half; i < placement.head_dim; i += kWidth) put(out + i, load<Floats>(row + i));
+}
+
+}  // namespace packed
+
+void packed_tile(const Packed& packed, const Placement& placement, u64 begin, u64 end,
+                 float* scratch) noexcept {
+  const u64 count = packed.num_numbers, channels = packed.band_channels;
+  const u64 panels = packed_panels(channels);
+  const u64 stride = packed_stride(packed);
+  float* const rows = scratch;
+  i8* const numbers = reinterpret_cast<i8*>(rows + kTileTokens * stride);
+  alignas(64) float factors[kTileTokens] = {};
+  const u64 num_tokens = end - begin;
+  const u8* const first = packed.rows + (placement.first_token + begin) * packed.row_bytes;
+  for (u64 band = 0; band < packed.num_bands; ++band) {
+    const u8* const widths = packed.widths + band * (count / kPackedGroup);
+    for (u64 token = 0; token < num_tokens; ++token) {
+      const u8* const from = first + token * packed.row_bytes + band * packed.band_bytes;
+      factors[token] = packed.scales[band] * packed.powers[*from];
+      packed::unpack_band(from + 1, widths, count, numbers + token * count);
+    }
+    const u64 padded = (num_tokens + packed::kRows - 1) / packed::kRows * packed::kRows;
+    std::memset(numbers + num_tokens * count, 0, (padded - num_tokens) * count);
+    for (u64 panel = 0; panel < panels; ++panel) {
+      const u64 at = (band * panels + panel) * kInt8Panel;
+      for (u64 token = 0; token < padded; token += packed::kRows) {
+        packed::multiply(numbers + token * count, count, packed.basis + at * count,
+                         packed.starts + at, packed.mean + at, factors + token,
+                         rows + token * stride + band * channels + panel * kInt8Panel, stride);
+      }
+    }
+  }
+  const u64 head_dim = placement.head_dim;
+  const bool in_vectors = placement.type == ElementType::bf16 && head_dim % packed::kWidth == 0 &&
+                          placement.num_rotated % (2 * packed::kWidth) == 0;
+  for (u64 token = 0; token < num_tokens; ++token) {
+    for (u64 head = 0; head < placement.num_heads; ++head) {
+      float* const row = rows + token * stride + head * head_dim;
+      if (in_vectors) {
+        packed::place_vectors(row, head, begin + token, placement);
+      } else {
+        place_row(row, head, begin + token, placement);
+      }
+    }
+  }
+}
+
+// Scales are powers of two by eighths; those below the one that fits all numbers are tried too.
+void pack_tile(const Packing& packing, u64 begin, u64 end, float* scratch) noexcept {
+  constexpr i32 kTries = 10;
+  const u64 count = packing.num_numbers;
+  float* const most = scratch;
+  float* const middle = most + count;
+  for (u64 i = 0; i < count; ++i) {
+    most[i] = static_cast<float>((1 << packing.widths[i / kPackedGroup]) - 1);
+    middle[i] = 0.5f * (most[i] + 1.0f);
+  }
+  for (u64 row = begin; row < end; ++row) {
+    const float* const numbers = packing.numbers + row * count;
+    float peak = 0.0f;
+    for (u64 i = 0; i < count; ++i) {
+      if (most[i] == 0.0f) continue;
+      const float needed = (numbers[i] < 0.0f ? -numbers[i] : numbers[i]) / most[i];
+      peak = needed > peak ? needed : peak;
+    }
+    i32 first = 255;
+    while (first > 0 && packing.powers[first - 1] >= peak) --first;
+    float best = 3.0e38f;
+    i32 chosen = first;
+    for (i32 power = first; power >= 0 && power > first - kTries; --power) {
+      const float scale = packing.powers[power], half = 0.5f / scale;
+      float lost = 0.0f;
+      for (u64 i = 0; i < count; ++i) {
+        float place = numbers[i] * half + middle[i];
+        place = place < 0.0f ? 0.0f : place > most[i] ? most[i] : place;
+        const float whole = static_cast<float>(static_cast<i32>(place));
+        const float difference = numbers[i] - (2.0f * whole - most[i]) * scale;
+        lost += difference * difference;
+      }
+      if (lost < best) {
+        best = lost;
+        chosen = power;
+      }
+    }
+    u8* to = packing.rows + row * packing.row_bytes;
+    *to++ = static_cast<u8>(chosen);
+    const float half = 0.5f / packing.powers[chosen];
+    for (u64 i = 0; i < count; i += kPackedGroup) {
+      const u64 width = packing.widths[i / kPackedGroup];
+      u64 word = 0;
+      for (u64 k = 0; k < kPackedGroup; ++k) {
+        float place = numbers[i + k] * half + middle[i + k];
+        place = place < 0.0f ? 0.0f : place > most[i + k] ? most[i + k] : place;
+        word |= static_cast<u64>(static_cast<i32>(place)) << (k * width);
+      }
+      std::memcpy(to, &word, width);
+      to += width;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvrag::host

@@ -1,0 +1,168 @@
+"""The codec of numbers of fixed width: a row of bytes for each token, decoded in one pass.
+
+A layer's block begins with the tokens kept raw; `docs/format.md` describes the bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.bands import FittedBands
+from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
+from kvrag.codec.block import COUNT, BlockReader
+from kvrag.codec.container import RecordReader, write_record
+from kvrag.codec.level import ProfiledCodec
+from kvrag.codec.pipeline import OUTLIER_FACTOR
+from kvrag.codec.profile import Profile
+from kvrag.codec.transforms import KINDS, greatest_tame
+from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.native.packed import SLACK
+from kvrag.native.reconstruction import Rotation
+from kvrag.positions.rotary import RotaryTable
+
+NAME = "packed"
+
+
+class PackedCodec(ProfiledCodec):
+    """Encodes with a profile fitted with the transform `Bands`.
+
+    Parameters
+    ----------
+    profile
+        The profile, fitted to the model.
+
+    Attributes
+    ----------
+    transform
+        Its bands.
+    """
+
+    name = label = NAME
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile)
+        assert isinstance(profile.transform, FittedBands)
+        self.transform = profile.transform
+
+    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+        spec = self.check_fitted(kv)
+        return write_record(
+            key,
+            codec=NAME,
+            spec=spec,
+            num_tokens=kv.num_tokens,
+            blocks=[self._encode_layer(index, kv) for index in range(spec.num_layers)],
+            profile=self.profile.hash,
+        )
+
+    def _encode_layer(self, layer_index: int, kv: ChunkKV) -> list[bytes | memoryview]:
+        plans, level = self.transform.plans, self.profile.levels[0]
+        blocks = range(len(KINDS) * layer_index, len(KINDS) * (layer_index + 1))
+        rows, kept_raw, raw = [], torch.zeros(kv.num_tokens, dtype=torch.bool), []
+        for block in blocks:
+            channels = plans[block].gather(kv)
+            wild = channels.abs().amax(0) > greatest_tame(self.profile.spec.dtype)
+            tame = torch.where(wild, 0.0, channels)
+            rows.append(self.transform.pack(block, tame))
+            found = self.transform.unpack(block, rows[-1])
+            errors = self.transform.errors(block, found, tame)
+            kept_raw |= wild | (errors > OUTLIER_FACTOR * float(level.distortion[block]) + 1e-12)
+            raw.append(channels)
+        tokens = kept_raw.nonzero()[:, 0]
+        numbers = torch.cat(raw)[:, tokens].T.to(self.profile.spec.dtype).contiguous()
+        return [
+            COUNT.pack(len(tokens)),
+            tokens.numpy().astype("<u4").tobytes(),
+            numbers.flatten().view(torch.uint8).numpy().data,
+            np.concatenate(rows, axis=1).tobytes(),
+        ]
+
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> PackedChunk:
+        self.require(reader, spec)
+        reader.require_blocks(spec.num_layers)
+        return PackedChunk(reader, self)
+
+
+class PackedChunk(OpenedRecord):
+    """An opened record of the packed codec (an `EncodedChunk`)."""
+
+    def __init__(self, reader: RecordReader, codec: PackedCodec) -> None:
+        super().__init__(reader)
+        self._codec = codec
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self._reader.header.spec
+        check_layer_index(layer_index, spec.num_layers)
+        shape = (2, spec.num_kv_heads, self.num_tokens, spec.head_dim)
+        with torch.inference_mode(False), torch.no_grad():
+            both = torch.empty(shape, dtype=spec.dtype)
+            _Layer(self._reader, self._codec, layer_index).write(
+                both[0], both[1], slice(0, self.num_tokens), None
+            )
+        return both[0], both[1]
+
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
+        check_layer_index(layer_index, self._reader.header.spec.num_layers)
+        layer = _Layer(self._reader, self._codec, layer_index)
+        for one in into:
+            table = one.table.at(one.rows)
+            if one.keys.device.type == "cpu" and not table.in_pairs:
+                layer.write(one.keys, one.values, one.tokens, table)
+                continue
+            keys, values = (torch.empty(one.keys.shape, dtype=one.keys.dtype) for _ in range(2))
+            layer.write(keys, values, one.tokens, None)
+            table.place(keys.to(one.keys.device), slice(0, len(table.cos)), one.keys)
+            one.values.copy_(values)
+
+
+class _Layer:
+    """One layer of a record, read and checked."""
+
+    def __init__(self, reader: RecordReader, codec: PackedCodec, layer_index: int) -> None:
+        spec, place = reader.header.spec, reader.header.blocks[layer_index]
+        self._bands = [
+            codec.transform.prepared(len(KINDS) * layer_index + kind) for kind in range(len(KINDS))
+        ]
+        self._num_tokens = reader.header.num_tokens
+        self._row_bytes = sum(bands.row_bytes for bands in self._bands)
+        content = reader.room(place.padded_bytes + SLACK)
+        reader.read_block(layer_index, memoryview(content)[: place.padded_bytes])
+        self._content = np.frombuffer(content, np.uint8)
+        fields = BlockReader(reader, layer_index, memoryview(content)[: place.padded_bytes])
+        (num_raw,) = fields.unpack(COUNT)
+        shape = (len(KINDS), spec.num_kv_heads, spec.head_dim)
+        self._raw_tokens, self._raw = fields.raw_tokens(
+            num_raw, self._num_tokens, shape, spec.dtype
+        )
+        self._first_byte = fields.position
+        fields.take(self._num_tokens * self._row_bytes)
+        fields.end()
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, tokens: slice, table: RotaryTable | None
+    ) -> None:
+        """Write some tokens of both kinds ``[H, n, D]``, keys rotated if there is a table."""
+        first_byte = self._first_byte
+        rotation = None if table is None else Rotation(table.cos, table.sin)
+        for bands, out, turn in zip(self._bands, (keys, values), (rotation, None), strict=True):
+            bands.place(
+                self._content,
+                first_byte,
+                self._row_bytes,
+                self._num_tokens,
+                out,
+                rotation=turn,
+                tokens=tokens,
+            )
+            first_byte += bands.row_bytes
+        for index, token in enumerate(self._raw_tokens.tolist()):
+            if not tokens.start <= token < tokens.stop:
+                continue
+            one = slice(token - tokens.start, token - tokens.start + 1)
+            if table is None:
+                keys[:, one] = self._raw[index, 0, :, None]
+            else:
+                table.place(self._raw[index, 0, :, None], one, keys[:, one])
+            values[:, one] = self._raw[index, 1, :, None]
