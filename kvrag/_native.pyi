@@ -61,6 +61,7 @@ def transform(
     tables: tuple[_Floats, _Floats] | None,
     threads: int,
 ) -> None: ...
+
 class Bands:
     def __init__(
         self,
@@ -74,15 +75,26 @@ class Bands:
     ) -> None: ...
 
 def place_packed(
-    bands: Bands,
     rows: NDArray[np.uint8],
     first_byte: int,
     row_bytes: int,
-    num_tokens: int,
-    out: _Elements,
-    element_type: int,
     first_token: int,
-    tables: tuple[_Floats, _Floats] | None,
+    num_tokens: int,
+    keys: Bands,
+    keys_at: int,
+    keys_head_stride: int,
+    keys_token_stride: int,
+    values: Bands | None,
+    values_at: int,
+    values_head_stride: int,
+    values_token_stride: int,
+    num_heads: int,
+    head_dim: int,
+    type: int,
+    cos_at: int,
+    sin_at: int,
+    angle_stride: int,
+    num_rotated: int,
     threads: int,
 ) -> None: ...
 def pack(

@@ -71,7 +71,7 @@ Numbers make_numbers(const AnyMatrix& matrix, const std::optional<Floats1>& shri
   return numbers;
 }
 
-Placement make_placement(u64 num_tokens, AnyCube& out, i32 type, u64 first_token,
+Placement make_placement(const AnyMatrix& matrix, AnyCube& out, i32 type, u64 first_token,
                          const std::optional<Tables>& tables) {
   Placement placement{};
   placement.out = out.data();
@@ -87,8 +87,8 @@ Placement make_placement(u64 num_tokens, AnyCube& out, i32 type, u64 first_token
   placement.first_token = first_token;
   require(out.size() == 0 || out.shape(2) <= 1 || out.stride(2) == 1,
           "channels are not contiguous");
-  require(first_token <= num_tokens && out.shape(1) <= num_tokens - first_token,
-          "tokens beyond the chunk's");
+  require(first_token <= matrix.shape(1) && out.shape(1) <= matrix.shape(1) - first_token,
+          "tokens beyond the matrix");
   if (tables) {
     const auto& [cos, sin] = *tables;
     placement.num_rotated = cos.shape(1);
@@ -111,7 +111,7 @@ void transform(const AnyMatrix& matrix, const std::optional<Floats1>& shrink,
                AnyCube out, i32 type, u64 first_token, const std::optional<Tables>& tables,
                u32 threads) {
   const Numbers numbers = make_numbers(matrix, shrink, patches);
-  const Placement placement = make_placement(matrix.shape(1), out, type, first_token, tables);
+  const Placement placement = make_placement(matrix, out, type, first_token, tables);
   require(is_packed(basis) && basis.shape(0) == placement.num_heads &&
               basis.shape(1) == numbers.num_rows && basis.shape(2) == placement.head_dim,
           "basis of another shape");
@@ -163,7 +163,7 @@ Bands* make_bands(Array<const u8, 2> widths, Array<const i8, 1> basis, Array<con
   packed.num_bands = widths.shape(0);
   packed.num_numbers = widths.shape(1) * kPackedGroup;
   packed.band_channels = band_channels;
-  const u64 padded = packed_panels(band_channels) * kInt8Panel;
+  const u64 padded = packed_panels(band_channels) * kPackedPanel;
   require(packed.num_bands > 0 && packed.num_numbers > 0 && packed.num_numbers <= 1 << 14 &&
               band_channels > 0 && band_channels <= 1 << 14 && packed.num_bands <= 1 << 16,
           "bands of numbers");
@@ -188,23 +188,52 @@ Bands* make_bands(Array<const u8, 2> widths, Array<const i8, 1> basis, Array<con
   return new Bands{packed, widths, basis, starts, mean, scales, powers};
 }
 
-void place_packed(const Bands& bands, const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes,
-                  u64 num_tokens, AnyCube out, i32 type, u64 first_token,
-                  const std::optional<Tables>& tables, u32 threads) {
-  const Placement placement = make_placement(num_tokens, out, type, first_token, tables);
-  Packed packed = bands.packed;
-  const u64 used = packed.num_bands * packed.band_bytes;
-  require(placement.num_heads * placement.head_dim == packed.num_bands * packed.band_channels,
-          "heads are the bands' channels");
-  require(
-      is_packed(rows) && row_bytes < 1 << 24 && num_tokens < 1u << 31 && used <= row_bytes &&
-          first_byte < 1u << 31 &&
-          (num_tokens == 0 || first_byte + (num_tokens - 1) * row_bytes + used + 7 <= rows.size()),
-      "rows, and 7 bytes behind them");
-  packed.rows = rows.data() + first_byte;
-  packed.row_bytes = row_bytes;
+// Keys, turned, and values of tokens of a chunk; either may be left out. Python has checked what
+// the addresses hold: arrays that it would have to wrap take longer than decoding a short chunk.
+void place_packed(const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes, u64 first_token,
+                  u64 num_tokens, const Bands& keys, u64 keys_at, i64 keys_head_stride,
+                  i64 keys_token_stride, const Bands* values, u64 values_at, i64 values_head_stride,
+                  i64 values_token_stride, u64 num_heads, u64 head_dim, i32 type, u64 cos_at,
+                  u64 sin_at, i64 angle_stride, u64 num_rotated, u32 threads) {
+  PackedPart parts[2] = {{keys.packed, {}}, {}};
+  u64 num_parts = 1, used = keys.packed.num_bands * keys.packed.band_bytes;
+  Placement& placement = parts[0].placement;
+  placement.out = reinterpret_cast<void*>(keys_at);
+  placement.type = static_cast<ElementType>(type);
+  require(type >= 0 && type <= 2 && num_rotated % 2 == 0 && num_rotated <= head_dim, "a placement");
+  placement.head_stride = keys_head_stride;
+  placement.token_stride = keys_token_stride;
+  placement.num_heads = num_heads;
+  placement.head_dim = head_dim;
+  placement.first_token = first_token;
+  placement.num_tokens = num_tokens;
+  parts[0].packed.rows = rows.data() + first_byte;
+  if (values != nullptr) {
+    parts[1] = {values->packed, placement};
+    parts[1].placement.out = reinterpret_cast<void*>(values_at);
+    parts[1].placement.head_stride = values_head_stride;
+    parts[1].placement.token_stride = values_token_stride;
+    parts[1].packed.rows = parts[0].packed.rows + used;
+    used += values->packed.num_bands * values->packed.band_bytes;
+    num_parts = 2;
+  }
+  placement.cos = reinterpret_cast<const float*>(cos_at);
+  placement.sin = reinterpret_cast<const float*>(sin_at);
+  placement.cos_stride = placement.sin_stride = angle_stride;
+  placement.num_rotated = num_rotated;
+  for (u64 part = 0; part < num_parts; ++part) {
+    Packed& packed = parts[part].packed;
+    packed.row_bytes = row_bytes;
+    require(num_heads * head_dim == packed.num_bands * packed.band_channels,
+            "heads are the bands' channels");
+  }
+  const u64 last = first_token + num_tokens;
+  require(is_packed(rows) && row_bytes < 1 << 24 && first_token < 1u << 31 &&
+              num_tokens < 1u << 31 && used <= row_bytes && first_byte < 1u << 31 &&
+              (last == 0 || first_byte + (last - 1) * row_bytes + used + 7 <= rows.size()),
+          "rows, and 7 bytes behind them");
   const nb::gil_scoped_release release;
-  run_packed(packed, placement, threads);
+  run_packed(parts, num_parts, threads);
 }
 
 void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats1& powers,
@@ -237,10 +266,13 @@ void bind_reconstruction(nb::module_& m) {
       .def(nb::new_(&make_bands), nb::arg("widths").noconvert(), nb::arg("basis").noconvert(),
            nb::arg("starts").noconvert(), nb::arg("mean").noconvert(),
            nb::arg("scales").noconvert(), nb::arg("powers").noconvert(), nb::arg("band_channels"));
-  m.def("place_packed", &place_packed, nb::arg("bands"), nb::arg("rows").noconvert(),
-        nb::arg("first_byte"), nb::arg("row_bytes"), nb::arg("num_tokens"),
-        nb::arg("out").noconvert(), nb::arg("element_type"), nb::arg("first_token"),
-        nb::arg("tables").none(), nb::arg("threads"));
+  m.def("place_packed", &place_packed, nb::arg("rows").noconvert(), nb::arg("first_byte"),
+        nb::arg("row_bytes"), nb::arg("first_token"), nb::arg("num_tokens"), nb::arg("keys"),
+        nb::arg("keys_at"), nb::arg("keys_head_stride"), nb::arg("keys_token_stride"),
+        nb::arg("values").none(), nb::arg("values_at"), nb::arg("values_head_stride"),
+        nb::arg("values_token_stride"), nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("type"),
+        nb::arg("cos_at"), nb::arg("sin_at"), nb::arg("angle_stride"), nb::arg("num_rotated"),
+        nb::arg("threads"));
   m.def("pack", &pack, nb::arg("numbers").noconvert(), nb::arg("widths").noconvert(),
         nb::arg("powers").noconvert(), nb::arg("rows").noconvert());
   m.def("contexts", &contexts, nb::arg("values").noconvert(), nb::arg("out").noconvert());

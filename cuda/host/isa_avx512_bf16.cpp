@@ -8,6 +8,7 @@
 
 #include "attend_tile.h"
 #include "linear_tile.h"
+#include "packed_tile.h"
 
 namespace kvrag::host {
 
@@ -19,6 +20,8 @@ const Kernels& avx512_bf16() {
     kernels.attend = attend_tile;
     kernels.attention_lanes = attention::kLanes;
     kernels.linear = linear_tile;
+    kernels.packed = packed_tile;
+    kernels.pack = pack_tile;
     return kernels;
   }();
   return found;

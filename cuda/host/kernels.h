@@ -265,7 +265,8 @@ struct GroupedRows {
 // Numbers of fixed width, in bands of channels. A band's row is a byte, its scale, then the bits of
 // its numbers, eight of one width after the other.
 constexpr u64 kPackedGroup = 8;
-constexpr u64 packed_panels(u64 channels) { return (channels + kInt8Panel - 1) / kInt8Panel; }
+constexpr u64 kPackedPanel = 32;  // channels
+constexpr u64 packed_panels(u64 channels) { return (channels + kPackedPanel - 1) / kPackedPanel; }
 
 struct Packed {
   const u8* rows;  // [tokens of the chunk, row_bytes], the first band's; 7 bytes more can be read
@@ -275,15 +276,20 @@ struct Packed {
   u64 band_bytes;
   u64 num_numbers;      // of a band, whole groups
   const u8* widths;     // [num_bands, num_numbers / kPackedGroup], at most 7
-  const i8* basis;      // [num_bands, panels, quads of numbers, kInt8Panel channels, 4]
-  const i32* starts;    // [num_bands, panels * kInt8Panel]: what all numbers' lower ends add up to
+  const i8* basis;      // [num_bands, panels, quads of numbers, kPackedPanel channels, 4]
+  const i32* starts;    // [num_bands, panels * kPackedPanel]: all numbers' lower ends, added up
   const float* mean;    // the same shape
   const float* scales;  // [num_bands]
   const float* powers;  // [256]: of a token's scale
 };
 
+struct PackedPart {
+  Packed packed;
+  Placement placement;
+};
+
 constexpr u64 packed_stride(const Packed& p) {
-  return (p.num_bands - 1) * p.band_channels + packed_panels(p.band_channels) * kInt8Panel;
+  return (p.num_bands - 1) * p.band_channels + packed_panels(p.band_channels) * kPackedPanel;
 }
 constexpr u64 packed_scratch(const Packed& p) {
   return kTileTokens * (packed_stride(p) + p.num_numbers / 4);

@@ -89,9 +89,11 @@ static inline void add(Ints& sums, const Weights& weights, const Inputs& inputs)
 #endif
 
 // Tokens and vectors of channels whose sums fit the registers.
-constexpr u32 kRows = kWidth == 16 ? 4 : 2;
-constexpr u32 kVectors = kWidth == 4 ? 2 : 4;
-static_assert(kTileTokens % kRows == 0 && kInt8Panel % (kVectors * kWidth) == 0, "whole vectors");
+constexpr u32 kRows = kWidth == 16 ? 8 : 2;
+constexpr u32 kVectors = kWidth == 8 ? 4 : 2;
+// Tokens that are decoded together: their numbers, their channels and a basis fit the first cache.
+constexpr u32 kTokens = 16;
+static_assert(kTokens % kRows == 0 && kPackedPanel % (kVectors * kWidth) == 0, "whole vectors");
 
 // A byte each, of the eight numbers of `width` bits in a word, the first at its lowest bits.
 static inline u64 unpack(u64 word, u64 width) {
@@ -118,24 +120,26 @@ static inline void unpack_band(const u8* from, const u8* widths, u64 count, i8* 
 // Channels of one panel for kRows tokens.
 static inline void multiply(const i8* numbers, u64 count, const i8* basis, const i32* starts,
                             const float* mean, const float* factors, float* out, u64 stride) {
-  for (u64 first = 0; first < kInt8Panel; first += kVectors * kWidth) {
+  for (u64 first = 0; first < kPackedPanel; first += kVectors * kWidth) {
     Ints sums[kRows][kVectors];
     for (u32 r = 0; r < kRows; ++r) {
       for (u32 v = 0; v < kVectors; ++v) sums[r][v] = Ints{};
     }
     const i8* next = basis + 4 * first;
-    for (u64 at = 0; at < count; at += 4, next += 4 * kInt8Panel) {
+    for (u64 at = 0; at < count; at += 4, next += 4 * kPackedPanel) {
       Weights w[kVectors];
 #pragma GCC unroll 4
       for (u32 v = 0; v < kVectors; ++v) w[v] = weights_of(next + 4 * v * kWidth);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (u32 r = 0; r < kRows; ++r) {
         const Inputs x = inputs_of(numbers + r * count + at);
 #pragma GCC unroll 4
         for (u32 v = 0; v < kVectors; ++v) add(sums[r][v], w[v], x);
       }
     }
+#pragma GCC unroll 8
     for (u32 r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
       for (u32 v = 0; v < kVectors; ++v) {
         const u64 at = first + v * kWidth;
         const Ints whole = sums[r][v] * 2 + load<Ints>(starts + at);
@@ -151,11 +155,15 @@ typedef u32 Words __attribute__((vector_size(4 * KVRAG_FLOATS)));
 
 // To the nearest, to even ones from halfway; NaN to a quiet one.
 static inline void put(u16* to, const Floats& values) {
+#if defined(__AVX512BF16__)
+  store(to, _mm512_cvtneps_pbh((__m512)values));
+#else
   Words bits;
   std::memcpy(&bits, &values, sizeof bits);
   const Words nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const Words kept = values == values ? nearest : 0x7fc0 - Words{};
   store(to, __builtin_convertvector(kept, Halves));
+#endif
 }
 
 // `place_row` for bfloat16 and whole vectors.
@@ -184,38 +192,40 @@ void packed_tile(const Packed& packed, const Placement& placement, u64 begin, u6
   const u64 panels = packed_panels(channels);
   const u64 stride = packed_stride(packed);
   float* const rows = scratch;
-  i8* const numbers = reinterpret_cast<i8*>(rows + kTileTokens * stride);
-  alignas(64) float factors[kTileTokens] = {};
-  const u64 num_tokens = end - begin;
-  const u8* const first = packed.rows + (placement.first_token + begin) * packed.row_bytes;
-  for (u64 band = 0; band < packed.num_bands; ++band) {
-    const u8* const widths = packed.widths + band * (count / kPackedGroup);
-    for (u64 token = 0; token < num_tokens; ++token) {
-      const u8* const from = first + token * packed.row_bytes + band * packed.band_bytes;
-      factors[token] = packed.scales[band] * packed.powers[*from];
-      packed::unpack_band(from + 1, widths, count, numbers + token * count);
-    }
-    const u64 padded = (num_tokens + packed::kRows - 1) / packed::kRows * packed::kRows;
-    std::memset(numbers + num_tokens * count, 0, (padded - num_tokens) * count);
-    for (u64 panel = 0; panel < panels; ++panel) {
-      const u64 at = (band * panels + panel) * kInt8Panel;
-      for (u64 token = 0; token < padded; token += packed::kRows) {
-        packed::multiply(numbers + token * count, count, packed.basis + at * count,
-                         packed.starts + at, packed.mean + at, factors + token,
-                         rows + token * stride + band * channels + panel * kInt8Panel, stride);
-      }
-    }
-  }
+  i8* const numbers = reinterpret_cast<i8*>(rows + packed::kTokens * stride);
+  float factors[packed::kTokens] = {};
   const u64 head_dim = placement.head_dim;
   const bool in_vectors = placement.type == ElementType::bf16 && head_dim % packed::kWidth == 0 &&
                           placement.num_rotated % (2 * packed::kWidth) == 0;
-  for (u64 token = 0; token < num_tokens; ++token) {
-    for (u64 head = 0; head < placement.num_heads; ++head) {
-      float* const row = rows + token * stride + head * head_dim;
-      if (in_vectors) {
-        packed::place_vectors(row, head, begin + token, placement);
-      } else {
-        place_row(row, head, begin + token, placement);
+  const u8* first = packed.rows + (placement.first_token + begin) * packed.row_bytes;
+  for (; begin < end; begin += packed::kTokens, first += packed::kTokens * packed.row_bytes) {
+    const u64 num_tokens = end - begin < packed::kTokens ? end - begin : packed::kTokens;
+    const u64 padded = (num_tokens + packed::kRows - 1) / packed::kRows * packed::kRows;
+    std::memset(numbers + num_tokens * count, 0, (padded - num_tokens) * count);
+    for (u64 band = 0; band < packed.num_bands; ++band) {
+      const u8* const widths = packed.widths + band * (count / kPackedGroup);
+      for (u64 token = 0; token < num_tokens; ++token) {
+        const u8* const from = first + token * packed.row_bytes + band * packed.band_bytes;
+        factors[token] = packed.scales[band] * packed.powers[*from];
+        packed::unpack_band(from + 1, widths, count, numbers + token * count);
+      }
+      for (u64 panel = 0; panel < panels; ++panel) {
+        const u64 at = (band * panels + panel) * kPackedPanel;
+        for (u64 token = 0; token < padded; token += packed::kRows) {
+          packed::multiply(numbers + token * count, count, packed.basis + at * count,
+                           packed.starts + at, packed.mean + at, factors + token,
+                           rows + token * stride + band * channels + panel * kPackedPanel, stride);
+        }
+      }
+    }
+    for (u64 token = 0; token < num_tokens; ++token) {
+      for (u64 head = 0; head < placement.num_heads; ++head) {
+        float* const row = rows + token * stride + head * head_dim;
+        if (in_vectors) {
+          packed::place_vectors(row, head, begin + token, placement);
+        } else {
+          place_row(row, head, begin + token, placement);
+        }
       }
     }
   }

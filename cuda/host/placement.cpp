@@ -33,13 +33,19 @@ void run_transform(const Numbers& numbers, const Transform& transform, const Pla
             });
 }
 
-void run_packed(const Packed& packed, const Placement& placement, u32 threads) {
+void run_packed(const PackedPart* parts, u64 num_parts, u32 threads) {
   const Kernels& chosen = kernels();
-  const u64 numbers = packed.num_bands * packed.num_numbers;
-  run_tiles(placement, placement.num_tokens * numbers * packed.band_channels / 4, threads,
-            [&](u64 begin, u64 end) {
-              chosen.packed(packed, placement, begin, end, scratch(packed_scratch(packed)));
-            });
+  u64 work = 0, num_floats = 0;
+  for (const PackedPart* part = parts; part < parts + num_parts; ++part) {
+    const Packed& packed = part->packed;
+    work += packed.num_bands * packed.num_numbers * packed.band_channels / 4;
+    num_floats = std::max(num_floats, packed_scratch(packed));
+  }
+  run_tiles(parts->placement, parts->placement.num_tokens * work, threads, [&](u64 begin, u64 end) {
+    for (const PackedPart* part = parts; part < parts + num_parts; ++part) {
+      chosen.packed(part->packed, part->placement, begin, end, scratch(num_floats));
+    }
+  });
 }
 
 void run_packing(const Packing& packing, u64 num_tokens) {

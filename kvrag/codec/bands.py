@@ -2,7 +2,7 @@
 
 Bands are narrow, so few tokens fit them, and a kernel transforms back as fast as it can read. Bits
 go where they lower the error most (reverse water-filling), the same number to every layer and kind:
-errors then count by a layer's own variance, and each token has scales of its own.
+errors then count by a layer's own variance, and each token has its own scales.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrag.codec.pca import PCAFitter
 from kvrag.codec.transforms import KINDS, BlockPlan, load_means, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native.packed import GROUP, MOST_BITS, SLACK, PackedBands, pack_rows
+from kvrag.native.packed import GROUP, MOST_BITS, SLACK, PackedBands, pack_rows, place_packed
 
 # A direction that hardly varies in the sample may vary more elsewhere.
 _LEAST_VARIANCE = 1e-4
@@ -39,7 +39,7 @@ class Bands:
 
     name: ClassVar[str] = "bands"
     bits: float = 4.2
-    most_channels: int = 256
+    most_channels: int = 128
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.bits <= MOST_BITS or not GROUP <= self.most_channels <= 1024:
@@ -203,6 +203,10 @@ class FittedBands:
             self._prepared[block] = found
         return found
 
+    def prepared_layer(self, layer_index: int) -> tuple[PackedBands, PackedBands]:
+        """Return the bands of a layer's keys, and of its values."""
+        return self.prepared(2 * layer_index), self.prepared(2 * layer_index + 1)
+
     def pack(self, block: int, channels: torch.Tensor) -> NDArray[np.uint8]:
         """Return the rows ``[T, bytes]`` of a block's channels ``[N, T]``."""
         widths, numbers = self.widths[block].numpy(), self.analyse(block, channels)
@@ -217,7 +221,7 @@ class FittedBands:
         num_tokens, size = rows.shape
         out = torch.empty(1, num_tokens, len(self.means[block]))
         content = np.concatenate([rows.reshape(-1), np.zeros(SLACK, np.uint8)])
-        self.prepared(block).place(content, 0, size, num_tokens, out)
+        place_packed(content, 0, size, slice(0, num_tokens), (self.prepared(block), out))
         return out[0].T
 
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:

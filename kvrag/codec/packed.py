@@ -5,8 +5,11 @@ A layer's block begins with the tokens kept raw; `docs/format.md` describes the 
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.bands import FittedBands
@@ -18,7 +21,7 @@ from kvrag.codec.pipeline import OUTLIER_FACTOR
 from kvrag.codec.profile import Profile
 from kvrag.codec.transforms import KINDS, greatest_tame
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native.packed import SLACK
+from kvrag.native.packed import SLACK, place_packed
 from kvrag.native.reconstruction import Rotation
 from kvrag.positions.rotary import RotaryTable
 
@@ -98,71 +101,93 @@ class PackedChunk(OpenedRecord):
         shape = (2, spec.num_kv_heads, self.num_tokens, spec.head_dim)
         with torch.inference_mode(False), torch.no_grad():
             both = torch.empty(shape, dtype=spec.dtype)
-            _Layer(self._reader, self._codec, layer_index).write(
-                both[0], both[1], slice(0, self.num_tokens), None
-            )
+            layer = _Layer(self._reader, self._codec, layer_index)
+            layer.write(both[0], both[1], slice(0, self.num_tokens))
         return both[0], both[1]
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         check_layer_index(layer_index, self._reader.header.spec.num_layers)
         layer = _Layer(self._reader, self._codec, layer_index)
         for one in into:
-            table = one.table.at(one.rows)
+            table = one.table
             if one.keys.device.type == "cpu" and not table.in_pairs:
-                layer.write(one.keys, one.values, one.tokens, table)
+                layer.write(one.keys, one.values, one.tokens, table, one.rows)
                 continue
             keys, values = (torch.empty(one.keys.shape, dtype=one.keys.dtype) for _ in range(2))
-            layer.write(keys, values, one.tokens, None)
-            table.place(keys.to(one.keys.device), slice(0, len(table.cos)), one.keys)
+            layer.write(keys, values, one.tokens)
+            table.place(keys.to(one.keys.device), one.rows, one.keys)
             one.values.copy_(values)
 
 
+class _Scratch(threading.local):
+    """One buffer for each thread, as large as the largest block read."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def bytes_of(self, reader: RecordReader, num_bytes: int) -> NDArray[np.uint8]:
+        """Return at least this many bytes. Raises RecordError if memory is too small."""
+        if len(self._bytes) < num_bytes:
+            self._bytes = np.frombuffer(reader.room(num_bytes), np.uint8)
+        return self._bytes
+
+
+_scratch = _Scratch()
+
+
 class _Layer:
-    """One layer of a record, read and checked."""
+    """One layer of a record, read and checked; the next one of the same thread overwrites it."""
 
     def __init__(self, reader: RecordReader, codec: PackedCodec, layer_index: int) -> None:
-        spec, place = reader.header.spec, reader.header.blocks[layer_index]
-        self._bands = [
-            codec.transform.prepared(len(KINDS) * layer_index + kind) for kind in range(len(KINDS))
-        ]
-        self._num_tokens = reader.header.num_tokens
-        self._row_bytes = sum(bands.row_bytes for bands in self._bands)
-        content = reader.room(place.padded_bytes + SLACK)
-        reader.read_block(layer_index, memoryview(content)[: place.padded_bytes])
-        self._content = np.frombuffer(content, np.uint8)
-        fields = BlockReader(reader, layer_index, memoryview(content)[: place.padded_bytes])
+        header = reader.header
+        place, self._num_tokens = header.blocks[layer_index], header.num_tokens
+        self._keys, self._values = codec.transform.prepared_layer(layer_index)
+        self._row_bytes = self._keys.row_bytes + self._values.row_bytes
+        self._content = _scratch.bytes_of(reader, place.padded_bytes + SLACK)
+        content = self._content.data[: place.padded_bytes]
+        reader.read_block(layer_index, content)
+        self._raw_tokens: list[int] = []
+        rows_bytes = self._num_tokens * self._row_bytes
+        if place.size_bytes == COUNT.size + rows_bytes and COUNT.unpack_from(content) == (0,):
+            self._first_byte = COUNT.size
+            return
+        spec = header.spec
+        fields = BlockReader(reader, layer_index, content)
         (num_raw,) = fields.unpack(COUNT)
         shape = (len(KINDS), spec.num_kv_heads, spec.head_dim)
-        self._raw_tokens, self._raw = fields.raw_tokens(
-            num_raw, self._num_tokens, shape, spec.dtype
-        )
+        tokens, self._raw = fields.raw_tokens(num_raw, self._num_tokens, shape, spec.dtype)
+        self._raw_tokens = tokens.tolist()
         self._first_byte = fields.position
-        fields.take(self._num_tokens * self._row_bytes)
+        fields.take(rows_bytes)
         fields.end()
 
     def write(
-        self, keys: torch.Tensor, values: torch.Tensor, tokens: slice, table: RotaryTable | None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tokens: slice,
+        table: RotaryTable | None = None,
+        rows: slice = slice(0),
     ) -> None:
-        """Write some tokens of both kinds ``[H, n, D]``, keys rotated if there is a table."""
-        first_byte = self._first_byte
-        rotation = None if table is None else Rotation(table.cos, table.sin)
-        for bands, out, turn in zip(self._bands, (keys, values), (rotation, None), strict=True):
-            bands.place(
-                self._content,
-                first_byte,
-                self._row_bytes,
-                self._num_tokens,
-                out,
-                rotation=turn,
-                tokens=tokens,
-            )
-            first_byte += bands.row_bytes
-        for index, token in enumerate(self._raw_tokens.tolist()):
+        """Write some tokens of both kinds ``[H, n, D]``, keys turned by rows of a table."""
+        place_packed(
+            self._content,
+            self._first_byte,
+            self._row_bytes,
+            tokens,
+            (self._keys, keys),
+            (self._values, values),
+            None if table is None else Rotation(table.cos, table.sin),
+            rows.start or 0,
+        )
+        for index, token in enumerate(self._raw_tokens):
+            at = token - tokens.start
             if not tokens.start <= token < tokens.stop:
                 continue
-            one = slice(token - tokens.start, token - tokens.start + 1)
+            one = slice(at, at + 1)
             if table is None:
                 keys[:, one] = self._raw[index, 0, :, None]
             else:
-                table.place(self._raw[index, 0, :, None], one, keys[:, one])
+                position = slice(rows.start + at, rows.start + at + 1)
+                table.place(self._raw[index, 0, :, None], position, keys[:, one])
             values[:, one] = self._raw[index, 1, :, None]

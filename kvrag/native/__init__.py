@@ -44,7 +44,7 @@ from kvrag.native.linear import (
     GroupedWeight,
     Int8Linear,
 )
-from kvrag.native.packed import PackedBands, pack_rows
+from kvrag.native.packed import PackedBands, pack_rows, place_packed
 from kvrag.native.reconstruction import (
     Patches,
     Points,
@@ -87,6 +87,7 @@ __all__ = [
     "instruction_set",
     "instruction_sets",
     "pack_rows",
+    "place_packed",
     "reconstruct",
     "refine",
     "rms_norm",

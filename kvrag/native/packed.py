@@ -7,23 +7,26 @@ by a byte. A number of w bits, u, is the odd number ``c = 2 u + 1 - 2^w``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
 from kvrag.native.arrays import ArrayLike, view
-from kvrag.native.kernels import kernels
-from kvrag.native.reconstruction import Rotation, first_of_tokens, output, tables
+from kvrag.native.kernels import IS_COMPILED, kernels
+from kvrag.native.reconstruction import ELEMENT_TYPES, Rotation, check_tables_width
 
 GROUP = 8
 """Numbers that lie together, and have one width."""
 MOST_BITS = 7
 SLACK = 7
-"""Bytes that must be readable behind the last row."""
+"""Bytes that must be readable after the last row."""
 POWERS = np.exp2((np.arange(256) - 128) / 8).astype(np.float32)
 """What the byte of a token's scale stands for."""
-_PANEL = 64
+_PANEL = 32
 
 
 class PackedBands:
@@ -43,7 +46,11 @@ class PackedBands:
     Attributes
     ----------
     row_bytes
-        Bytes of a token: of each band its scale, then its numbers.
+        Bytes of a token: for each band its scale, then its numbers.
+    num_channels
+        Channels of a token, those of all bands.
+    bands
+        What the kernels take.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class PackedBands:
         quads = whole.astype(np.int8).reshape(
             num_bands, num_numbers // 4, 4, padded // _PANEL, _PANEL
         )
-        self._bands = kernels.Bands(
+        self.bands = kernels.Bands(
             np.ascontiguousarray(widths),
             np.ascontiguousarray(quads.transpose(0, 3, 1, 4, 2)).reshape(-1),
             starts.reshape(-1),
@@ -77,59 +84,135 @@ class PackedBands:
             num_channels,
         )
         self.row_bytes = num_bands + int(sums.sum())
-        self._num_channels = num_bands * num_channels
+        self.num_channels = num_bands * num_channels
 
-    def place(
-        self,
-        rows: NDArray[np.uint8],
-        first_byte: int,
-        row_bytes: int,
-        num_tokens: int,
-        out: torch.Tensor,
-        *,
-        rotation: Rotation[ArrayLike] | None = None,
-        tokens: slice | None = None,
-    ) -> None:
-        """Write n tokens of a chunk, with PyTorch's threads.
 
-        Parameters
-        ----------
-        rows
-            Bytes that hold a row for each token, and 7 more.
-        first_byte, row_bytes
-            Where the first row begins, and how far it is from one to the next.
-        num_tokens
-            Tokens of the chunk.
-        out
-            ``[H, n, D]``, float32, bfloat16 or float16. The last stride is 1, the others are free.
-        rotation
-            The tables of the n tokens' positions; None does not rotate.
-        tokens
-            The n tokens; None for all.
+def place_packed(
+    rows: NDArray[np.uint8],
+    first_byte: int,
+    row_bytes: int,
+    tokens: slice,
+    keys: tuple[PackedBands, torch.Tensor],
+    values: tuple[PackedBands, torch.Tensor] | None = None,
+    rotation: Rotation[torch.Tensor] | None = None,
+    first_position: int = 0,
+) -> None:
+    """Write n tokens of a chunk, with PyTorch's threads.
 
-        Raises
-        ------
-        ParameterError
-            If an argument has the wrong shape or type.
-        """
-        placed, element_type = output(out)
-        if placed.shape[0] * placed.shape[2] != self._num_channels:
-            raise ParameterError(f"out: expected {self._num_channels} channels of a token")
-        end = first_byte + (num_tokens - 1) * row_bytes + self.row_bytes + SLACK
-        if row_bytes < self.row_bytes or end > len(rows):
-            raise ParameterError(f"rows: expected {end} bytes, found {len(rows)}")
-        kernels.place_packed(
-            self._bands,
-            rows,
-            first_byte,
-            row_bytes,
-            num_tokens,
-            placed,
-            element_type,
-            first_of_tokens(tokens, num_tokens, placed.shape[1]),
-            tables(rotation, placed),
-            torch.get_num_threads(),
-        )
+    Parameters
+    ----------
+    rows
+        Bytes that hold a row for each token, keys first, and 7 more.
+    first_byte, row_bytes
+        Where the first row begins, and how far it is from one to the next.
+    tokens
+        The n tokens.
+    keys, values
+        What is written: ``[H, n, D]`` each, float32, bfloat16 or float16. The last stride is 1, the
+        others are free. Without values, rows hold nothing else.
+    rotation
+        Tables of the prompt's positions, to turn keys by; None does not.
+    first_position
+        The first token's position.
+
+    Raises
+    ------
+    ParameterError
+        If an argument has the wrong shape or type.
+    """
+    bands, out = keys
+    parts = (keys,) if values is None else (keys, values)
+    shape = num_heads, count, head_dim = out.shape
+    for one, written in parts:
+        if (
+            written.device.type != "cpu"
+            or written.dtype != out.dtype
+            or written.shape != shape
+            or (head_dim > 1 and written.stride(2) != 1)
+        ):
+            raise ParameterError(
+                f"out: expected {list(shape)} of one type on the CPU, channels next to each other; "
+                f"found {list(written.shape)} {written.dtype} on {written.device}"
+            )
+        if num_heads * head_dim != one.num_channels:
+            raise ParameterError(f"out: expected {one.num_channels} channels of a token")
+    element_type = ELEMENT_TYPES.get(out.dtype)
+    used = sum(one.row_bytes for one, _ in parts)
+    end = first_byte + (tokens.stop - 1) * row_bytes + used + SLACK
+    if element_type is None or tokens.stop - tokens.start != count or tokens.start < 0:
+        raise ParameterError(f"out: found {list(shape)} {out.dtype} for tokens {tokens}")
+    if first_byte < 0 or row_bytes < used or end > len(rows) or rows.dtype != np.uint8:
+        raise ParameterError(f"rows: expected {end} bytes, found {len(rows)}")
+    cos_at = sin_at = angle_stride = num_rotated = 0
+    if rotation is not None:
+        cos, sin = rotation.cos, rotation.sin
+        num_positions, num_rotated = cos.shape
+        angle_stride = cos.stride(0)
+        if (
+            cos.dtype != torch.float32
+            or sin.dtype != torch.float32
+            or sin.shape != cos.shape
+            or sin.stride() != cos.stride()
+            or not cos.device.type == sin.device.type == "cpu"
+            or (num_rotated > 1 and cos.stride(1) != 1)
+            or not 0 <= first_position <= num_positions - count
+        ):
+            raise ParameterError(
+                f"rotation: expected float32 tables of {first_position + count} positions, found "
+                f"{list(cos.shape)} {cos.dtype} and {list(sin.shape)} {sin.dtype}"
+            )
+        check_tables_width(num_rotated, head_dim)
+        cos_at = cos.data_ptr() + 4 * first_position * angle_stride
+        sin_at = sin.data_ptr() + 4 * first_position * angle_stride
+    if not count:
+        return
+    if not IS_COMPILED:
+        whole = np.lib.stride_tricks.sliding_window_view(rows[first_byte:], used)[::row_bytes]
+        _place_slowly(whole[tokens], parts, rotation, first_position)
+        return
+    more, into = (None, out) if values is None else (values[0].bands, values[1])
+    kernels.place_packed(
+        rows,
+        first_byte,
+        row_bytes,
+        tokens.start,
+        count,
+        bands.bands,
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        more,
+        into.data_ptr(),
+        into.stride(0),
+        into.stride(1),
+        num_heads,
+        head_dim,
+        element_type,
+        cos_at,
+        sin_at,
+        angle_stride,
+        num_rotated,
+        torch.get_num_threads(),
+    )
+
+
+def _place_slowly(
+    rows: NDArray[np.uint8],
+    parts: Sequence[tuple[PackedBands, torch.Tensor]],
+    rotation: Rotation[torch.Tensor] | None,
+    first_position: int,
+) -> None:
+    from kvrag.native import reference
+
+    end = 0
+    for bands, out in parts:
+        begin, end = end, end + bands.row_bytes
+        tables = None
+        if rotation is not None and begin == 0:
+            positions = slice(first_position, first_position + out.shape[1])
+            tables = rotation.cos[positions].numpy(), rotation.sin[positions].numpy()
+        made = cast(reference.Bands, bands.bands)
+        reference.place_rows(made, rows[:, begin:end], out, tables)
 
 
 def pack_rows(numbers: ArrayLike, widths: NDArray[np.uint8], rows: NDArray[np.uint8]) -> None:

@@ -113,7 +113,7 @@ def reconstruct(
         If patches are outside the matrix or out of order.
     """
     matrix = _numbers(points.numbers)
-    placed, element_type = output(out)
+    placed, element_type = _output(out)
     num_heads, _, head_dim = placed.shape
     first_token = first_of_tokens(tokens, matrix.shape[1], placed.shape[1])
     if mean is None:
@@ -128,7 +128,7 @@ def reconstruct(
         placed,
         element_type,
         first_token,
-        tables(rotation, placed),
+        _tables(rotation, placed),
         torch.get_num_threads(),
     )
 
@@ -180,7 +180,7 @@ def _numbers(numbers: ArrayLike) -> NDArray[Any]:
     return view(numbers, "numbers", wanted, (None, None))
 
 
-def output(out: ArrayLike) -> tuple[NDArray[Any], int]:
+def _output(out: ArrayLike) -> tuple[NDArray[Any], int]:
     """Return `out` ``[H, n, D]`` (16-bit floats as their bits) and the code of its type."""
     if isinstance(out, np.ndarray):
         if out.dtype not in (np.float32, np.float16):
@@ -213,7 +213,7 @@ def _factor(factor: ArrayLike | None, name: str, length: int) -> _Floats:
     return view(factor, name, np.float32, (length,), contiguous=True)
 
 
-def tables(
+def _tables(
     rotation: Rotation[ArrayLike] | None, out: NDArray[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
     if rotation is None:

@@ -305,45 +305,35 @@ class Bands:
         band_channels: int,
     ) -> None:
         num_bands = len(widths)
-        panels = basis.reshape(num_bands, -1, 2 * widths.shape[1], 64, 4)
+        panels = basis.reshape(num_bands, -1, 2 * widths.shape[1], 32, 4)
         whole = panels.transpose(0, 2, 4, 1, 3).reshape(num_bands, 8 * widths.shape[1], -1)
-        self.widths, self.channels, self.scales, self.powers = (
-            widths,
-            band_channels,
-            scales,
-            powers,
-        )
+        self.widths, self.scales, self.powers = widths, scales, powers
         self.basis = whole[..., :band_channels].astype(np.float32)
         self.mean = mean.reshape(num_bands, -1)[:, :band_channels]
         self.starts = starts.reshape(num_bands, -1)[:, :band_channels]
 
 
-def place_packed(
+def place_rows(
     bands: Bands,
     rows: NDArray[np.uint8],
-    first_byte: int,
-    row_bytes: int,
-    num_tokens: int,
-    out: _Elements,
-    element_type: int,
-    first_token: int,
+    out: torch.Tensor,
     tables: tuple[_Floats, _Floats] | None,
-    threads: int,
 ) -> None:
-    del num_tokens, threads
-    count, at, channels = out.shape[1], first_byte + first_token * row_bytes, []
-    whole = np.lib.stride_tricks.sliding_window_view(rows, row_bytes)[at::row_bytes][:count]
-    end = 0
+    """Write a token of `out` ``[H, n, D]`` for each packed row."""
+    end, channels = 0, []
     for widths, basis, starts, mean, scale in zip(
         bands.widths, bands.basis, bands.starts, bands.mean, bands.scales, strict=True
     ):
         begin, end = end, end + 1 + int(widths.sum())
-        numbers = _unpack(whole[:, begin + 1 : end], widths)
-        factor = scale * bands.powers[whole[:, begin]]
+        numbers = _unpack(rows[:, begin + 1 : end], widths)
+        factor = scale * bands.powers[rows[:, begin]]
         # Sums below 2^24 are exact.
         channels.append((2 * (numbers @ basis) + starts) * factor[:, None] + mean)
-    heads = np.concatenate(channels, axis=1).reshape(count, out.shape[0], out.shape[2])
-    _place(heads.transpose(1, 0, 2), out, element_type, tables)
+    num_heads, count, head_dim = out.shape
+    heads = np.concatenate(channels, axis=1).reshape(count, num_heads, head_dim)
+    found = np.empty((num_heads, count, head_dim), np.float32)
+    _place(heads.transpose(1, 0, 2), found, 0, tables)
+    out.copy_(torch.from_numpy(found))
 
 
 def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> _Floats:

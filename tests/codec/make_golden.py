@@ -29,7 +29,7 @@ CONFIGS = {
         PCA(group_layers=1), RateDistortion((2.0, 4.0)), Uniform(refinements=2), Rans(3)
     ),
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(3)),
-    "packed": PipelineConfig(Bands(), LayerGroups((1.0,), (1.0,)), Uniform(0.0), Rans(3)),
+    "packed": PipelineConfig(Bands(4.2, 8), LayerGroups((1.0,), (1.0,)), Uniform(0.0), Rans(3)),
 }
 
 

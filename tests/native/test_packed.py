@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
-from kvrag.native import PackedBands, instruction_sets, pack_rows, use_instruction_set
+from kvrag.native import (
+    PackedBands,
+    Rotation,
+    instruction_sets,
+    pack_rows,
+    place_packed,
+    use_instruction_set,
+)
 from kvrag.native.packed import POWERS, SLACK
 from tests.native.reference_reconstruction import rotate
 from tests.native.test_reconstruction import RELATIVE, make_rotation
@@ -27,6 +34,10 @@ def fields(row: np.ndarray, widths: np.ndarray) -> list[int]:
     return found
 
 
+Kind = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Widths, basis, scales and means."""
+
+
 def expected(
     rows: np.ndarray, widths: np.ndarray, basis: np.ndarray, scales: np.ndarray, mean: np.ndarray
 ) -> torch.Tensor:
@@ -42,49 +53,64 @@ def expected(
     return torch.from_numpy(np.concatenate(every, axis=1) + mean).T
 
 
-@settings(max_examples=examples(40))
-@given(data=st.data())
-def test_placing_matches_torch(data: st.DataObject) -> None:
-    draw = data.draw
-    rng = np.random.default_rng(draw(st.integers(0, 1000)))
-    num_bands, groups = draw(st.integers(1, 3)), draw(st.integers(1, 12))
-    num_heads, head_dim = draw(st.sampled_from([(1, 5), (1, 8), (3, 64), (2, 96), (4, 32)]))
-    channels = num_heads * head_dim
+def draw_kind(rng: np.random.Generator, channels: int, groups: int, num_bands: int) -> Kind:
     num_bands = num_bands if channels % num_bands == 0 else 1
     width = rng.integers(0, 8, groups).astype(np.uint8)
     widths = np.stack([rng.permutation(width) for _ in range(num_bands)])
     basis = rng.integers(-127, 128, (num_bands, 8 * groups, channels // num_bands)).astype(np.int8)
     scales = rng.random(num_bands).astype(np.float32) / 100
-    mean = rng.normal(size=channels).astype(np.float32)
-    bands = PackedBands(widths, basis, scales, mean)
-    num_tokens, before = draw(st.sampled_from([1, 3, 31, 32, 70])), draw(st.integers(0, 5))
-    stride = bands.row_bytes + draw(st.integers(0, 9))
+    return widths, basis, scales, rng.normal(size=channels).astype(np.float32)
+
+
+@settings(max_examples=examples(40))
+@given(data=st.data())
+def test_placing_matches_torch(data: st.DataObject) -> None:
+    draw = data.draw
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    num_heads, head_dim = draw(st.sampled_from([(1, 5), (1, 8), (3, 64), (2, 96), (4, 32)]))
+    kinds = [
+        draw_kind(
+            rng, num_heads * head_dim, draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 3]))
+        )
+        for _ in range(draw(st.sampled_from([1, 2])))
+    ]
+    bands = [PackedBands(*kind) for kind in kinds]
+    used = sum(one.row_bytes for one in bands)
+    num_tokens, before = draw(st.sampled_from([1, 3, 15, 16, 31, 32, 70])), draw(st.integers(0, 5))
+    stride = used + draw(st.integers(0, 9))
     content = rng.integers(0, 256, before + num_tokens * stride + SLACK, dtype=np.uint8)
     rows = content[before : before + num_tokens * stride].reshape(num_tokens, stride)
-    rows = rows[:, : bands.row_bytes]
-    size = bands.row_bytes // num_bands
-    rows[:, ::size] = rng.integers(100, 150, (num_tokens, num_bands))
+    parts = np.split(rows[:, :used], [bands[0].row_bytes], axis=1)
+    for part, (widths, *_) in zip(parts, kinds, strict=False):
+        size = 1 + int(widths[0].sum())
+        part[:, ::size] = rng.integers(100, 150, (num_tokens, len(widths)))
     start = draw(st.integers(0, num_tokens))
     tokens = slice(start, draw(st.integers(start, num_tokens)))
-    count = tokens.stop - tokens.start
-    rotation = None
+    count, position = tokens.stop - tokens.start, draw(st.integers(0, 4))
+    rotation = part_of = None
     if draw(st.booleans()):
         width = draw(st.sampled_from([0, head_dim // 2 * 2, head_dim // 4 * 2]))
-        rotation = make_rotation(torch.Generator().manual_seed(1), count, width)
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    true = expected(rows, widths, basis, scales, mean).T[tokens]
-    true = rotate(true.view(count, num_heads, head_dim).transpose(0, 1), rotation)
-    scale = float(true.abs().max()) if count else 0.0
+        rotation = make_rotation(torch.Generator().manual_seed(1), position + count, width)
+        part_of = Rotation(rotation.cos[position:], rotation.sin[position:])
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     with kept_instruction_set():
         for name in instruction_sets():
             use_instruction_set(name)
-            buffer = torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)
-            out = buffer[1 : count + 1, :num_heads].transpose(0, 1)
-            bands.place(content, before, stride, num_tokens, out, rotation=rotation, tokens=tokens)
-            near = true.abs() * RELATIVE[dtype] + scale * 1e-6
-            assert (out.double() - true).abs().le(near).all()
-            out.fill_(5.0)
-            assert (buffer == 5.0).all()
+            buffers = [torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)] * 2
+            buffers = [buffer.clone() for buffer in buffers]
+            outs = [buffer[1 : count + 1, :num_heads].transpose(0, 1) for buffer in buffers]
+            into = list(zip(bands, outs, strict=False))
+            place_packed(
+                content, before, stride, tokens, *into, rotation=rotation, first_position=position
+            )
+            for part, kind, out, turned in zip(parts, kinds, outs, (part_of, None), strict=False):
+                true = expected(part, *kind).T[tokens]
+                true = rotate(true.view(count, num_heads, head_dim).transpose(0, 1), turned)
+                scale = float(true.abs().max()) if count else 0.0
+                near = true.abs() * RELATIVE[dtype] + scale * 1e-6
+                assert (out.double() - true).abs().le(near).all()
+                out.fill_(5.0)
+            assert all((buffer == 5.0).all() for buffer in buffers)
 
 
 @settings(max_examples=examples(40))
@@ -131,25 +157,33 @@ def test_threads_change_nothing(isa: str) -> None:
     outs = [torch.empty(3, 400, 64, dtype=torch.bfloat16) for _ in range(2)]
     for threads, out in zip((1, 3), outs, strict=True):
         with torch_threads(threads):
-            bands.place(content, 0, 97, 400, out)
+            place_packed(content, 0, 97, slice(0, 400), (bands, out))
     assert torch.equal(*outs)
 
 
 def test_mistakes_of_the_caller() -> None:
     one, basis = np.ones(1, np.float32), np.ones((1, 8, 8), np.int8)
     bands = PackedBands(np.full((1, 1), 4, np.uint8), basis, one, np.zeros(8, np.float32))
-    out, content = torch.empty(1, 3, 8), np.zeros(3 * 5 + SLACK, np.uint8)
-    bands.place(content, 0, 5, 3, out)
+    out, content, every = torch.empty(1, 3, 8), np.zeros(3 * 5 + SLACK, np.uint8), slice(0, 3)
+    place_packed(content, 0, 5, every, (bands, out))
+    table = torch.zeros(3, 8)
     for wrong in (
-        (content[1:], 0, 5, 3),
-        (content, 1, 5, 3),
-        (content, 0, 4, 3),
-        (content, 0, 5, 4),
+        (content[1:], 0, 5, every, (bands, out)),
+        (content, 1, 5, every, (bands, out)),
+        (content, -1, 5, every, (bands, out)),
+        (content, 0, 4, every, (bands, out)),
+        (content, 0, 5, slice(0, 4), (bands, torch.empty(1, 4, 8))),
+        (content, 0, 5, slice(0, 2), (bands, out)),
+        (content, 0, 5, every, (bands, torch.empty(1, 3, 9))),
+        (content, 0, 5, every, (bands, torch.empty(1, 8, 3).transpose(1, 2))),
+        (content, 0, 5, every, (bands, out.double())),
+        (content, 0, 5, every, (bands, out), (bands, out)),
+        (content, 0, 5, every, (bands, out), None, Rotation(table[1:], table[1:])),
+        (content, 0, 5, every, (bands, out), None, Rotation(table, table), 1),
+        (content, 0, 5, every, (bands, out), None, Rotation(table.double(), table.double())),
     ):
         with pytest.raises(ParameterError):
-            bands.place(*wrong, out)
-    with pytest.raises(ParameterError):
-        bands.place(content, 0, 5, 3, torch.empty(1, 3, 9))
+            place_packed(*wrong)
     with pytest.raises(ParameterError):
         PackedBands(np.full((1, 1), 8, np.uint8), basis, one, np.zeros(8, np.float32))
     with pytest.raises(ParameterError):
