@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvrag.models.compiled import _KINDS
 from kvrag.models.families import CORE, SEES, TESTED, WHY_NOT
+from kvrag.models.quantised import FORMATS
 from kvrag.weights.named import NAMED_MODELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -16,7 +17,9 @@ _MARK = "<!-- {}: written by `python -m tools.models` -->\n"
 
 def with_tables(page: str) -> str:
     """Return the page with its tables as the code has them."""
-    for name, rows in (("named", _named()), ("families", _families()), ("others", _others())):
+    tables = {"named": _named, "families": _families, "others": _others, "quantised": _quantised}
+    for name, make in tables.items():
+        rows = make()
         begin, end = _MARK.format(name), f"<!-- end of {name} -->"
         before, rest = page.split(begin)
         after = rest.split(end)[1]
@@ -60,6 +63,16 @@ def _others() -> list[str]:
         reasons.setdefault(reason, []).append(f"`{name}`")
     rows = ["| `model_type` | why not |", "|---|---|"]
     return rows + [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
+
+
+def _quantised() -> list[str]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, one in FORMATS.items():
+        way = "in 16 bits" if one.widens else "its modules"
+        key = way, "yes" if one.is_tested else "untested"
+        alike.setdefault(key, []).append(f"`{name}`")
+    rows = ["| `quant_method` | CPU | compared |", "|---|---|---|"]
+    return rows + [f"| {', '.join(names)} | {' | '.join(key)} |" for key, names in alike.items()]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
 from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
 from kvrag.models.linears import most_rows, quantised_layer
+from kvrag.models.quantised import is_plain
 from kvrag.models.small import SmallLinear
 from kvrag.native import IS_COMPILED, Mass, RowLayers, Scores
 from kvrag.native.gpu.rows import Norm
@@ -263,7 +264,7 @@ def _is_known(layer: nn.Module) -> bool:
         return False
     return found.keys() == parts.keys() | linears and all(
         (
-            type(module) in (nn.Linear, SmallLinear)
+            (type(module) is SmallLinear or (type(module) is nn.Linear and is_plain(module)))
             if name in linears
             else type(module).__name__ == parts[name] and type(module).__module__.startswith(HOME)
         )

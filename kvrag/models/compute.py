@@ -13,6 +13,7 @@ from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.models.fast_modules import fast_modules
 from kvrag.models.precision import AUTO, COMPUTES, INT4, QUANTISED, check_compute
+from kvrag.models.quantised import is_quantised
 from kvrag.models.small import small_layers
 from kvrag.native import IS_COMPILED
 
@@ -52,6 +53,8 @@ def resolved_compute(hf: PreTrainedModel, compute: str | None) -> str:
         reason = f"only models on the CPU can; this one is on {hf.device}"
     elif small_layers(hf):
         reason = "they stay in a GGUF file's bits; name the file, not the folder of its conversion"
+    elif is_quantised(hf):
+        reason = "its weights are quantised already, and their own modules compute"
     elif not _linears(hf):
         reason = f"{shown(hf.config.model_type)} has no linear layers that kvrag knows"
     elif compute in QUANTISED and not IS_COMPILED:

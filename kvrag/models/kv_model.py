@@ -56,6 +56,7 @@ from kvrag.models.loading import (
 )
 from kvrag.models.packed import ROWS_STEP
 from kvrag.models.precision import check_compute
+from kvrag.models.quantised import is_quantised, unpack
 from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowRunner
@@ -148,6 +149,9 @@ class KVModel(RowMethods):
                 f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
             )
         self.hf = hf
+        if is_quantised(hf):
+            _ = self.fingerprint  # before computing lays the bytes out anew
+            unpack(hf)
         if isinstance(tokenizer, str | Path):
             self.tokenizer = load_tokenizer(tokenizer)
         else:
@@ -270,7 +274,7 @@ class KVModel(RowMethods):
         hf = load_weights(path, dtype, device)
         own, fingerprint = hf.dtype, None
         slow = own == torch.bfloat16 and hf.device.type == "cpu" and not has_bfloat16()
-        if slow and compute != "bfloat16":
+        if slow and compute != "bfloat16" and not is_quantised(hf):
             # That of the checkpoint, so that an index is the same on all processors.
             fingerprint = model_fingerprint(hf)
             hf.float()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from kvrag.errors import ParameterError
 from kvrag.models.elements import is_patched
 from kvrag.models.packed import PackedWeight, can_pack, multiplies_squares
 from kvrag.models.precision import INT8, QUANTISED
+from kvrag.models.quantised import is_plain
 from kvrag.native import (
     ATTENTION_TYPES,
     MAX_ROWS,
@@ -42,7 +43,7 @@ def linear_forwards(
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     for layer in model.modules():
-        if type(layer) is nn.Linear and not is_patched(nn.Linear):
+        if type(layer) is nn.Linear and is_plain(layer) and not is_patched(nn.Linear):
             _, forward = _way_of(layer, precision, is_head=layer is head, each_row=each_row)
             yield layer, forward
 

@@ -20,12 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from kvrag import arguments, foreign
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.models import templates
 from kvrag.models.families import refuse_config
+from kvrag.models.quantised import check_quantised, parts_of
 from kvrag.models.small import small_layers
 from kvrag.models.tokens import encode, num_equal
 from kvrag.models.weightfiles import check_sizes
@@ -194,15 +194,22 @@ def usable_device(name: str) -> torch.device:
         ) from error
 
 
-def read_config(reference: str) -> PreTrainedConfig:
+def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
     """Return a decoder's configuration; of a model that also sees or hears, that of its text part.
 
     Only ``config.json`` is read or fetched.
 
+    Parameters
+    ----------
+    reference
+        The model's folder, or its hub name.
+    device
+        Where it is going to compute.
+
     Raises
     ------
     ModelLoadError
-        When there is none, or what reads its quantised weights is not installed.
+        When there is none, or its quantised weights cannot be read or computed.
     UnsupportedModelError
         When it says that the model cannot be served.
     """
@@ -215,8 +222,7 @@ def read_config(reference: str) -> PreTrainedConfig:
     refuse_config(config)
     quantised = getattr(whole, "quantization_config", None)
     if quantised is not None:
-        config.quantization_config = quantised
-        _check_quantised(reference, quantised)
+        config.quantization_config = check_quantised(reference, quantised, device)
     return config
 
 
@@ -245,22 +251,6 @@ def _without_sections(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"rope_parameters": rope}
 
 
-def _check_quantised(reference: str, quantised: Any) -> None:
-    """Raise ModelLoadError if what reads quantised weights is missing; it says how to get it."""
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    try:
-        AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
-    except Exception as error:  # whatever a wrong description makes of it
-        why = arguments.cut(str(error))
-        if isinstance(error, ModuleNotFoundError):
-            why = f"pip install {error.name}"
-        raise ModelLoadError(
-            f"the weights of {arguments.shown(reference)} are quantised "
-            f"({arguments.shown(str(method))}), and cannot be read here: {why}. Or take the model "
-            "in 16 bits, or as GGUF"
-        ) from error
-
-
 def load_weights(
     reference: str | Path, dtype: torch.dtype | None, device: str | None
 ) -> PreTrainedModel:
@@ -280,11 +270,11 @@ def load_weights(
     ParameterError
         When the device cannot be used here.
     """
-    place = None if device is None else usable_device(device)
+    place = torch.device("cpu") if device is None else usable_device(device)
     path = resolve_model(reference)
     if dtype is None and path == _EMBEDDED_FOLDER:
         dtype = torch.float32
-    config = read_config(path)
+    config = read_config(path, place)
     try:
         check_sizes(path, config)
     except BaseException as error:
@@ -293,6 +283,8 @@ def load_weights(
     # several threads, and Transformers loads in several.
     torch.set_num_threads(torch.get_num_threads())
     model: PreTrainedModel
+    # Quantised weights may not be moved later.
+    is_moved = place.type != "cpu" and hasattr(config, "quantization_config")
     model, found = from_pretrained(
         AutoModelForCausalLM,
         path,
@@ -301,6 +293,7 @@ def load_weights(
         use_safetensors=True,
         output_loading_info=True,
         key_mapping=_TEXT_KEYS,
+        **({"device_map": {"": place}} if is_moved else {}),
     )
     if missing := sorted(found["missing_keys"]):
         # Transformers would fill them with random numbers.
@@ -308,12 +301,12 @@ def load_weights(
             f"could not load {arguments.shown(reference)}: its files lack {len(missing):,} weights "
             f"of the model that config.json describes, first {missing[0]}; restore the files"
         )
-    if place is not None and place.type != "cpu" and small_layers(model):
+    if place.type != "cpu" and small_layers(model):
         raise ModelLoadError(
             f"{arguments.shown(reference)} keeps a GGUF file's bits, which only CPUs compute with "
             "here: name the file, not the folder of its conversion"
         )
-    if place is not None:
+    if place.type != "cpu" and not is_moved:
         model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -349,11 +342,12 @@ def model_fingerprint(model: PreTrainedModel) -> str:
             digest.update(bytes.fromhex(layer.digest))
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        address = tensor.data_ptr()
-        if address not in hashed:  # tied weights are read once
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            hashed[address] = xxhash.xxh3_128_digest(raw.numpy().data)
-        digest.update(hashed[address])
+        for part in parts_of(tensor):
+            address = part.data_ptr()
+            if address not in hashed:  # tied weights are read once
+                raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                hashed[address] = xxhash.xxh3_128_digest(raw.numpy().data)
+            digest.update(hashed[address])
     return digest.hexdigest()
 
 

@@ -64,6 +64,10 @@ def check_shards(config: PreTrainedConfig, size: int) -> None:
             f"tensor_parallel_size={size}: no test compares models of type {config.model_type} in "
             "parts with whole ones; set it to 1"
         )
+    if size > 1 and getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size={size}: kvrag does not split quantised weights; set it to 1"
+        )
     styles = set(_plan(config).values())
     if size > 1 and not {_OUTPUTS, _INPUTS} <= styles:
         raise UnsupportedModelError(

@@ -26,6 +26,8 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SIZE = re.compile(r"(num|n)_.*|.*(_size|_dim|_heads|_layers|_experts|_rank)|d_.*|dim|.*_inner")
 # Parameters and buffers beside a checkpoint's elements: masks, frequencies, tied weights.
 _SPARE_FACTOR, _SPARE_ELEMENTS = 4, 1 << 26
+# Weights that one integer of a quantised checkpoint holds, with 2 bits each.
+_MOST_IN_ONE = {"U8": 4, "I32": 16}
 
 
 def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = True) -> None:
@@ -43,7 +45,8 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     """
     folder = Path(reference)
     files = _in_folder(folder) if folder.is_dir() else _of_hub(reference)
-    shapes = [shape for path in files for shape in _shapes(path)]
+    entries = [entry for path in files for entry in _entries(path)]
+    shapes = [[int(one) for one in entry["shape"]] for entry in entries]
     if not shapes:
         raise ModelLoadError(
             f"{reference}: no *.safetensors with weights; expected {_ONE}, or the files that "
@@ -64,8 +67,9 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         )
     if not is_decoder:
         return
-    eighths = {name for path in files for name in _types(path) if name.startswith("F8")}
-    if eighths and getattr(config, "quantization_config", None) is None:
+    eighths = {entry["dtype"] for entry in entries if entry["dtype"].startswith("F8")}
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if eighths and not is_quantised:
         raise ModelLoadError(
             f"{reference}: its weights are 8-bit floats ({', '.join(sorted(eighths))}), but "
             "config.json names no quantisation, so their scales would be left out; take the "
@@ -74,7 +78,8 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     needed = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
-    found = sum(map(math.prod, shapes))
+    packed = _MOST_IN_ONE if is_quantised else {}
+    found = sum(math.prod(one["shape"]) * packed.get(one["dtype"], 1) for one in entries)
     if needed > _SPARE_FACTOR * found + _SPARE_ELEMENTS:
         raise ModelLoadError(
             f"{reference}/config.json describes a model of {needed:,} numbers, but the files "
@@ -97,17 +102,6 @@ def _of_hub(name: str) -> list[Path]:
     except OSError:
         index = str(cached_file(name, _INDEX))
         return [Path(one) for one in get_checkpoint_shard_files(name, index)[0]]  # type: ignore[no-untyped-call]
-
-
-def _shapes(path: Path) -> Iterator[list[int]]:
-    """Yield the shape of each tensor that a file's header names."""
-    for entry in _entries(path):
-        yield [int(one) for one in entry["shape"]]
-
-
-def _types(path: Path) -> set[str]:
-    """Return the types of numbers that a file's header names."""
-    return {str(entry["dtype"]) for entry in _entries(path)}
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

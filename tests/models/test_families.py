@@ -222,23 +222,6 @@ def test_a_model_is_refused_before_its_weights_are_looked_for(
         KVModel.load(folder_of(tmp_path, config))
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ({"quant_method": "awq", "bits": 4}, r"'awq'.*pip install gptqmodel"),
-        ({"quant_method": "gptq", "bits": 4}, r"'gptq'.*pip install optimum"),
-        ({"quant_method": "gptq"}, r"'gptq'.*missing 1 required positional argument: 'bits'"),
-        ({"quant_method": "compressed-tensors"}, r"pip install compressed-tensors"),
-        ({"quant_method": "torchao", "quant_type": "int8"}, r"pip install torchao"),
-    ],
-)
-def test_what_reads_quantised_weights_is_named(
-    tmp_path: Path, method: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ModelLoadError, match=message):
-        KVModel.load(folder_of(tmp_path, {"model_type": "llama", "quantization_config": method}))
-
-
 def test_eight_bit_floats_without_their_scales_are_refused(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
