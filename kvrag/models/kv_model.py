@@ -150,7 +150,7 @@ class KVModel(RowMethods):
             )
         self.hf = hf
         if is_quantised(hf):
-            _ = self.fingerprint  # before computing lays the bytes out anew
+            _ = self.fingerprint  # before computing lays bytes out otherwise
             unpack(hf)
         if isinstance(tokenizer, str | Path):
             self.tokenizer = load_tokenizer(tokenizer)
