@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS, _VLLM = "transformers", "vllm"
 # The parameters that vLLM alone takes, and those that both engines take.
-_OF_VLLM = ("artefacts", "only_asked", "any_version", "show")
+_OF_VLLM = ("only_asked", "any_version", "show")
 _OF_BOTH = (
     *("context", "opening", "answering", "engine", "index", "store", "host", "port"),
     *("policy", "ratio", "boundary_tokens"),
@@ -123,14 +123,6 @@ def serve(
             help="How often to look for changes of a shared index (--index URL).",
         ),
     ] = 5.0,
-    artefacts: Annotated[
-        str | None,
-        o.setting(
-            metavar="URL",
-            help="vLLM: store of prompts fused in advance. Default: a folder in the index's "
-            "folder.",
-        ),
-    ] = None,
     only_asked: Annotated[
         bool,
         o.setting(
@@ -170,7 +162,6 @@ def serve(
             {
                 "index": str(opening.index),
                 "store": opening.store,
-                "artefacts": artefacts,
                 "policy": answering.policy,
                 "ratio": answering.ratio,
                 "boundary_tokens": answering.boundary_tokens,

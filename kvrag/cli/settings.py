@@ -42,15 +42,25 @@ The author of the folder's documents may have left it there. None of these keys 
 address, a model or code, or disables a check; `index` is checked.
 """
 
-GONE = {
-    ("calibrate", name): "is gone: 'kvrag calibrate' asks about the index itself, and 'kvrag bench "
-    "quality' compares contexts, and policies with questions from a file"
-    for name in ("data", "contexts")
-} | {
-    ("ingest", name): "is gone: with --ray, --dry-run says the tokens; divide them by what your "
-    "machines compute in a second"
-    for name in ("ray-rate", "ray-price")
-}
+GONE = (
+    {
+        (
+            "calibrate",
+            name,
+        ): "is gone: 'kvrag calibrate' asks about the index itself, and 'kvrag bench "
+        "quality' compares contexts, and policies with questions from a file"
+        for name in ("data", "contexts")
+    }
+    | {
+        (
+            "ingest",
+            name,
+        ): "is gone: with --ray, --dry-run says the tokens; divide them by what your "
+        "machines compute in a second"
+        for name in ("ray-rate", "ray-price")
+    }
+    | {("serve", "artefacts"): "is gone: kvrag fuses each prompt in vLLM's own process"}
+)
 """What replaces each command's option of an earlier version."""
 
 # Far more than anybody writes. The time to parse a line grows with the square of its dots.

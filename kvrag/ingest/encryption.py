@@ -20,12 +20,10 @@ from kvrag.ingest.config import WORDS_NAME, IndexConfig
 from kvrag.ingest.schema import checksum_key
 from kvrag.store.base import Store
 from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
-from kvrag.store.encrypted import EncryptedStore
 
 _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
 _SALT = b"kvrag tenant salt"
-_ARTEFACTS = b"kvrag artefacts"
 _CONVERSATIONS = b"kvrag conversations"
 _CHECK_BYTES = 16
 
@@ -63,12 +61,6 @@ def secret_salt(store: Store) -> bytes | None:
 def conversations_key(store: Store) -> bytes | None:
     """Return the key of the conversations about an index; None if nothing is encrypted."""
     return _derived(store, _CONVERSATIONS)
-
-
-def encrypted_as(index_store: Store, other: Store) -> Store:
-    """Return a store for other KV of an index, encrypted if the index's store is."""
-    key = _derived(index_store, _ARTEFACTS)
-    return other if key is None or _key_of(other) is not None else EncryptedStore(other, key)
 
 
 def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:

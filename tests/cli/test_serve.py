@@ -64,7 +64,6 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
         (("--policy", "auto"), "run 'kvrag calibrate'"),
         (("--store", "redis:/host"), "a store is file:PATH"),
         (("--store", "memory:?limit=1kB"), "holds no chunk"),
-        (("--artefacts", "magic"), "a store is file:PATH"),
     ],
 )
 def test_what_cannot_be_served(

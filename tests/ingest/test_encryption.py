@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, ParameterError
-from kvrag.ingest.encryption import encrypted_as
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
-from kvrag_testing.records import key_number, stored
 from tests.ingest.conftest import MakeIndex
 
 pytest.importorskip("sqlcipher3")
@@ -173,19 +171,6 @@ def test_a_store_without_the_key_is_refused(
     encrypted.store = memory
     encrypted.store = tiers
     assert encrypted.upkeep.verify().ok
-
-
-def test_artefacts_of_an_encrypted_index_are_encrypted(encrypted: Index, tmp_path: Path) -> None:
-    record = b"fused KV" * 100
-    for url in ("", f"file:{tmp_path / 'apart'}"):
-        plain = open_store(url) if url else MemoryStore()
-        store = encrypted_as(encrypted.store, plain)
-        store.put(key_number(0), record)
-        assert record not in stored(plain, key_number(0))
-        assert stored(encrypted_as(encrypted.store, plain), key_number(0)) == record
-        assert encrypted_as(MemoryStore(), plain) is plain
-        assert encrypted_as(encrypted.store, store) is store
-        store.close()
 
 
 def test_without_the_library_it_is_refused(

@@ -17,7 +17,6 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import StoreError
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
 from kvrag.models.kv_model import KVModel
 from tests.support.models import make_model, make_tokenizer
@@ -269,28 +268,6 @@ def test_fusing_takes_the_cores_that_the_process_may(llm: Any) -> None:
     assert threads.submit(os.sched_getaffinity, 0).result() == CORES
 
 
-@pytest.fixture
-def artefacts(served: Index) -> Iterator[ArtefactStore]:
-    store = ArtefactStore(served)
-    yield store
-    store.close()
-
-
-def test_an_artefact_is_served(llm: Any, oracle: KVEngine, artefacts: ArtefactStore) -> None:
-    prompt = make_prompt(3, 1)
-    name = artefacts.put(oracle.fuse(prompt, policy="boundary"))
-    output = ask(llm, oracle, prompt, RequestParams(artefact=name))
-    assert reused(output)["num_loaded"] == name.num_tokens
-    assert_same(given(output), expected(oracle, prompt, "boundary"))
-
-
-def test_somebody_elses_artefact_is_refused(
-    llm: Any, oracle: KVEngine, artefacts: ArtefactStore
-) -> None:
-    other = artefacts.put(oracle.fuse(make_prompt(8, 9), policy="none"))
-    _assert_computed(llm, oracle, RequestParams(artefact=other), "does not belong to this prompt")
-
-
 def test_a_request_that_is_given_up_while_it_is_fused(
     llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,16 +308,14 @@ def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
     path, settings = tmp_path / "index", ConnectorSettings(str(tmp_path / "index"), policy="none")
     with Index.create(path, model=model, embedding="hashing", context="filler:40") as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-        artefacts, worker = ArtefactStore(index), WorkerSide(settings, model)
+        worker = WorkerSide(settings, model)
         prompt_ids = KVEngine(index).prompt_ids(make_prompt(3, 1))
-        plan = Planner(index, settings, artefacts).plan(prompt_ids, None)
-        artefacts.close()
+        plan = Planner(index, settings).plan(prompt_ids, None)
         assert isinstance(plan, LoadPlan)
         reports = []
         load = Load("one", plan, (), 0, plan.num_tokens)
         for salt in ("first", "second"):  # each is fused
             brought = worker._bring(replace(load, plan=replace(plan, salt=salt)))
-            assert brought.report is not None
             reports.append(brought.report)
             worker._index.on_demand.flush()
             brought.release()

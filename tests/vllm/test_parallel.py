@@ -13,7 +13,6 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.settings import RequestParams
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
@@ -93,17 +92,6 @@ def test_each_worker_reads_its_part(llm: Any, oracle: KVEngine) -> None:
     else:
         assert whole / 2 < mine < 0.6 * whole
         assert others == whole
-
-
-def test_an_artefact(llm: Any, oracle: KVEngine, by_heads: Index) -> None:
-    prompt = make_prompt(5, 0)
-    fused = oracle.fuse(prompt, policy="boundary")
-    store = ArtefactStore(by_heads)
-    name = store.put(fused)
-    store.close()
-    output = ask(llm, oracle, prompt, RequestParams(artefact=name))
-    assert reused(output)["num_loaded"] > 0
-    assert_same(given(output), expected(oracle, prompt, "boundary"))
 
 
 def test_a_lost_record_is_computed_by_all(llm: Any, oracle: KVEngine, by_heads: Index) -> None:

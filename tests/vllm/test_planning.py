@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +25,10 @@ from kvrag.errors import (
     EngineVersionError,
     KVRagError,
     ParameterError,
-    RecordError,
     UnsupportedModelError,
 )
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm import adapter_settings, versions
-from kvrag.llms.vllm.artefacts import ArtefactName, ArtefactStore
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.langchain import KVRagVLLM
@@ -47,7 +44,6 @@ from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, HTTPServer, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
-from kvrag_testing.records import stored
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt
 
@@ -58,10 +54,8 @@ def finder(served: Index) -> TokenFinder:
 
 
 @pytest.fixture
-def planner(served: Index) -> Iterator[Planner]:
-    artefacts = ArtefactStore(served)
-    yield Planner(served, ConnectorSettings(str(served.path)), artefacts)
-    artefacts.close()
+def planner(served: Index) -> Planner:
+    return Planner(served, ConnectorSettings(str(served.path)))
 
 
 def test_a_shared_index_is_served_and_followed(
@@ -90,7 +84,7 @@ def test_a_shared_index_is_served_and_followed(
         while opened.stats().num_documents < 2:
             assert time.monotonic() < until
             time.sleep(0.2)
-        planner = Planner(opened, settings, ArtefactStore(opened))
+        planner = Planner(opened, settings)
         plan = planner.plan(KVEngine(opened).prompt_ids(make_prompt(1)), None)
         assert isinstance(plan, LoadPlan), plan
 
@@ -148,14 +142,12 @@ def test_where_nobody_gives_a_ratio_the_index_does(tmp_path: Path, oracle: KVEng
         tmp_path, model=oracle.index.model, embedding="hashing", context="similar:48"
     ) as index:
         index.add([Document(f"text-{i}", text) for i, text in enumerate(TEXTS)])
-        artefacts = ArtefactStore(index)
         ids = oracle.prompt_ids(make_prompt(3, 1))
         found = []
         for more in ({}, {"ratio": 0.3}, {"policy": "boundary"}):
-            planner = Planner(index, ConnectorSettings(str(tmp_path), **more), artefacts)
+            planner = Planner(index, ConnectorSettings(str(tmp_path), **more))
             plans = [planner.plan(ids, params.to_params()) for params in asked]
             found.append([str(plan.policy) for plan in plans if isinstance(plan, LoadPlan)])
-        artefacts.close()
     query, own = "query(ratio=0.15)", "two_stage(ratio=0.2"
     assert [[policy.partition(",")[0] for policy in policies] for policies in found] == [
         ["two_stage(ratio=0.05", query, own],
@@ -193,9 +185,6 @@ def test_every_plan_has_a_salt_of_its_own(planner: Planner, oracle: KVEngine) ->
         {PARAMS: {"reuse": "yes"}},
         {PARAMS: "two_stage"},
         {PARAMS: {"artefact": "../../index"}},
-        {PARAMS: {"artefact": {"key": "..", "num_tokens": 3, "label": ""}}},
-        {PARAMS: {"artefact": {"key": "0" * 40, "num_tokens": 0, "label": ""}}},
-        {PARAMS: {"artefact": {"key": "0" * 40, "num_tokens": 9, "label": "x"}}},
         {PARAMS: {"policy": "auto"}},
     ],
 )
@@ -213,90 +202,19 @@ def test_others_params_are_not_ours(planner: Planner, oracle: KVEngine) -> None:
 
 
 def test_nothing_is_looked_for_where_that_is_off(served: Index, oracle: KVEngine) -> None:
-    artefacts = ArtefactStore(served)
-    planner = Planner(served, ConnectorSettings(str(served.path), find_chunks=False), artefacts)
+    planner = Planner(served, ConnectorSettings(str(served.path), find_chunks=False))
     ids = oracle.prompt_ids(make_prompt(3, 1))
     assert planner.plan(ids, None) == NoPlan()
     assert isinstance(planner.plan(ids, RequestParams().to_params()), LoadPlan)
-    artefacts.close()
 
 
 def test_params_travel_as_plain_values() -> None:
-    name = ArtefactName("0" * 40, 7, "none")
     for params in (
         RequestParams(),
         RequestParams("boundary", boundary_tokens=3),
         RequestParams(reuse=False),
-        RequestParams(artefact=name),
     ):
         assert RequestParams.parse(params.to_params()) == params
-
-
-# -- artefacts -----------------------------------------------------------------------------------
-
-
-def test_an_artefact_is_what_was_fused(served: Index, oracle: KVEngine) -> None:
-    store = ArtefactStore(served, "memory:")
-    prompt = make_prompt(3, 1)
-    fused = oracle.fuse(prompt, policy="deviation")
-    name = store.put(fused)
-    kv = store.load(store.check(name, oracle.prompt_ids(prompt)), name.num_tokens)
-    assert name.num_tokens == len(oracle.prompt_ids(prompt)) - 1
-    for layer in range(served.config.num_layers):
-        assert torch.equal(kv.keys[layer], fused.kv.keys[layer][0, :, : name.num_tokens])
-        assert torch.equal(kv.values[layer], fused.kv.values[layer][0, :, : name.num_tokens])
-    store.close()
-
-
-def test_a_damaged_artefact_is_to_be_fused_again(served: Index, oracle: KVEngine) -> None:
-    store = ArtefactStore(served, "memory:")
-    prompt = make_prompt(3, 1)
-    name = store.put(oracle.fuse(prompt, policy="none"))
-    key = store.check(name, oracle.prompt_ids(prompt))
-    record = bytearray(stored(store._store, key) or b"")
-    record[-1] ^= 1
-    store._store.replace(key, bytes(record))
-    for num_tokens in (name.num_tokens, name.num_tokens + 1):
-        with pytest.raises(
-            RecordError, match=f"artefact {key} is damaged.* fuse it again"
-        ) as caught:
-            store.load(key, num_tokens)
-        assert "ingest" not in str(caught.value)
-    store._store.delete(key)
-    with pytest.raises(RecordError, match="fuse its prompt again"):
-        store.load(key, name.num_tokens)
-    store.close()
-
-
-def test_names_hold_for_their_prompt_alone(served: Index, oracle: KVEngine) -> None:
-    store = ArtefactStore(served, "memory:")
-    ids = oracle.prompt_ids(make_prompt(3, 1))
-    name = store.put(oracle.fuse(make_prompt(3, 1), policy="none"))
-    store.check(name, [*ids, 5, 6])  # more may follow
-    for wrong, prompt in (
-        (name, (*ids[:5], 9, *ids[6:])),
-        (name, ids[:10]),
-        (replace(name, label="boundary"), ids),
-        (replace(name, num_tokens=name.num_tokens - 1), ids),
-        (replace(name, key="0" * 40), ids),
-    ):
-        with pytest.raises(RecordError, match="does not belong to this prompt"):
-            store.check(wrong, prompt)
-    store.close()
-
-
-def test_what_was_fused_otherwise_has_another_name(served: Index, oracle: KVEngine) -> None:
-    store = ArtefactStore(served, "memory:")
-    fused = oracle.fuse(make_prompt(*[0] * 17), policy="none")
-    fewer = replace(fused, layout=replace(fused.layout, spans=fused.layout.spans[:-1]))
-    without = replace(fused, report=replace(fused.report, misses={"store unreadable": 1}))
-    # What is behind the rows kept decides which of them were computed again.
-    ids = fused.layout.token_ids
-    asked = replace(fused, layout=replace(fused.layout, token_ids=(*ids[:-1], ids[-1] + 1)))
-    names = [store.put(one, 500) for one in (fused, fewer, without, asked, fused)]
-    assert len({name.key for name in names}) == 4
-    assert names[0] == names[4]
-    store.close()
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ import pytest
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.langchain import KVRagVLLM
-from kvrag.llms.vllm.settings import RequestParams
 from tests.support.servers import free_port
 from tests.vllm.conftest import ENVIRONMENT, make_prompt
 from tests.vllm.reference import NUM_TOKENS, TOLERANCE, expected
@@ -130,30 +128,6 @@ def test_a_batch_from_several_threads(llm: KVRagVLLM, oracle: KVEngine) -> None:
     assert llm.batch(prompts) == wanted
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(llm.invoke, prompts)) == wanted
-
-
-def test_an_artefact_made_elsewhere_is_served_and_somebody_elses_is_not(
-    llm: KVRagVLLM, url: str, served: Index, oracle: KVEngine
-) -> None:
-    store = ArtefactStore(served)
-    prompt = make_prompt(6, 3)
-    name = store.put(oracle.fuse(prompt, policy="gradual"))
-    store.close()
-    body = {
-        "model": llm.engine().transport.model,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "kv_transfer_params": RequestParams(artefact=name).to_params(),
-    }
-    for asked, policy in ((prompt, "gradual"), (make_prompt(5, 6), None)):
-        answer = post(url, "/completions", {**body, "prompt": list(oracle.prompt_ids(asked))})
-        said = answer["kv_transfer_params"]["kvrag"]
-        assert (said["num_loaded"] > 0) == (policy is not None)
-        wanted = expected(oracle, asked, policy)
-        assert answer["choices"][0]["text"] == whole_characters(
-            served.tokenizer.decode(wanted.tokens, skip_special_tokens=True)
-        )
 
 
 def test_what_is_wrong_with_a_request_leaves_the_server_up(llm: KVRagVLLM, url: str) -> None:

@@ -16,7 +16,6 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared.place import read_place
 from kvrag.kvcache import DTYPES
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
 from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.loading import resolve_model
@@ -200,5 +199,4 @@ def serve_command(
 def _check_opening(settings: ConnectorSettings) -> None:
     """Raise the errors now that the engine's processes would otherwise raise a minute later."""
     with Index.open(place_of(settings), store=settings.store) as index:
-        ArtefactStore(index, settings.artefacts).close()
         calibrated(settings.make_policy(), lambda: index.calibration)

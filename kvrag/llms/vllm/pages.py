@@ -27,7 +27,7 @@ class Brought:
         For each layer of the model ``[H, n, D]``, of this worker's heads; keys are placed. Only
         the worker's own layers are used.
     report
-        The fusion's report; None for KV that was fused before.
+        The fusion's report.
     free
         Frees the memory. It is given the event after which nothing reads the rows any more, since
         copies that were started may not have run; None if there are no such copies.
@@ -37,7 +37,7 @@ class Brought:
         self,
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
-        report: FusionReport | None,
+        report: FusionReport,
         free: Callable[[torch.cuda.Event | None], None],
     ) -> None:
         self.keys, self.values, self.report = keys, values, report

@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrag.chunk import ChunkKey
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.fusion.controller import Choice, LoadingController, calibrated
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
 
@@ -38,16 +36,13 @@ class LoadPlan:
     salt
         Identifies exactly these rows; the engine finds cached blocks of them only under this salt.
     layout, policy
-        The layout to fuse, and the policy; None if the rows were fused before.
-    artefact
-        The key of KV that was fused before; None if the rows are fused now.
+        The layout to fuse, and the policy.
     """
 
     num_tokens: int
     salt: str
-    layout: Layout | None = None
-    policy: Choice | None = None
-    artefact: ChunkKey | None = None
+    layout: Layout
+    policy: Choice
 
 
 @dataclass(frozen=True)
@@ -66,14 +61,11 @@ class Planner:
         The index whose chunks to look for.
     settings
         The operator's settings.
-    artefacts
-        The store of fused artefacts.
     """
 
-    def __init__(self, index: Index, settings: ConnectorSettings, artefacts: ArtefactStore) -> None:
+    def __init__(self, index: Index, settings: ConnectorSettings) -> None:
         self._index = index
         self._settings = settings
-        self._artefacts = artefacts
         self._finder = TokenFinder(index)
 
     def plan(self, token_ids: Sequence[int], params: Mapping[str, Any] | None) -> LoadPlan | NoPlan:
@@ -98,11 +90,6 @@ class Planner:
             request = RequestParams()
         if not request.reuse or len(token_ids) < 2:
             return NoPlan()
-        if request.artefact is not None:
-            key = self._artefacts.check(request.artefact, token_ids)
-            # The last token is the engine's: it computes the first logits.
-            num_tokens = min(request.artefact.num_tokens, len(token_ids) - 1)
-            return LoadPlan(num_tokens, _salt(key.digest), artefact=key)
         policy = request.make_policy(self._settings, self._index.config.default_ratio)
         policy = calibrated(policy, lambda: self._index.calibration)
         layout = self._finder.find(token_ids)
@@ -129,8 +116,5 @@ def _salt_of(layout: Layout, policy: Choice) -> str:
         for span in layout.spans
     ]
     ids = struct.pack(f"<{len(layout.token_ids)}q", *layout.token_ids)
-    return _salt(hashlib.blake2b(f"{policy} {spans} ".encode() + ids, digest_size=20).hexdigest())
-
-
-def _salt(digest: str) -> str:
+    digest = hashlib.blake2b(f"{policy} {spans} ".encode() + ids, digest_size=20).hexdigest()
     return f"kvrag-{digest}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrag.fusion.report import FusionReport
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.options import open_index
 from kvrag.llms.vllm.plan import LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings
@@ -25,7 +24,7 @@ class _Known:
     request: Request
     plan: LoadPlan | None
     reason: str = ""
-    reports: dict[int, FusionReport | None] = field(default_factory=dict)
+    reports: dict[int, FusionReport] = field(default_factory=dict)
     num_loaded: int = 0
     has_own_salt: bool = False
 
@@ -47,14 +46,12 @@ class SchedulerSide:
 
     def __init__(self, settings: ConnectorSettings) -> None:
         self._index = open_index(settings)
-        self._artefacts = ArtefactStore(self._index, settings.artefacts)
-        self._planner = Planner(self._index, settings, self._artefacts)
+        self._planner = Planner(self._index, settings)
         self._known: dict[str, _Known] = {}
         self._loads: list[Load] = []
 
     def close(self) -> None:
-        """Close the index and the artefact store."""
-        self._artefacts.close()
+        """Close the index."""
         self._index.close()
 
     def on_new_request(self, request: Request) -> None:
@@ -106,7 +103,7 @@ class SchedulerSide:
         for request_id, reports in outcome.reports.items():
             if (known := self._known.get(request_id)) is not None:
                 known.reports.update(reports)
-                if any(report and _misses_more(report, known.plan) for report in reports.values()):
+                if any(_misses_more(report, known.plan) for report in reports.values()):
                     # A lost chunk was computed instead.
                     known.take_own_salt()
         for request_id, reason in outcome.failures.items():
@@ -120,7 +117,7 @@ class SchedulerSide:
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
-        reports = [one for _, one in sorted(known.reports.items()) if one is not None]
+        reports = [one for _, one in sorted(known.reports.items())]
         said: dict[str, Any] = {
             "num_loaded": known.num_loaded,
             "report": _whole(reports, request).to_dict() if reports else None,
@@ -133,7 +130,7 @@ class SchedulerSide:
 
 def _misses_more(report: FusionReport, plan: LoadPlan | None) -> bool:
     """Return whether fusing had more misses than planned."""
-    planned = plan.layout.misses if plan is not None and plan.layout is not None else {}
+    planned = {} if plan is None else plan.layout.misses
     return sum(report.misses.values()) > sum(planned.values())
 
 

@@ -1,7 +1,7 @@
 """The operator's settings for both sides of the connector, and a client's for each request.
 
 The operator's part travels in vLLM's ``kv_connector_extra_config``, a client's in the
-``kv_transfer_params`` of a request, under the key `PARAMS`. A client names policies and opaque ids,
+``kv_transfer_params`` of a request, under the key `PARAMS`. A client names policies,
 never a path.
 """
 
@@ -16,7 +16,6 @@ from kvrag.engine.request import Recompute
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.llms.vllm.artefacts import ArtefactName
 
 PARAMS = "kvrag"
 """The key of kvrag's part in the ``kv_transfer_params`` of a request and of its response."""
@@ -35,8 +34,6 @@ class ConnectorSettings:
         The folder of the index, or the URL of a shared one.
     store
         URL of the store of its KV, instead of the recorded one.
-    artefacts
-        URL of the store of fused artefacts; None means a folder inside the index's folder.
     policy, ratio, boundary_tokens
         What to compute again, unless a request says otherwise; see `kvrag.KVEngine`.
     find_chunks
@@ -52,7 +49,6 @@ class ConnectorSettings:
 
     index: str
     store: str | None = None
-    artefacts: str | None = None
     policy: str = DEFAULT_POLICY
     ratio: float | None = None
     boundary_tokens: int | None = None
@@ -98,12 +94,9 @@ class RequestParams(Recompute):
     ----------
     reuse
         Whether anything may be reused; False means full prefill.
-    artefact
-        KV that was fused before, to use instead of fusing now.
     """
 
     reuse: bool = True
-    artefact: ArtefactName | None = None
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None) -> RequestParams | None:
@@ -122,12 +115,9 @@ class RequestParams(Recompute):
             raise ParameterError(
                 f"kv_transfer_params[{PARAMS!r}]: expected a mapping of {', '.join(known)}"
             )
-        values = dict(given)
-        if values.get("artefact") is not None:
-            values["artefact"] = ArtefactName.parse(values["artefact"])
-        if not isinstance(values.get("reuse", True), bool):
+        if not isinstance(given.get("reuse", True), bool):
             raise ParameterError(f"kv_transfer_params[{PARAMS!r}]: reuse is true or false")
-        return cls(**values)
+        return cls(**given)
 
     def to_params(self) -> dict[str, Any]:
         """Return these parameters as ``kv_transfer_params``."""

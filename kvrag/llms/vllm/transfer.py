@@ -51,13 +51,12 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes
     ----------
     reports
-        For each loaded request, the fusion's report of each worker, by the worker's number; None
-        for KV that was fused before.
+        For each loaded request, the fusion's report of each worker, by the worker's number.
     failures
         For each failed request, the reason; the engine computes its prompt.
     """
 
-    reports: dict[str, dict[int, FusionReport | None]] = field(default_factory=dict)
+    reports: dict[str, dict[int, FusionReport]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -25,7 +25,6 @@ from kvrag.errors import EngineError
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.slices import StoppedError
 from kvrag.kvcache import FusedKV
-from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.options import open_index
 from kvrag.llms.vllm.pages import Brought, Pages
 from kvrag.llms.vllm.settings import ConnectorSettings
@@ -75,7 +74,6 @@ class WorkerSide:
         self._engine = KVEngine(self._index, links="off", never_slower=False)
         if memory is not None:
             self._engine.give_memory(memory)
-        self._artefacts = ArtefactStore(self._index, settings.artefacts)
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
         self._running: dict[str, tuple[Load, Future[Brought]]] = {}
@@ -100,11 +98,10 @@ class WorkerSide:
         self._pages = pages
 
     def close(self) -> None:
-        """Finish running loads, and close the index and the artefact store."""
+        """Finish running loads, and close the index."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._last is not None:
             self._last[1].release()
-        self._artefacts.close()
         self._index.close()
 
     def start(self, step: StepMetadata) -> None:
@@ -194,8 +191,7 @@ class WorkerSide:
             brought = self._bring_part(load)
         except Exception as error:
             failure = error
-        report = None if brought is None else brought.report
-        misses = 0 if report is None else sum(report.misses.values())
+        misses = 0 if brought is None else sum(brought.report.misses.values())
         failed, most, least = self._part.workers.most([failure is not None, misses, -misses])
         if failure is not None:
             raise failure
@@ -203,8 +199,8 @@ class WorkerSide:
         if failed or most != -least:
             brought.release()
             raise EngineError("the engine's workers do not all have the prompt's KV")
-        planned = load.plan.layout.misses if load.plan.layout is not None else {}
-        if misses <= sum(planned.values()):  # otherwise these are not the salt's rows
+        # With more misses these are not the salt's rows.
+        if misses <= sum(load.plan.layout.misses.values()):
             brought.hold()
             self._last = load.plan.salt, brought
         return brought
@@ -216,11 +212,6 @@ class WorkerSide:
             (is_abandoned,) = self._part.heads.most([load.request_id in self._abandoned])
             return not is_abandoned
 
-        if plan.artefact is not None:
-            kv = self._artefacts.load(plan.artefact, plan.num_tokens)
-            keys, values = kv.keys[:, heads], kv.values[:, heads]
-            return Brought(list(keys), list(values), None, lambda _: None)
-        assert plan.layout is not None
         is_whole = self._part.heads.size == 1
         open_kv = self._index.on_demand.opener(self._index.open_kv, plan.layout, makes=is_whole)
         if not is_whole:
