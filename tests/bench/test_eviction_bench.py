@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -22,29 +20,14 @@ from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
 from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
-from tests.support.models import make_model, make_tokenizer
 
 
-@pytest.fixture(scope="module")
-def model() -> KVModel:
-    return KVModel(make_model(), make_tokenizer(), name="random")
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    path = tmp_path / "set.json"
-    ctxs = [{"title": "", "text": text} for text in TEXTS]
-    asked = [{"question": f"who keeps {i}?", "answers": ["Ines"], "ctxs": ctxs} for i in range(3)]
-    path.write_text(json.dumps(asked))
-    return str(path)
-
-
-def test_evictions_are_judged_beside_the_full_cache(model: KVModel, data: str) -> None:
+def test_evictions_are_judged_beside_the_full_cache(model: KVModel, questions: str) -> None:
     # The record of so many queries is never full.
     whole, flat = "corm:window=2000", "streaming:share=0.2"
     options = QualityOptions(
         model=model,
-        data=data,
+        data=questions,
         policies=("deviation",),
         ratios=(1.0,),
         evictions=("none", whole, flat),

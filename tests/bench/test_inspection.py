@@ -10,14 +10,8 @@ from kvrag_bench.inspection.measure import Inspection, inspect_question
 from kvrag_bench.inspection.picture import draw_inspection
 from kvrag_bench.judge.questions import JudgedQuestion
 from kvrag_testing.bench_top import TEXTS
-from tests.support.models import make_model, make_tokenizer
 
 ASKED = JudgedQuestion("here", "", "who keeps it?", ("Ines",), TEXTS)
-
-
-@pytest.fixture(scope="module")
-def model() -> KVModel:
-    return KVModel(make_model(), make_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,6 @@ from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 
-@pytest.fixture(scope="module")
-def model() -> KVModel:
-    return KVModel(make_model(), make_tokenizer(), name="random")
-
-
 def record(number: int = 0, **changed: Any) -> dict[str, Any]:
     texts = TEXTS[number % 4 :] + TEXTS[: number % 4]
     fields = {

@@ -17,14 +17,8 @@ from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
 from kvrag_testing.bench_top import TEXTS
-from tests.support.models import make_model, make_tokenizer
 
 FIRST, SECOND, THIRD, FOURTH = TEXTS[:4]
-
-
-@pytest.fixture(scope="module")
-def model() -> KVModel:
-    return KVModel(make_model(), make_tokenizer(), name="random")
 
 
 def context(text: str, *before: str) -> dict[str, Any]:

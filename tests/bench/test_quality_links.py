@@ -1,8 +1,7 @@
-"""The referee judges every policy without link tokens and with them, on the same prompts."""
+"""The referee judges policies without link tokens and with them, and compressed chunks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,15 @@ from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.picture import draw_quality
-from kvrag_testing.bench_top import TEXTS, Bench
+from kvrag_testing.bench_top import Bench
 from tests.fusion.test_links import ORDER, make_links
 from tests.support.models import make_model, make_tokenizer
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    path = tmp_path / "set.json"
-    ctxs = [{"title": "", "text": text} for text in TEXTS]
-    asked = [{"question": f"who keeps {i}?", "answers": ["Ines"], "ctxs": ctxs} for i in range(2)]
-    path.write_text(json.dumps(asked))
-    return str(path)
-
-
-def test_each_policy_is_judged_twice(data: str, tmp_path: Path) -> None:
-    model = KVModel(make_model(), make_tokenizer(), name="random")
+def test_each_policy_is_judged_twice(model: KVModel, questions: str, tmp_path: Path) -> None:
     options = QualityOptions(
         model=model,
-        data=data,
+        data=questions,
         policies=("none", "deviation", "oracle"),
         ratios=(0.3, 1.0),
         links=make_links(model),
@@ -61,9 +50,9 @@ def test_each_policy_is_judged_twice(data: str, tmp_path: Path) -> None:
     draw_quality(rows, tmp_path / "quality.png")
 
 
-def test_absent_links_are_named_before_anything_is_loaded(data: str) -> None:
+def test_absent_links_are_named_before_anything_is_loaded(questions: str) -> None:
     with pytest.raises(LinksError, match="no links at 'absent'"):
-        run_quality_bench(QualityOptions(model="./absent", data=data, links="absent"))
+        run_quality_bench(QualityOptions(model="./absent", data=questions, links="absent"))
 
 
 def test_an_adapter_answers_too() -> None:
@@ -81,3 +70,34 @@ def test_an_adapter_answers_too() -> None:
 
     assert kl(insert_links(layout, links.header)) != kl(layout)
     assert answerer.reference(layout.token_ids).token_ids == reference.token_ids
+
+
+def test_compressed_chunks_are_judged_with_policy_none(model: KVModel, questions: str) -> None:
+    rows = run_quality_bench(
+        QualityOptions(
+            model=model,
+            data=questions,
+            policies=("none", "deviation"),
+            ratios=(1.0,),
+            compressions=("none", "drop:0.5", "drop:0.75"),
+            links=make_links(model),
+            max_tokens=3,
+            controls=False,
+        )
+    )
+    assert [(row.policy, row.compression) for row in rows] == [
+        ("none", "none"),
+        ("none + links", "none"),
+        ("deviation", "none"),
+        ("deviation + links", "none"),
+        ("none", "drop:0.5"),
+        ("none + links", "drop:0.5"),
+        ("none", "drop:0.75"),
+        ("none + links", "drop:0.75"),
+    ]
+    bytes_per_token = {row.compression: row.bytes_per_token for row in rows}
+    whole = bytes_per_token["none"]
+    assert 0.45 < bytes_per_token["drop:0.5"] / whole < 0.65
+    assert 0.2 < bytes_per_token["drop:0.75"] / whole < 0.45
+    assert len({row.kl for row in rows}) == len(rows)
+    assert rows[2].kl < 1e-6  # ratio 1.0: nothing of the stored chunks is left
