@@ -110,13 +110,13 @@ class _Target:
             self._begin_item(attributes)
         elif tag in ("td", "th"):
             rows, columns = _number(attributes, "rowspan", 1), _number(attributes, "colspan", 1)
-            layout.begin_cell(columns, rows)
+            layout.tables.begin_cell(columns, rows)
         elif tag == "tr":
-            layout.begin_row()
+            layout.tables.begin_row()
         elif tag in _GROUPS:
-            layout.end_group()
+            layout.tables.end_group()
         elif tag == "table":
-            layout.begin_table()
+            layout.tables.begin_table()
         elif tag in ("rt", "rb"):
             self._in_guide = tag == "rt"
         elif tag == "pre":
@@ -140,13 +140,13 @@ class _Target:
         elif tag == "li":
             layout.end_line()
         elif tag in ("td", "th"):
-            layout.end_cell()
+            layout.tables.end_cell()
         elif tag == "tr":
-            layout.end_row()
+            layout.tables.end_row()
         elif tag in _GROUPS:
-            layout.end_group()
+            layout.tables.end_group()
         elif tag == "table":
-            layout.end_table()
+            layout.tables.end_table()
         elif tag == "rt":
             self._in_guide = False
             self._guides.append(" ".join("".join(self._guide).split()))

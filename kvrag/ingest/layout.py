@@ -61,17 +61,21 @@ class _Table:
 
 
 class Layout:
-    """Receives text and the starts and ends of blocks, items, tables, rows and cells."""
+    """Receives text and the starts and ends of blocks and items.
+
+    Attributes
+    ----------
+    tables
+        Receives those of tables, rows and cells.
+    """
 
     def __init__(self) -> None:
         self._flows = [_Flow()]
-        self._tables: list[_Table] = []
-        self._ignored_cells = [0]
-        self._num_carried = 0
+        self.tables = Tables(self, self._flows)
 
     def finish(self) -> str:
         """Return the whole text."""
-        self._end_block()  # in an open list too
+        self.close_block()  # in an open list too
         return "\n\n".join(self._flows[0].blocks)
 
     def text(self, text: str, *, is_raw: bool = False) -> None:
@@ -115,9 +119,10 @@ class Layout:
         elif flow.depth:
             self.end_line()
         else:
-            self._end_block(is_raw)
+            self.close_block(is_raw=is_raw)
 
-    def _end_block(self, is_raw: bool = False) -> None:
+    def close_block(self, *, is_raw: bool = False) -> None:
+        """End the block, also inside a list."""
         flow = self._flows[-1]
         block = "".join(flow.parts)
         block = block.strip("\n") if is_raw else block.rstrip().strip("\n")
@@ -129,7 +134,7 @@ class Layout:
         """Begin a heading, a block also inside a list; its number stays with it."""
         flow = self._flows[-1]
         flow.in_title = False
-        self._end_block()
+        self.close_block()
         flow.parts.append("#" * level + " " + flow.marker.removeprefix("- "))
         flow.marker, flow.in_title, flow.has_title = "", True, True
 
@@ -139,7 +144,7 @@ class Layout:
         if flow.in_title and not "".join(flow.parts).strip("# \n"):
             flow.parts.clear()
         flow.in_title = False
-        self._end_block()
+        self.close_block()
 
     def preformatted(self) -> None:
         """End a block of lines that stay as they are, in a fence if one looks like a heading."""
@@ -148,7 +153,7 @@ class Layout:
         if find_headings(f"\n\n{lines}"):
             flow.parts = [f"```\n{lines}\n```"]
         flow.has_title = True
-        self._end_block(is_raw=True)
+        self.close_block(is_raw=True)
 
     def begin_list(self, depth: int) -> None:
         """Let what follows be items of lists nested so deep; 0 ends the outermost."""
@@ -156,7 +161,7 @@ class Layout:
         if depth and flow.depth:
             self.end_line()
         else:
-            self._end_block()
+            self.close_block()
         flow.depth, flow.marker = depth, ""
 
     def item(self, marker: str) -> None:
@@ -169,9 +174,28 @@ class Layout:
         """How deep lists are nested, inside this cell."""
         return self._flows[-1].depth
 
+
+class Tables:
+    """Receives the starts and ends of tables, rows and cells.
+
+    Parameters
+    ----------
+    layout
+        Receives what is in cells.
+    flows
+        Its open flows; each open cell is one.
+    """
+
+    def __init__(self, layout: Layout, flows: list[_Flow]) -> None:
+        self._layout = layout
+        self._flows = flows
+        self._tables: list[_Table] = []
+        self._ignored_cells = [0]
+        self._num_carried = 0
+
     def begin_table(self) -> None:
         """Begin a table, which is a block."""
-        self._end_block()
+        self._layout.close_block()
         self._tables.append(_Table())
         self._ignored_cells.append(0)
 
@@ -185,7 +209,7 @@ class Layout:
     def begin_cell(self, columns: int = 1, rows: int = 1, *, is_below: bool = False) -> None:
         """Begin a cell with its numbers of columns and rows, or one that continues one above."""
         if not self._is_between_cells:
-            self.end_block()
+            self._layout.end_block()
             self._ignored_cells[-1] += 1
             return
         table = self._tables[-1]
@@ -205,13 +229,13 @@ class Layout:
         """End the cell."""
         if self._ignored_cells[-1]:
             self._ignored_cells[-1] -= 1
-            self.end_block()
+            self._layout.end_block()
             return
         table = self._tables[-1]
         assert table.cell is not None
         assert table.row is not None
         (columns, rows, is_below), table.cell = table.cell, None
-        self.begin_list(0)
+        self._layout.begin_list(0)
         flow = self._flows.pop()
         size = sum(map(len, flow.blocks))
         table.blocks += flow.blocks
@@ -268,7 +292,7 @@ class Layout:
     def end_table(self) -> None:
         """End the table: rows of cells, or the cells' blocks if it only arranges a page."""
         self.end_row()
-        self._end_block()
+        self._layout.close_block()
         table = self._tables.pop()
         self._ignored_cells.pop()
         columns = sorted(set().union(*table.rows))

@@ -353,15 +353,15 @@ class _Body:
                 return
             case "tbl":
                 self._end_paragraph()
-                self.layout.begin_table()
+                self.layout.tables.begin_table()
             case "tr":
-                self.layout.begin_row()
-                self.layout.skip_columns(_integer(_get(element, "trPr/gridBefore"), 0) or 0)
+                self.layout.tables.begin_row()
+                self.layout.tables.skip_columns(_integer(_get(element, "trPr/gridBefore"), 0) or 0)
             case "tc":
                 columns = _integer(_get(element, "tcPr/gridSpan"), 1) or 1
                 merged = _find(element, "tcPr/vMerge")
                 is_below = merged is not None and _value(merged.attrib, "val") != "restart"
-                self.layout.begin_cell(columns, is_below=is_below)
+                self.layout.tables.begin_cell(columns, is_below=is_below)
             case "ruby":
                 self._read_ruby(element, is_hidden)
                 return
@@ -374,11 +374,11 @@ class _Body:
         match name if space == "w" else "":
             case "tc":
                 self._end_paragraph()
-                self.layout.end_cell()
+                self.layout.tables.end_cell()
             case "tr":
-                self.layout.end_row()
+                self.layout.tables.end_row()
             case "tbl":
-                self.layout.end_table()
+                self.layout.tables.end_table()
 
     def end(self) -> str:
         """Return the text that was read."""
