@@ -325,6 +325,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     """Return a digest of all weights and the config, 32 hexadecimal digits.
 
     Models that differ in one weight, the element type or a setting have different fingerprints.
+    Raise ModelLoadError if weights that stay in their bits are damaged.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvrag-model")
     config = {
@@ -337,9 +338,12 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     small = {f"{name}.weight": layer for name, layer in small_layers(model).items()}
     for name, tensor in sorted(model.state_dict().items()):
         if name in small:  # known since the file was converted
-            layer = small[name]
+            layer, address = small[name], tensor.data_ptr()
+            if address not in hashed:
+                layer.check()
+                hashed[address] = bytes.fromhex(layer.digest)
             digest.update(f"{name} {torch.bfloat16} {layer.shape}".encode())
-            digest.update(bytes.fromhex(layer.digest))
+            digest.update(hashed[address])
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         for part in parts_of(tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -32,11 +33,20 @@ class _Small:
     def _take(self, described: dict[str, Any]) -> None:
         self.shape = shape = (int(described["shape"][0]), int(described["shape"][1]))
         self.digest = str(described["digest"])
+        self._checksum = str(described["checksum"])
         kind = int(described["bits"]), shape, bool(described["has_least"])
         self._kind = *kind, float(described["factor"])
         data = torch.empty(sum(GroupedWeight.sizes(*kind)), dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(data, requires_grad=False)
         self._laid: tuple[torch.Tensor, GroupedWeight] | None = None
+
+    def check(self) -> None:
+        """Raise ModelLoadError if the bytes are not those whose `digest` it is."""
+        if xxhash.xxh3_128_hexdigest(self.weight.detach().numpy().data) != self._checksum:
+            raise ModelLoadError(
+                "the weights that were converted from a GGUF file are damaged: 'kvrag models list "
+                "--check' names their folder; convert the file again: kvrag models rm NAME"
+            )
 
     def laid(self) -> GroupedWeight:
         """Return the weights for kernels, over the bytes that are loaded."""

@@ -18,8 +18,9 @@ from kvrag.weights.blocks import KINDS, greatest, take_apart
 
 METHOD = "kvrag"
 """What ``config.json`` calls weights that stay in their bits."""
-VERSION = 1
-"""The version of their layout, which is that of `kvrag.native.GroupedWeight.of`."""
+VERSION = 2
+"""The version of their layout, which is that of `kvrag.native.GroupedWeight.of`, and of what
+``config.json`` says of them."""
 
 # Types of models whose code reads nothing of linear layers' weights but products.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -64,6 +65,7 @@ class Plan:
     def save_pretrained(self, folder: Path) -> None:
         """Write weights and configurations into a folder, as a model does."""
         import torch
+        import xxhash
 
         from kvrag.native import GroupedWeight
 
@@ -87,7 +89,9 @@ class Plan:
             places[name][:] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         for name, one in self.kept.items():
             known = described[name]
-            known["digest"] = _pack(one, places[f"{name}.weight"], known["factor"])
+            place = places[f"{name}.weight"]
+            known["digest"] = _pack(one, place, known["factor"])
+            known["checksum"] = xxhash.xxh3_128_hexdigest(place)
         for head, table in (getattr(self.model, "_tied_weights_keys", None) or {}).items():
             head, table = (name.removesuffix(".weight") for name in (head, table))
             if self.model.config.tie_word_embeddings and table in described:

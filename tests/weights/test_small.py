@@ -188,6 +188,19 @@ def test_it_is_not_saved_as_if_it_were_numbers(small: tuple[Path, KVModel], tmp_
         small[1].hf.save_pretrained(tmp_path)
 
 
+def test_damaged_weights_are_told(small: tuple[Path, KVModel], tmp_path: Path) -> None:
+    """Their fingerprint is that of the file that they were made from, and would fit an index."""
+    folder = written(small[0], tmp_path / "small")
+    model_fingerprint(load_weights(folder, None, None))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)[0]
+        file.seek(-100, 2)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(ModelLoadError, match=r"damaged.*kvrag models rm NAME"):
+        model_fingerprint(load_weights(folder, None, None))
+
+
 def test_another_version_of_the_layout_is_refused(
     small: tuple[Path, KVModel], tmp_path: Path
 ) -> None:
