@@ -268,6 +268,11 @@ class KVEngine(OfProcess):
         """Streamed chunks by level, and deadlines met and missed, since the engine's creation."""
         return self._fuser.stream_counts
 
+    def expected_seconds(self, request: Request, num_stored: int, num_fresh: int) -> float | None:
+        """Return what computing a prompt of this many tokens takes here; None if never measured."""
+        choice = request.over(self.defaults).recompute.choice()
+        return self._fuser.computing_seconds(choice, num_stored, num_fresh)
+
     def _choice(self, request: Request) -> Choice:
         """Return how to repair reused tokens, with the index's calibration if that is needed.
 

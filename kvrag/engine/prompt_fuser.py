@@ -29,7 +29,7 @@ from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
-from kvrag.fusion.policies.base import PromptRows, planned_rows
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.fusion.reasons import counted
@@ -185,12 +185,24 @@ class PromptFuser:
         rows = self._row_prices()
         if rows is None or not num_stored:
             return True
-        choice = request.recompute.choice()
+        policy, prompt = self._one_span(request.recompute.choice(), num_stored, num_fresh)
+        return not Pricing(rows, self._waited).seems_full(policy, prompt, num_fresh)
+
+    def computing_seconds(self, choice: Choice, num_stored: int, num_fresh: int) -> float | None:
+        """Return what computing a prompt is expected to take, if prices were measured."""
+        rows = self._row_prices()
+        policy, prompt = self._one_span(choice, num_stored, num_fresh)
+        return None if rows is None else rows.of_reuse(policy, prompt, num_fresh)
+
+    def _one_span(
+        self, choice: Choice, num_stored: int, num_fresh: int
+    ) -> tuple[RecomputePolicy, PromptRows]:
+        """Return the policy of a choice, and a prompt with one span of stored tokens, or none."""
         # A controller has not chosen yet.
         policy = choice.policy if isinstance(choice, Repair) else NonePolicy()
-        span = ReusedSpan("", 0, 0, num_stored)
-        prompt = PromptRows(num_stored + num_fresh, self._index.model.spec.num_layers, (span,))
-        return not Pricing(rows, self._waited).seems_full(policy, prompt, num_fresh)
+        spans = (ReusedSpan("", 0, 0, num_stored),) if num_stored else ()
+        num_layers = self._index.model.spec.num_layers
+        return policy, PromptRows(num_stored + num_fresh, num_layers, spans)
 
     def fuse(
         self,

@@ -19,7 +19,7 @@ from kvrag.ingest.turns import before_turn
 from kvrag.server.problems import BusyError, ClientGoneError
 from kvrag.server.queue import share
 
-MAX_BATCHES = 32
+MAX_BATCHES = 512  # Open WebUI sends a request for each part of a document, all at once
 """Most requests whose texts are worked on, or wait for that; tenants share it evenly."""
 STUCK_SECONDS = 10.0
 """Without a turn of any of them for so long, the server is not ready."""

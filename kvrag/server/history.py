@@ -217,6 +217,7 @@ class Turn(Strict):
     options: Object | None = None
     citations: list[Object] = Field(max_length=_MOST_CITATIONS)
     details: Object | None = None
+    rating: Literal["good", "bad"] | None = None
 
 
 class Title(Strict):

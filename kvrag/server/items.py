@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.server import responses as r
@@ -24,6 +24,7 @@ from kvrag.server.requests import (
     NamedFunction,
     Object,
     Strict,
+    of_other_form,
 )
 from kvrag.server.shapes import ChatShape, finish_of
 
@@ -182,10 +183,7 @@ class ItemsRequest(Asked):
 
     @model_validator(mode="after")
     def _is_a_chat_request(self) -> Self:
-        try:
-            self._chat = ChatRequest.model_validate(self._as_chat())
-        except ValidationError as error:
-            raise ValueError(str(error.errors()[0]["msg"])) from error
+        self._chat = of_other_form(ChatRequest, self._as_chat())
         return self
 
     @property

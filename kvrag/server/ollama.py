@@ -14,7 +14,6 @@ from pydantic import (
     BaseModel,
     Field,
     PrivateAttr,
-    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -42,6 +41,7 @@ from kvrag.server.requests import (
     Object,
     Strict,
     Tool,
+    of_other_form,
 )
 from kvrag.server.service import Service
 from kvrag.server.shapes import ChatShape, finish_of
@@ -190,20 +190,8 @@ class Answered(OfOllama):
         if kind is ChatRequest:
             fields |= {"response_format": form, "top_logprobs": self.top_logprobs}
             fields["logprobs"] = self.logprobs
-        try:
-            return kind.model_validate(
-                {
-                    **self.options.sampling,
-                    **fields,
-                    "model": self.model,
-                    "stream": self.stream is not False,
-                    "kvrag": self.kvrag,
-                }
-            )
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{where}: {first['msg']}" if where else str(first["msg"])) from error
+        given = {**self.options.sampling, **fields, "model": self.model, "kvrag": self.kvrag}
+        return of_other_form(kind, given | {"stream": self.stream is not False})
 
 
 class OllamaFunction(Strict):
@@ -512,23 +500,29 @@ def _loaded(service: Service, asked: Answered, **said: Any) -> Response:
 def _described(service: Service) -> dict[str, dict[str, Any]]:
     """Return what there is to say of each model, by name."""
     model = service.index.model
-    family = model.hf.config.model_type
-    same = {
-        "size": sum(tensor.nbytes for tensor in model.hf.state_dict().values()),
-        "digest": service.index.config.model_fingerprint,
-        "details": {
+    weights = sum(tensor.nbytes for tensor in model.hf.state_dict().values())
+    digest, family = service.index.config.model_fingerprint, model.hf.config.model_type
+    found = {}
+    for one in service.names.listed.data:
+        # Nothing is known of the embedding's file.
+        is_model = one.id in (service.names.model, service.names.rag)
+        details = {
             "parent_model": "",
             "format": "kvrag",
-            "family": family,
-            "families": [family],
+            "family": family if is_model else "",
+            "families": [family] if is_model else [],
             "parameter_size": "",
-            "quantization_level": model.compute,
-        },
-    }
-    return {
-        one.id: {"name": one.id, "model": one.id, "modified_at": _time(one.created), **same}
-        for one in service.names.listed.data
-    }
+            "quantization_level": model.compute if is_model else "",
+        }
+        found[one.id] = {
+            "name": one.id,
+            "model": one.id,
+            "modified_at": _time(one.created),
+            "size": weights if is_model else 0,
+            "digest": digest if is_model else "",
+            "details": details,
+        }
+    return found
 
 
 def _shown(service: Service, name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -11,6 +11,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -39,6 +40,9 @@ MAX_FIELDS = 64
 
 MAX_TOKENS = 2**31 - 1
 MAX_NAME = 200
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class Strict(BaseModel):
@@ -89,6 +93,16 @@ def _shallow(value: Any) -> Any:
 
 Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """An object that is not looked into here."""
+
+
+def of_other_form(kind: type[Body], given: dict[str, Any]) -> Body:
+    """Return a request that came in another form. Raises ValueError with its first error."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}." for part in first["loc"])[:-1]
+        raise ValueError(f"{where}: {first['msg']}" if where else str(first["msg"])) from error
 
 
 class StreamOptions(Strict):

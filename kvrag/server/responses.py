@@ -350,6 +350,13 @@ class Ranking(BaseModel):
     usage: TextUsage
 
 
+class Effort(BaseModel):
+    """A way to answer: what the field ``kvrag`` says, and the seconds of computing, if known."""
+
+    options: dict[str, bool | float | str]
+    seconds: float | None
+
+
 class About(BaseModel):
     """The index and the defaults of answers, for the page.
 
@@ -365,6 +372,10 @@ class About(BaseModel):
         The defaults of answers.
     policies
         The names of all recompute policies.
+    efforts
+        From the fastest way to answer to full prefill; without options, the default.
+    examples
+        Headings of the documents, to ask about.
     keeps_history, can_upload
         Whether the server keeps conversations, and whether it takes and deletes documents.
     """
@@ -381,6 +392,8 @@ class About(BaseModel):
     max_tokens: int
     policy: str
     policies: list[str]
+    efforts: list[Effort]
+    examples: list[str]
     keeps_history: bool
     can_upload: bool
 

@@ -15,14 +15,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-import kvrag
 from kvrag import arguments
 from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.engine.verify import Audits, to_verify, verify
-from kvrag.fusion.policies.registry import POLICIES
 from kvrag.fusion.slices import StoppedError
 from kvrag.ingest.embedding import Vectors
 from kvrag.ingest.index import Index
@@ -32,6 +30,7 @@ from kvrag.llms.shape import Shape as Form
 from kvrag.models.messages import merged
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
+from kvrag.server.about import about
 from kvrag.server.access import Account
 from kvrag.server.answering import PREFIX, Generation, choices, request_options
 from kvrag.server.batches import Batches, Pool, left
@@ -149,26 +148,9 @@ class Service:
         """The index that is served."""
         return self._engine.index
 
-    def about(self, *, keeps_history: bool, can_upload: bool) -> r.About:
+    def about(self, **allowed: bool) -> r.About:
         """Describe the index and the defaults of answers."""
-        num_documents, num_chunks, num_tokens = self.index.catalog.documents.counts()
-        defaults = self._engine.defaults
-        return r.About(
-            version=kvrag.__version__,
-            index=self.index.name,
-            model=self.names.model,
-            rag=self.names.rag,
-            is_chat=bool(getattr(self.index.tokenizer, "chat_template", None)),
-            num_documents=num_documents,
-            num_chunks=num_chunks,
-            num_tokens=num_tokens,
-            top_k=self._top_k,
-            max_tokens=defaults.max_tokens or 0,
-            policy=str(defaults.policy),
-            policies=[*POLICIES],
-            keeps_history=keeps_history,
-            can_upload=can_upload,
-        )
+        return about(self._engine, self.names.model, self.names.rag, self._top_k, **allowed)
 
     async def chat(
         self,

@@ -39,6 +39,7 @@ def turn(question: str, answer: str = "Ines.") -> dict[str, Any]:
         "options": None,
         "citations": [],
         "details": None,
+        "rating": "good",
     }
 
 

@@ -163,11 +163,13 @@ def test_the_models(ollama: Client, served: Served) -> None:
     names = [one.model for one in ollama.list().models]
     assert names == ["model", "rag:index", "hashing-2"]
     assert [one.model for one in ollama.ps().models] == names
-    for one in ollama.list().models:
+    *answering, embedding = ollama.list().models
+    for one in answering:
         assert one.digest == index.config.model_fingerprint
         assert (one.size or 0) > 100_000
         assert one.details is not None
         assert one.details.family == "llama"
+    assert (embedding.digest, embedding.size) == ("", 0)
     shown = ollama.show("rag:index")
     assert shown.modelinfo is not None
     assert shown.modelinfo["llama.context_length"] == index.model.max_positions

@@ -14,7 +14,12 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.prices import Prices
+from kvrag.engine.request import Request
 from kvrag.engine.verify import Verdict
+from kvrag.fusion.pricing import RowPrices
+from kvrag.server.about import about
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.documents import uploads_path
@@ -105,6 +110,26 @@ def test_a_server_with_keys_shows_the_page_and_nothing_more(rag: Rag) -> None:
             assert httpx.get(root + path).status_code == 401
         header = {"Authorization": f"Bearer {key.key}"}
         assert httpx.get(f"{root}/v1/kvrag", headers=header).json()["index"] == "index"
+
+
+@pytest.mark.parametrize("policy", ["two_stage", "none"])
+def test_ways_to_answer_cost_more_the_closer_they_are_to_full_prefill(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    engine = KVEngine(rag.index, policy=policy)
+    monkeypatch.setattr(Prices, "known", lambda *_: None)
+    found = about(engine, "model", "rag:index", 4, keeps_history=True, can_upload=False)
+    assert {one.seconds for one in found.efforts} == {None}
+    monkeypatch.setattr(Prices, "known", lambda *_: RowPrices((1, 1000), (0.001, 1.0)))
+    found = about(engine, "model", "rag:index", 4, keeps_history=True, can_upload=False)
+    ways = [one.options for one in found.efforts]
+    assert ways[-1] == {"reuse": False}
+    assert ways.index({}) == (policy != "none")
+    for one in ways:
+        Request("", **one).over(engine.defaults).recompute.choice()
+    seconds = [one.seconds or 0.0 for one in found.efforts]
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1]
 
 
 def test_a_chunk_in_its_document(long_served: Served) -> None:
@@ -396,12 +421,76 @@ def test_the_report_and_another_answer_beside_the_first(
     assert "the odd ship" in report.locator(".prompt-text").inner_text()
     assert serious_findings(page) == []
     page.get_by_text("How to answer").click()
-    page.get_by_label("Repair policy").select_option("none")
-    assert page.get_by_label("Reused tokens to repair").is_disabled()
-    page.get_by_role("button", name="Ask again", exact=True).click()
-    report.get_by_text("Policy: none").wait_for(state="attached")
-    assert asked[-1]["kvrag"]["policy"] == "none"
+    slider = page.get_by_label("From faster to closest to full prefill")
+    page.get_by_text("Details", exact=True).click()
+    for key, way, policy, wanted in (
+        ("Home", "stored text as it is", "none", {"policy": "none"}),
+        ("ArrowRight", "balanced", "two_stage", {}),
+        ("ArrowRight", "30 % computed again", "two_stage", {"ratio": 0.3}),
+        ("End", "full prefill", "two_stage", {"reuse": False}),
+    ):
+        slider.press(key)
+        assert slider.get_attribute("aria-valuetext") == way
+        assert page.get_by_label("Repair policy").is_disabled() == (way[0] in "sf")
+        assert page.get_by_text(f"How to answer: {way}, 4 passages").is_visible()
+        page.get_by_role("button", name="Ask again", exact=True).click()
+        report.get_by_text(f"Policy: {policy}").wait_for(state="attached")
+        page.get_by_role("button", name="Ask", exact=True).wait_for()
+        told = {"report", "explain", "found"}
+        assert {k: v for k, v in asked[-1]["kvrag"].items() if k not in told} == wanted
+    assert page.get_by_text("0 of").first.is_visible()
+    slider.press("ArrowLeft")
+    page.get_by_label("Repair policy").select_option("query")
+    page.get_by_label("Passages to read").fill("2")
+    page.get_by_label("Passages to read").blur()
+    page.get_by_text("How to answer: 50 % computed again, query, 2 passages").wait_for()
     assert serious_findings(page) == []
+
+
+@pytest.mark.slow
+def test_an_example_an_edited_question_and_a_long_one(new_page: NewPage, tmp_path: Path) -> None:
+    text = (
+        "# Geese\n\nThe keeper feeds grey geese at noon.\n\n# Who keeps the ledger?\n\nInes does."
+    )
+    with make_index(tmp_path, chunk_tokens=16) as index:
+        index.add([Document(source="a.md", text=text), Document(source="b.md", text=text[:50])])
+        with serving(index, ServerOptions(keeps_history=True)) as served:
+            page = new_page(viewport=PHONE)
+            asked: list[dict[str, Any]] = []
+            page.on(
+                "request", lambda one: one.method == "POST" and asked.append(one.post_data_json)
+            )
+            page.goto(f"{served.server.url}/")
+            page.get_by_role("button", name="Who keeps the ledger?").wait_for()
+            assert serious_findings(page) == []
+            page.get_by_role("button", name="Tell me about “Geese”.").click()
+            page.get_by_role("button", name="Bad answer").click()
+            page.get_by_role("button", name="Good answer").click()
+            assert page.get_by_role("button", pressed=True).get_attribute("title") == "Good answer"
+            field = page.get_by_label("Your question")
+            field.fill("x" * 20_001)
+            page.get_by_text("This has 20,001 characters").wait_for()
+            page.keyboard.press("Enter")
+            assert serious_findings(page) == []
+            field.fill("And then?")
+            assert page.get_by_text("This has 20,001").count() == 0
+            page.keyboard.press("Enter")
+            page.get_by_role("button", name="Ask again", exact=True).nth(1).wait_for()
+            assert len(asked) == 2
+            page.reload()
+            page.get_by_role("button", name="Menu").click()
+            page.locator(".conversation").click()
+            assert page.get_by_role("button", pressed=True).get_attribute("title") == "Good answer"
+            page.get_by_role("button", name="Edit the question").first.click()
+            assert serious_findings(page) == []
+            page.get_by_role("textbox", name="Edit the question").fill("Where are the geese?")
+            page.keyboard.press("Enter")
+            page.get_by_role("heading", name="Where are the geese?").wait_for()
+            page.get_by_role("button", name="Good answer").wait_for()
+            turns = [one["content"] for one in asked[-1]["messages"]]
+            assert turns == ["Where are the geese?"]
+            assert page.locator(".turn").count() == 1
+            assert page.get_by_role("button", pressed=True).count() == 0
 
 
 @pytest.mark.slow
@@ -495,9 +584,9 @@ def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Pat
         page.get_by_role("button", name="Documents").click()
         page.get_by_text("There are no documents yet.").wait_for()
         assert serious_findings(page) == []
-        page.get_by_label("Add a document").set_input_files(tmp_path / "broken.pdf")
+        files = [tmp_path / "broken.pdf", tmp_path / "geese.md"]
+        page.get_by_label("Choose files").set_input_files(files)
         page.get_by_role("alert").wait_for()
-        page.get_by_label("Add a document").set_input_files(tmp_path / "geese.md")
         page.get_by_text("geese.md was added.").wait_for()
         page.get_by_text("1 passage, ").wait_for()
         assert serious_findings(page) == []
@@ -521,6 +610,25 @@ def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Pat
         page.get_by_role("button", name="Documents").click()
         page.get_by_role("button", name="Delete note").wait_for()
         assert page.get_by_role("button", name="Read note again").count() == 0
+        (tmp_path / "birds" / "grey").mkdir(parents=True)
+        (tmp_path / "birds" / ".hidden.md").write_text("Nobody reads this.")
+        for one in ("swans.md", "grey/swans.md"):
+            (tmp_path / "birds" / one).write_text(f"Swans of {one}.")
+        page.get_by_label("Choose a folder").set_input_files(tmp_path / "birds")
+        page.get_by_text("birds - swans.md was added.").wait_for()
+        page.get_by_text("birds - grey - swans.md was added.").wait_for()
+        page.keyboard.press("Escape")
+        page.evaluate(DROP)
+        page.get_by_text("dropped.md was added.").wait_for()
+        assert len(index.documents()) == 4
+
+
+# What a browser does when a person drops a file.
+DROP = """() => {
+  const dropped = new DataTransfer();
+  dropped.items.add(new File(["Ducks."], "dropped.md"));
+  document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true}));
+}"""
 
 
 @pytest.mark.slow
@@ -528,7 +636,9 @@ def test_a_server_without_uploads_says_so(new_page: NewPage, served: Served) -> 
     page = new_page()
     page.goto(f"{served.server.url}/")
     page.get_by_role("button", name="Documents").click()
-    page.get_by_text("This server takes no documents.").wait_for()
+    page.get_by_text("This server takes no documents from here.").wait_for()
+    page.get_by_text("kvrag serve --index index --allow-upload").wait_for()
     page.locator(".document").get_by_text("ledger").wait_for()
-    assert page.get_by_label("Add a document").count() == 0
+    assert page.get_by_label("Choose files").count() == 0
+    assert serious_findings(page) == []
     assert page.get_by_role("button", name=re.compile("Delete")).count() == 0

@@ -39,7 +39,7 @@ def test_pictures_of_docs(tmp_path: Path) -> None:
         page.get_by_label("Your question").blur()
         picture(page, "page-answer")
         page.get_by_role("button", name="Check").click()
-        page.get_by_text("Full prefill").first.wait_for()
+        page.locator("p.note").filter(has_text="Full prefill").wait_for()
         page.locator(".report > summary").click()
         page.locator(".report").evaluate("one => one.scrollIntoView({block: 'start'})")
         page.mouse.move(0, 0)

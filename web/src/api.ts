@@ -13,8 +13,16 @@ export interface About {
   max_tokens: number;
   policy: string;
   policies: string[];
+  efforts: Effort[];
+  examples: string[];
   keeps_history: boolean;
   can_upload: boolean;
+}
+
+/** A way to answer, and the seconds that computing takes, if they are known. */
+export interface Effort {
+  options: Options;
+  seconds: number | null;
 }
 
 /** A passage, and a sentence of the answer that rests on it: `best` is where its own sentence is. */

@@ -2,6 +2,7 @@
 
 import { type About, ask, type Citation, type Message, type Options, Problem, sendJSON, type Verification } from "./api";
 import { clear, count, h, icon, ICONS } from "./dom";
+import { isGood, questionField } from "./field";
 import type { Details } from "./report";
 import { Settings } from "./settings";
 import { emptyPlace } from "./states";
@@ -11,7 +12,7 @@ import { emptyReply, type Reply, type Turn, TurnView } from "./turn";
 export class Asking {
   readonly element: HTMLElement;
   private readonly thread = h("div", { class: "thread", tabindex: "0", role: "region", "aria-label": "Conversation" });
-  private readonly field: HTMLTextAreaElement;
+  private readonly field: ReturnType<typeof questionField>;
   private readonly button: HTMLButtonElement;
   private readonly settings: Settings;
   private views: TurnView[] = [];
@@ -23,35 +24,13 @@ export class Asking {
     private readonly keep: (turns: Turn[]) => void,
   ) {
     this.settings = new Settings(about);
-    this.field = h("textarea", {
-      id: "question",
-      rows: 1,
-      maxlength: 20000,
-      placeholder: "Ask a question",
-      oninput: () => this.resize(),
-      onkeydown: (event: KeyboardEvent) => {
-        if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-        event.preventDefault();
-        if (!this.running) this.send();
-      },
-    });
     this.button = h("button", { type: "button", class: "main round", onclick: () => this.press() });
+    this.field = questionField("Your question", () => this.running || this.send(), this.button);
     this.element = h(
       "div",
       { class: "asking" },
       this.thread,
-      h(
-        "div",
-        { class: "composer" },
-        h(
-          "div",
-          { class: "field" },
-          h("label", { for: "question", class: "hidden" }, "Your question"),
-          this.field,
-          this.button,
-        ),
-        this.settings.element,
-      ),
+      h("div", { class: "composer" }, this.field.element, this.settings.element),
     );
     this.showButton();
     this.clear();
@@ -62,8 +41,8 @@ export class Asking {
     this.running?.abort();
     this.views = [];
     clear(this.thread, this.welcome());
-    this.field.value = "";
-    this.resize();
+    this.field.input.value = "";
+    this.field.resize();
   }
 
   /** Show the welcome again, if there is no conversation, after a change of the documents. */
@@ -79,8 +58,8 @@ export class Asking {
   }
 
   focus(): void {
-    this.resize();
-    this.field.focus();
+    this.field.resize();
+    this.field.input.focus();
   }
 
   private welcome(): HTMLElement {
@@ -105,6 +84,10 @@ export class Asking {
         {},
         `${about.model} answers from ${count(about.num_documents, "document")}, and shows the passages that it read. It can be wrong.`,
       ),
+      ...about.examples.map((heading) => {
+        const question = heading.endsWith("?") ? heading : `Tell me about “${heading}”.`;
+        return h("button", { type: "button", class: "example", onclick: () => this.ask(question) }, question);
+      }),
     );
   }
 
@@ -114,13 +97,15 @@ export class Asking {
   }
 
   private send(): void {
-    const question = this.field.value.trim();
-    if (!question) {
-      this.field.focus();
-      return;
-    }
-    this.field.value = "";
-    this.resize();
+    const { input, resize } = this.field;
+    if (!isGood(input)) return;
+    const question = input.value.trim();
+    input.value = "";
+    resize();
+    this.ask(question);
+  }
+
+  private ask(question: string): void {
     const view = this.append({ question, ...emptyReply(this.settings.words, this.settings.options) });
     view.element.scrollIntoView({ block: "start" });
     void this.answer(view);
@@ -129,9 +114,15 @@ export class Asking {
   private append(turn: Turn): TurnView {
     const view: TurnView = new TurnView(turn, {
       again: () => void this.answer(view),
+      edit: () => {
+        // What was said after it was said of another question.
+        for (const one of this.views.splice(this.views.indexOf(view) + 1)) one.element.remove();
+        void this.answer(view);
+      },
       check: () => void this.check(view),
+      rated: this.about.keeps_history ? () => this.keep(this.views.map((one) => one.turn)) : undefined,
     });
-    if (this.views.length === 0) clear(this.thread);
+    if (this.views.length === 0) clear(this.thread, h("h1", { class: "hidden" }, this.about.index));
     this.views.push(view);
     this.thread.append(view.element);
     return view;
@@ -254,12 +245,6 @@ export class Asking {
     this.button.classList.toggle("stops", this.running !== null);
     this.element.classList.toggle("busy", this.running !== null);
     clear(this.button, icon(this.running ? ICONS.stop : ICONS.send));
-  }
-
-  private resize(): void {
-    this.field.style.height = "auto";
-    const wanted = this.field.scrollHeight; // 0 before the page shows it
-    if (wanted > 0) this.field.style.height = `${Math.min(wanted, 200)}px`;
   }
 }
 

@@ -25,46 +25,84 @@ const ROOT = "v1/kvrag/documents";
 
 export class Documents {
   private readonly list = h("ul", { class: "documents" });
-  private readonly state = h("div", { class: "upload-state", role: "status" });
-  private isAdding = false;
+  private readonly state = h("ul", { class: "uploads" });
+  private dialog: HTMLDialogElement | null = null;
+  /** One after another: the server computes one at a time. */
+  private last: Promise<void> = Promise.resolve();
 
   constructor(
     private readonly about: About,
     private readonly changed: () => void,
-  ) {}
+  ) {
+    // Anywhere on the page: else the browser would show the file in the page's place.
+    const hasFiles = (event: DragEvent) => event.dataTransfer?.types.includes("Files") ?? false;
+    document.addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
+    document.addEventListener("drop", (event) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      if (!this.dialog?.open) this.open();
+      if (about.can_upload) void this.dropped([...event.dataTransfer!.items]);
+    });
+  }
 
   open(): void {
-    const { body } = drawer("Documents");
+    const { dialog, body } = drawer("Documents");
+    this.dialog = dialog;
+    for (const row of [...this.state.children]) if (!row.querySelector("progress")) row.remove();
     clear(this.list, h("li", { class: "waiting" }, "Loading"));
-    body.append(this.about.can_upload ? this.uploading() : this.refusal(), this.state, this.list);
+    const told = h("div", { role: "status" }, this.state);
+    body.append(this.about.can_upload ? this.uploading() : this.refusal(), told, this.list);
     void this.refresh();
   }
 
   private refusal(): HTMLElement {
+    const { index } = this.about;
     return h(
-      "p",
-      { class: "faint" },
-      "This server takes no documents. Add some with kvrag ingest, or start it with --allow-upload.",
+      "div",
+      { class: "upload" },
+      h("p", {}, "This server takes no documents from here. Where it runs, this adds a folder:"),
+      h("pre", {}, `kvrag ingest FOLDER --index ${index}`),
+      h("p", {}, "And this lets everybody add some who may ask:"),
+      h("pre", {}, `kvrag serve --index ${index} --allow-upload`),
     );
   }
 
   private uploading(): HTMLElement {
-    const input = h("input", {
-      id: "upload",
-      type: "file",
-      onchange: () => {
-        const file = input.files?.[0];
-        input.value = "";
-        if (file) void this.upload(file);
-      },
-    });
+    const choice = (id: string, label: string, more: Record<string, unknown>) => {
+      const input = h("input", {
+        id,
+        type: "file",
+        multiple: true,
+        class: "hidden",
+        onchange: () => {
+          for (const file of input.files ?? []) this.upload(file, file.webkitRelativePath || file.name);
+          input.value = "";
+        },
+        ...more,
+      });
+      return [input, h("label", { for: id, class: "button" }, label)];
+    };
     return h(
       "div",
-      { class: "upload" },
-      h("label", { for: "upload" }, "Add a document"),
-      input,
-      h("p", { class: "faint" }, "Text, Markdown, HTML, PDF, Word and others, up to 50 MB."),
+      { class: "upload drop" },
+      h("p", {}, "Drop files or folders here"),
+      h(
+        "div",
+        { class: "actions" },
+        ...choice("upload", "Choose files", {}),
+        ...choice("upload-folder", "Choose a folder", { webkitdirectory: true }),
+      ),
+      h("p", { class: "faint" }, "Text, Markdown, HTML, PDF, Word and others, up to 50 MB each."),
     );
+  }
+
+  private async dropped(items: DataTransferItem[]): Promise<void> {
+    // Both at once: later the browser has forgotten them.
+    const found = items.map((one) => [one.webkitGetAsEntry(), one.getAsFile()] as const);
+    for (const [entry, file] of found) {
+      if (entry?.isDirectory) for await (const one of filesOf(entry)) this.upload(one, one.path);
+      else if (file) this.upload(file, file.name);
+    }
   }
 
   private async refresh(): Promise<void> {
@@ -90,7 +128,7 @@ export class Documents {
       ),
       this.about.can_upload &&
         one.is_file &&
-        iconButton(`Read ${one.title} again`, ICONS.again, () => void this.readAgain(one)),
+        iconButton(`Read ${one.title} again`, ICONS.again, () => this.readAgain(one)),
       this.about.can_upload &&
         iconButton(`Delete ${one.title}`, ICONS.trash, () => void this.delete(one)),
     );
@@ -104,15 +142,15 @@ export class Documents {
       clear(this.state);
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
-      clear(this.state, failure(error));
+      clear(this.state, h("li", {}, failure(error)));
     }
     await this.refresh();
     this.changed();
   }
 
-  private async readAgain(one: DocumentRow): Promise<void> {
-    const where = `${ROOT}?source=${encodeURIComponent(one.source)}`;
-    await this.adding(one.title, async (tell) => {
+  private readAgain(one: DocumentRow): void {
+    this.add(one.title, async (tell) => {
+      const where = `${ROOT}?source=${encodeURIComponent(one.source)}`;
       const { num_chunks = 0 } = await send("POST", where, null, tell);
       return num_chunks
         ? `${one.title} has changed, and was read again.`
@@ -120,38 +158,52 @@ export class Documents {
     });
   }
 
-  private async upload(file: File): Promise<void> {
-    await this.adding(file.name, async (tell) => {
-      await send("PUT", `${ROOT}/${encodeURIComponent(file.name)}`, file, tell);
-      return `${file.name} was added.`;
+  /** Add a file under its path; names of documents have no slashes. */
+  private upload(file: File, path: string): void {
+    if (path.split("/").some((part) => part.startsWith("."))) return;
+    const name = path.replaceAll("/", " - ");
+    this.add(name, async (tell) => {
+      await send("PUT", `${ROOT}/${encodeURIComponent(name)}`, file, tell);
+      return `${name} was added.`;
     });
   }
 
   /** Show the progress of a change that the server makes, and then what `change` says of it. */
-  private async adding(name: string, change: (tell: Tell) => Promise<string>): Promise<void> {
-    if (this.isAdding) {
-      clear(this.state, failure(new Problem("Another document is being added. Wait for it.", 400)));
-      return;
-    }
-    this.isAdding = true;
-    const bar = h("progress", { max: 1, "aria-label": `Adding ${name}` });
-    const words = h("p", { class: "faint" });
-    clear(this.state, h("p", {}, name), bar, words);
-    try {
-      const said = await change((done, what) => {
-        if (done === null) bar.removeAttribute("value");
-        else bar.value = done;
-        words.textContent = what;
-      });
-      clear(this.state, h("p", {}, said));
-    } catch (error) {
-      if (!(error instanceof Problem)) throw error;
-      clear(this.state, failure(error));
-    } finally {
-      this.isAdding = false;
-    }
-    await this.refresh();
-    this.changed();
+  private add(name: string, change: (tell: Tell) => Promise<string>): void {
+    const bar = h("progress", { max: 1, value: 0, "aria-label": `Adding ${name}` });
+    const words = h("p", { class: "faint" }, "Waiting");
+    const row = h("li", {}, h("p", {}, name), bar, words);
+    this.state.append(row);
+    this.last = this.last.then(async () => {
+      try {
+        const said = await change((done, what) => {
+          if (done === null) bar.removeAttribute("value");
+          else bar.value = done;
+          words.textContent = what;
+        });
+        clear(row, h("p", {}, said));
+      } catch (error) {
+        if (!(error instanceof Problem)) throw error;
+        clear(row, failure(error));
+      }
+      await this.refresh();
+      this.changed();
+    });
+  }
+}
+
+/** The files in a folder that was dropped, with their paths from there. */
+async function* filesOf(entry: FileSystemEntry): AsyncGenerator<File & { path: string }> {
+  if (entry.isFile) {
+    const file = await new Promise<File>((resolve, reject) => (entry as FileSystemFileEntry).file(resolve, reject));
+    yield Object.assign(file, { path: entry.fullPath.slice(1) });
+    return;
+  }
+  const reader = (entry as FileSystemDirectoryEntry).createReader();
+  for (;;) {
+    const some = await new Promise<FileSystemEntry[]>((resolve, reject) => reader.readEntries(resolve, reject));
+    if (some.length === 0) return; // a reader gives a hundred at a time
+    for (const one of some) yield* filesOf(one);
   }
 }
 

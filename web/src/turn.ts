@@ -2,7 +2,8 @@
 
 import { type Citation, type Options, Problem, type Verification } from "./api";
 import { comparison } from "./diff";
-import { clear, count, h } from "./dom";
+import { clear, count, h, iconButton, ICONS } from "./dom";
+import { isGood, questionField } from "./field";
 import { type Details, reportView } from "./report";
 import { Markdown } from "./markdown";
 import { cards, notes } from "./sources";
@@ -23,7 +24,10 @@ export interface Reply {
 /** What is kept of a question. */
 export interface Turn extends Reply {
   question: string;
+  rating?: Rating | null;
 }
+
+export type Rating = "good" | "bad";
 
 export function emptyReply(settings: string, options: Options): Reply {
   return { answer: "", finish: "failed", citations: [], details: null, settings, options };
@@ -32,7 +36,10 @@ export function emptyReply(settings: string, options: Options): Reply {
 /** What a person may do with an answer. */
 export interface Actions {
   again(): void;
+  edit(question: string): void;
   check(): void;
+  /** Missing where nothing is kept. */
+  rated?(): void;
 }
 
 /** A turn on the page. */
@@ -44,6 +51,7 @@ export class TurnView {
   private readonly after = h("div", { class: "after" });
   private readonly compared = h("div", { class: "after" });
   private readonly buttons = h("div", { class: "actions" });
+  private readonly asked = h("div", { class: "asked" });
 
   constructor(
     readonly turn: Turn,
@@ -52,14 +60,47 @@ export class TurnView {
     this.element = h(
       "article",
       { class: "turn" },
-      h("h2", {}, turn.question),
+      this.asked,
       this.text,
       this.after,
     );
+    this.showQuestion();
+  }
+
+  private showQuestion(): void {
+    clear(
+      this.asked,
+      h("h2", {}, this.turn.question),
+      iconButton("Edit the question", ICONS.pencil, () => this.editQuestion()),
+    );
+  }
+
+  private editQuestion(): void {
+    const field = questionField("Edit the question", () => send());
+    const send = () => {
+      if (!isGood(field.input)) return;
+      this.turn.question = field.input.value.trim();
+      this.showQuestion();
+      this.actions.edit(this.turn.question);
+    };
+    field.input.value = this.turn.question;
+    clear(
+      this.asked,
+      h("h2", { class: "hidden" }, this.turn.question),
+      field.element,
+      h(
+        "div",
+        { class: "actions" },
+        h("button", { type: "button", class: "main", onclick: send }, "Ask"),
+        h("button", { type: "button", onclick: () => this.showQuestion() }, "Cancel"),
+      ),
+    );
+    field.input.focus();
+    field.resize();
   }
 
   begin(settings: string, options: Options): void {
-    Object.assign(this.turn, emptyReply(settings, options));
+    Object.assign(this.turn, emptyReply(settings, options), { rating: null });
     this.text.setAttribute("aria-busy", "true");
     clear(this.text, h("span", { class: "waiting" }, "Searching and reading"));
     clear(this.after);
@@ -113,6 +154,7 @@ export class TurnView {
         ),
       answer !== "" &&
         h("button", { type: "button", onclick: () => void navigator.clipboard?.writeText(answer) }, "Copy"),
+      ...(answer !== "" && this.actions.rated ? this.thumbs(this.actions.rated) : []),
     );
     clear(
       this.after,
@@ -122,6 +164,27 @@ export class TurnView {
       this.compared,
       this.buttons,
     );
+  }
+
+  private thumbs(rated: () => void): HTMLElement[] {
+    const { turn } = this;
+    const thumb = (label: string, picture: string, value: Rating): HTMLButtonElement =>
+      iconButton(label, picture, () => {
+        turn.rating = turn.rating === value ? null : value;
+        show();
+        rated();
+      });
+    const buttons: [HTMLButtonElement, Rating][] = [
+      [thumb("Good answer", ICONS.up, "good"), "good"],
+      [thumb("Bad answer", ICONS.down, "bad"), "bad"],
+    ];
+    const show = () => {
+      for (const [button, value] of buttons) {
+        button.setAttribute("aria-pressed", String(turn.rating === value));
+      }
+    };
+    show();
+    return buttons.map(([button]) => button);
   }
 
   fail(problem: Problem): void {
