@@ -92,10 +92,12 @@ _OTHER_RULE = (
 )
 WHY_NOT = {
     "opt": "its learned positions begin at 2; take a model with rotary positions",
+    "gemma3n_text": "its last layers share keys and values with earlier ones, and take another "
+    "input for each token; take gemma3_text",
     **dict.fromkeys(
-        ("gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-        "its last layers share keys and values with earlier ones, and take another input for each "
-        "token; take gemma3_text",
+        ("gemma4_text", "gemma4_unified_text"),
+        "its layers hand keys and values on to later ones, and its full layers have other heads "
+        "than those with windows, but kvrag stores one shape for all; take gemma3_text",
     ),
     "gptj": "its base model has no rotary module; take gpt_neox or a newer model",
     **dict.fromkeys(

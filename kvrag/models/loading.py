@@ -175,6 +175,11 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 def usable_device(name: str) -> torch.device:
     """Return the device with that name. Raises ParameterError if it cannot be used here."""
+    if name.partition(":")[0] == "mps":
+        raise ParameterError(
+            "device 'mps' cannot be used: kvrag has not been tried on Apple's graphics "
+            "processors; leave it out for the CPU"
+        )
     try:
         # Allocating detects an unknown name, a missing driver and a number too high alike; reading
         # detects a device that holds no numbers ("meta").

@@ -27,7 +27,7 @@ from kvrag.errors import KVRagError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import FusedKV, packed
 from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
-from kvrag.models.families import INSTEAD
+from kvrag.models.families import INSTEAD, context_window
 from kvrag.models.quantised import is_quantised
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowPass
@@ -35,6 +35,7 @@ from kvrag.process import working
 
 _HEAD, _FIRST, _SECOND, _QUESTION = 3, 28, 25, 8
 _NUM_TOKENS = _HEAD + _FIRST + _SECOND + _QUESTION
+_MOST_TOKENS = 1100
 _WINDOW = 16
 _AWAY = 9
 # A share of the logits' spread, or of the norm of keys; rounding alone stays far below.
@@ -42,6 +43,7 @@ _EXACT = 1e-4
 # Rounding in 16 bits, if Transformers' own is not larger: of logits, and of a layer's keys.
 _ROUNDED, _ROUNDED_KEYS = 0.25, 0.05
 _VOCABULARY = 256
+_LENGTHS = ("original_max_position_embeddings",)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def require(
     except Exception as error:
         told = f"{type(error).__name__}: {str(error)[:200]}"
         raise UnsupportedModelError(f"{refused} ended with {told}. {INSTEAD}") from error
-    if why and any(window is not None and window >= _NUM_TOKENS for window in model.windows):
+    longest = _num_tokens(model)
+    if why and any(window is not None and window >= longest for window in model.windows):
         raise UnsupportedModelError(f"{refused} crossed no window: {why}. {INSTEAD}")
     if bad := next((one for one in checks if not one.is_good), None):
         place = "" if bad.layer is None else f", furthest in layer {bad.layer}"
@@ -161,6 +164,8 @@ def _smaller(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == before:
             changed[name] = value[:layers]
+        elif name == "rope_parameters":
+            changed[name] = _changing_soon(value)
         elif not isinstance(value, int) or isinstance(value, bool):
             continue
         elif "intermediate_size" in name:
@@ -178,6 +183,24 @@ def _smaller(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {name: value for name, value in changed.items() if name in fields}
 
 
+def _changing_soon(rope: Any) -> Any:
+    """Return rotary parameters whose lengths a self-test crosses; longrope ends at its own."""
+    if not isinstance(rope, dict) or rope.get("rope_type") == "longrope":
+        return rope
+    made = {name: _changing_soon(value) for name, value in rope.items()}
+    return made | {name: min(made[name], 2 * _WINDOW) for name in _LENGTHS if made.get(name)}
+
+
+def _num_tokens(model: RowMethods) -> int:
+    """Return how many tokens a self-test reads: past each place where layers change, if near."""
+    rope: Any = getattr(model.hf.config, "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    places = [*model.windows, *(one.get(name) for one in kinds for name in _LENGTHS)]
+    most = min(_MOST_TOKENS, context_window(model.hf.config) - 1)
+    past = [int(place) + _QUESTION for place in places if place is not None]
+    return max([_NUM_TOKENS, *(one for one in past if one <= most)])
+
+
 @torch.no_grad()
 def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     hf: Any = model.hf
@@ -186,7 +209,8 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     apart = _apart if is_exact else _mostly_apart
     drawn = torch.Generator().manual_seed(0)
     vocabulary = int(hf.config.vocab_size)
-    ids = torch.randint(0, vocabulary, (_NUM_TOKENS + 1,), generator=drawn).to(model.device)
+    num_tokens = _num_tokens(model)
+    ids = torch.randint(0, vocabulary, (num_tokens + 1,), generator=drawn).to(model.device)
     ids, token = ids[:-1], int(ids[-1])
     with working(), model.lock:
         plain = _captured(model, ids)
@@ -195,15 +219,15 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     bound = _EXACT if is_exact else max(_ROUNDED, 6 * rounding)
     near = _EXACT if is_exact else _ROUNDED_KEYS
 
-    fused = FusedKV(model.spec, _NUM_TOKENS, _NUM_TOKENS + 1, model.device)
-    rows = torch.arange(_NUM_TOKENS, device=model.device)
+    fused = FusedKV(model.spec, num_tokens, num_tokens + 1, model.device)
+    rows = torch.arange(num_tokens, device=model.device)
     logits = _computed(model, ids, rows, fused)
     figures = [
         max(_off(ours[0, :, rows], theirs) for ours, theirs in zip(both, layer, strict=True))
         for both, layer in zip(zip(fused.keys, fused.values, strict=True), plain, strict=True)
     ]
     layer = next((number for number, one in enumerate(figures) if not one <= near), None)
-    crossed = any(window is not None and window < _NUM_TOKENS for window in model.windows)
+    crossed = any(window is not None and window < num_tokens for window in model.windows)
     what = "full prefill, a window crossed" if crossed else "full prefill"
     yield Check(name, what, apart(logits, expected), bound, layer)
 
@@ -217,7 +241,7 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
         yield _swapped(model, name, ids, plain, near)
 
     if model.has_batches:
-        row = BatchRow(fused, fused.addresses, _NUM_TOKENS, _NUM_TOKENS)
+        row = BatchRow(fused, fused.addresses, num_tokens, num_tokens)
         model.begin_answer()
         with model.computing_rows():
             logits = model.forward_each([token], [row])[0]

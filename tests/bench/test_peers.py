@@ -28,7 +28,9 @@ def test_documents_come_back_in_another_order_and_no_two_sets_share_one() -> Non
 def test_rows_compare_with_transformers_and_tell_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(seconds: float, text: str) -> list[dict[str, object]]:
         times = {"ttft_seconds": seconds, "seconds_per_token": 0.1, "text": text}
-        return [{"visit": visit, **times, "full_text": "abcd"} for visit in VISITS]
+        return [
+            {"visit": visit, **times, "full_text": "abcd", "full_seconds": 9.0} for visit in VISITS
+        ]
 
     results = {
         "transformers": {

@@ -212,6 +212,7 @@ def test_peers_have_an_exit_code_and_a_picture(
     run: Run, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = {"ttft_seconds": 1.0, "seconds_per_token": 0.0, "text": "a", "full_text": "a"}
+    answer["full_seconds"] = 1.0
     result: dict[str, Any] = {"failure": failure}
     if not failure:
         answers = [{"visit": visit, **answer} for visit in VISITS]

@@ -36,6 +36,7 @@ def message(run: Run, *arguments: object) -> str:
         ("--plain --temperature 0", "no use for --temperature"),
         ("--device meta", "device 'meta' cannot be used: torch computes nothing on it here; leave"),
         ("--device abacus", "device 'abacus' cannot be used"),
+        ("--device mps", "device 'mps' cannot be used: kvrag has not been tried on Apple's"),
         ("--ratio nan", "Invalid value for '--ratio'"),
         ("--ratio 2", "Invalid value for '--ratio'"),
         ("--ratio a", "--ratio"),

@@ -211,6 +211,7 @@ def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
         ({"model_type": "lfm2"}, "state of a whole prompt"),
         ({"model_type": "opt"}, "learned positions begin at 2; take a model with rotary"),
         ({"model_type": "gemma3n_text"}, "share keys and values"),
+        ({"model_type": "gemma4_text"}, "hand keys and values on.*one shape for all"),
         ({"model_type": "zaya"}, "'zaya' is not supported.*state of a whole prompt"),
         ({"model_type": "deepseek_v32"}, "rows see keys by a rule that kvrag does.*'indexed_att"),
     ],
@@ -304,6 +305,22 @@ def test_weights_in_sixteen_bits_prove_themselves(proofs: Path) -> None:
     (kept,) = proofs.iterdir()
     figures = [one["figure"] for one in json.loads(kept.read_text())["checks"]]
     assert max(figures[:5]) < 1e-4 < max(figures[5:])
+
+
+def test_a_place_where_layers_change_is_crossed() -> None:
+    """A window that the layers have and kvrag does not know of shows behind 100 tokens only."""
+    hf = make_model("starcoder2", sliding_window=100)
+    model = KVModel(hf, make_tokenizer(), proves=False)
+    assert all(one.is_good for one in proof._checks(model, "loaded"))
+    model._rows._windows = [None] * model.spec.num_layers
+    first, *_ = proof._checks(model, "loaded")
+    assert (first.what, first.is_good) == ("full prefill, a window crossed", False)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 512
+    hf = unknown("ArceeConfig", rope_parameters=rope)
+    assert proof._num_tokens(KVModel(hf, make_tokenizer(), proves=False)) > 512
+    kept = proof.small_model(hf.config).config.rope_parameters["original_max_position_embeddings"]
+    assert kept < 64
 
 
 def test_one_that_fails_is_refused_with_figure_and_layer(

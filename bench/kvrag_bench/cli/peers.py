@@ -90,12 +90,12 @@ def _print_rows(rows: Sequence[PeerRow]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tool", no_wrap=True)
-    for name in (*VISITS, "tokens/s", "memory", "agreement"):
+    for name in (*VISITS, "full prefill", "tokens/s", "memory", "agreement"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("set up as")
     for row in rows:
         if row.failure:
-            table.add_row(row.name, *["-"] * 6, f"failed: {row.failure}")
+            table.add_row(row.name, *["-"] * 7, f"failed: {row.failure}")
             continue
         times = [
             f"{row.ttft_seconds[visit]:.2f} s"
@@ -105,6 +105,7 @@ def _print_rows(rows: Sequence[PeerRow]) -> None:
         table.add_row(
             row.name,
             *times,
+            f"{row.full_seconds:.2f} s",
             "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}",
             console.format_bytes(row.peak_bytes),
             f"{row.agreement:.0%}",

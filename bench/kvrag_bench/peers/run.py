@@ -32,6 +32,8 @@ class PeerRow:
         Median time to the first token, by visit.
     speedup
         How many times sooner than Transformers in this run, by visit; None without it.
+    full_seconds
+        Median time to the first token by its own full prefill.
     tokens_per_second
         While the answer is written, after the first token: the median; None for answers of one
         token.
@@ -49,6 +51,7 @@ class PeerRow:
     settings: str
     ttft_seconds: dict[str, float]
     speedup: dict[str, float] | None
+    full_seconds: float
     tokens_per_second: float | None
     peak_bytes: int
     agreement: float
@@ -99,7 +102,9 @@ def _in_a_process(name: str, options: PeersOptions) -> dict[str, Any]:
 
 def _row(name: str, result: dict[str, Any], baseline: Sequence[dict[str, Any]] | None) -> PeerRow:
     if "failure" in result:
-        return PeerRow(name, PEERS[name].version, "", {}, None, None, 0, 0.0, result["failure"])
+        return PeerRow(
+            name, PEERS[name].version, "", {}, None, 0.0, None, 0, 0.0, result["failure"]
+        )
     answers = result["answers"]
     ttft = _by_visit(answers)
     plain = None if baseline is None else _by_visit(baseline)
@@ -110,6 +115,7 @@ def _row(name: str, result: dict[str, Any], baseline: Sequence[dict[str, Any]] |
         settings=result["settings"],
         ttft_seconds=ttft,
         speedup=None if plain is None else {visit: plain[visit] / ttft[visit] for visit in ttft},
+        full_seconds=median(one["full_seconds"] for one in answers),
         tokens_per_second=1 / median(seconds) if seconds else None,
         peak_bytes=result["peak_bytes"],
         agreement=fmean(_agreement(one["text"], one["full_text"]) for one in answers),

@@ -71,7 +71,8 @@ class Transformers:
     settings = "bfloat16, full prefill"
 
     def __init__(self, model: str) -> None:
-        self._model = KVModel.load(model)
+        # Not a GGUF file's bits, which kvrag's kernels compute with.
+        self._model = KVModel.load(model, compute="bfloat16")
 
     def prepare(self, documents: Sequence[str]) -> None:
         """Nothing to do."""

@@ -35,7 +35,8 @@ def measure(peer: str, options: PeersOptions) -> dict[str, Any]:
     (system,) = systems
     # After everything timed, as it may fill a cache.
     for prompt, found in zip(prompts, answers, strict=True):
-        found["full_text"] = system.answer(prompt, options.max_tokens, reuse=False).text
+        full = system.answer(prompt, options.max_tokens, reuse=False)
+        found |= {"full_text": full.text, "full_seconds": full.ttft_seconds}
     return {
         "settings": system.settings,
         "version": PEERS[peer].version,
