@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
 from kvrag_bench.codec import contenders
@@ -19,7 +18,7 @@ from kvrag_bench.codec.baselines import (
 )
 from kvrag_bench.codec.options import MINILM, CodecBenchOptions
 from kvrag_bench.codec.presets import preset_rows
-from kvrag_bench.codec.rows import BASELINE, CODER, EQUAL, PRESET, CodecRow
+from kvrag_bench.codec.rows import BASELINE, CODER, EQUAL, PRESET
 from kvrag_bench.codec.sources import Source, make_source
 from kvrag_bench.codec.speed import speed_rows
 
@@ -104,9 +103,6 @@ def test_the_public_scheme_is_counted_by_hand() -> None:
     assert eight.bits == 8 + 16 / 2
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_bins_of_the_public_scheme() -> None:
     assert public_bins(6, 0) == [32, 32, 16, 16, 16, 16]
     assert public_bins(6, 1) == [32, 16, 16, 16, 16, 16]
@@ -157,14 +153,3 @@ def test_the_two_parts_of_a_data_set_share_no_text(data: Path) -> None:
     assert not any(
         torch.allclose(source.measured[40][0].keys, kv.keys, atol=1e-4) for kv in source.fit
     )
-
-
-def test_a_picture(source: Source, tmp_path: Path) -> None:
-    from kvrag_bench.codec.picture import draw_codecs
-
-    rows = list(preset_rows(source, ("transform:1", "transform:0.5")))
-    path = tmp_path / "curves.png"
-    draw_codecs(rows, path)
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ParameterError, match="nothing to draw"):
-        draw_codecs([CodecRow(part=CODER, source="x", preset="y")], path)

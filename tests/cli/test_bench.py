@@ -115,8 +115,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("codec --codecs zip", "zip"),
         ("codec --group-layers -1", "--group-layers"),
         ("codec --random-shape gpt-9", "gpt-9"),
-        ("codec --out curves.jpg", "curves.jpg"),
-        ("codec --out curves.png --parts speed", "--out"),
         ("eviction --random-shape test --eviction lru", "unknown eviction 'lru'"),
         ("eviction --random-shape test --eviction ,", "--eviction is empty"),
         ("eviction --random-shape test --eviction none", "leave it out"),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.errors import ParameterError
 from kvrag_bench.cli import lists
 
 if TYPE_CHECKING:
-    from kvrag_bench.codec.rows import CodecRow
+    pass
 
 _CODECS = (
     "raw,lossless,cachegen:1,cachegen:2,cachegen:3,cachegen:4,"
@@ -93,12 +90,6 @@ def bench_codec(
         typer.Option(min=1, help="Part 'speed': symbols of each row."),
     ] = 500,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of timing; medians count.")] = 7,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.png", help="Also draw rate against distortion.", show_default=False
-        ),
-    ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure bits, error and speed of codecs against CacheGen's public scheme and other coders."""
@@ -127,32 +118,13 @@ def bench_codec(
         symbol_tokens=symbol_tokens,
         repeats=repeats,
     )
-    draw = None if out is None else _drawing(out, wanted)
     from kvrag_bench.codec import run
 
     with console.progress("measuring") as say:
         rows = list(run.run_codec_bench(options, on_progress=say))
-    if draw is not None:
-        draw(rows)
     if as_json:
         console.print_json(rows)
     else:
         from kvrag_bench.cli.codec_tables import print_rows
 
         print_rows(rows)
-
-
-def _drawing(out: Path, parts: Sequence[str]) -> Callable[[Sequence[CodecRow]], None]:
-    """Return what draws, now that it is known to be able to: not after minutes of computing."""
-    if not {"rate", "designs"} & set(parts):
-        raise ParameterError("--out draws part 'rate' or 'designs': add one to --parts")
-    from kvrag_bench.codec.picture import draw_codecs
-    from kvrag_bench.quality.picture import check_picture_path
-
-    check_picture_path(out)
-
-    def draw(rows: Sequence[CodecRow]) -> None:
-        draw_codecs(rows, out)
-        console.note(f"picture: {out}")
-
-    return draw
