@@ -19,7 +19,7 @@ from kvrag.ingest.ranking import CANDIDATES, RERANKED, WORDS_WEIGHT, Ranking, fu
 from kvrag.ingest.storage import Storage
 from kvrag.loading.patience import Patience
 from kvrag.process import OfProcess
-from kvrag.store.capabilities import LocatesTier, Pins, capability
+from kvrag.store.capabilities import pins_of, tier_of, tiers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -261,8 +261,8 @@ class Search(OfProcess):
         """
         wanted = _ids(context_ids)
         arguments.text(chunk_id, "chunk_id")
-        tiers = capability(self._storage.store, LocatesTier)
-        if tiers is None:
+        store = self._storage.store
+        if len(tiers_of(store)) == 1:
             return 0
         try:
             found = self._storage.catalog.chunk_and_keys(chunk_id)
@@ -270,7 +270,7 @@ class Search(OfProcess):
             return None
         for one in found[0].encodings() if found is not None else ():
             if wanted is None or one.contexts[0] == wanted:
-                return tiers.tier_of(self._storage.config.key_of(one))
+                return tier_of(store, self._storage.config.key_of(one))
         return None
 
     def pin(self, sources: Sequence[str]) -> int:
@@ -286,11 +286,10 @@ class Search(OfProcess):
             for chunk in catalog.chunks(chunk_ids)
             for one in chunk.encodings()
         }
-        pins = capability(self._storage.store, Pins)
-        if pins is None:
-            return 0
-        pins.pin(keys)
-        return len(keys)
+        pins = pins_of(self._storage.store)
+        for one in pins:
+            one.pin(keys)
+        return len(keys) if pins else 0
 
     def _checked(self, query: Any, k: Any) -> tuple[str, int]:
         self._storage.require_open()

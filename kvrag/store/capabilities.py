@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
+from kvrag.errors import StoreError
 from kvrag.store.base import Store, StoreWrapper
 
 Capability = TypeVar("Capability")
@@ -55,15 +57,6 @@ class HasTiers(Protocol):
 
     @property
     def tiers(self) -> Sequence[Store]: ...
-
-
-@runtime_checkable
-class LocatesTier(Protocol):
-    """Knows which tier would deliver a record."""
-
-    def tier_of(self, key: ChunkKey) -> int:
-        """Return the number of the tier that would deliver a record, without reading it."""
-        ...
 
 
 @runtime_checkable
@@ -117,7 +110,7 @@ _VALUES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _METHODS = (
     *("admits", "check_writable", "derive", "flush"),
-    *("pin", "tier_of", "unpin"),
+    *("pin", "unpin"),
 )
 _KEY_BYTES = 32
 
@@ -175,3 +168,25 @@ def tiers_of(store: Store) -> Sequence[Store]:
     """Return the tiers of a store, the fastest first; a store without tiers is its only one."""
     found = capability(store, HasTiers)
     return (store,) if found is None else found.tiers
+
+
+def tier_of(store: Store, key: ChunkKey) -> int:
+    """Return the number of the tier that would deliver a record, without reading it.
+
+    The last tier is not asked: a record in none of the others is there or nowhere.
+    """
+    tiers = tiers_of(store)
+    for number, tier in enumerate(tiers[:-1]):
+        with contextlib.suppress(StoreError):
+            if tier.contains(key):
+                return number
+    return len(tiers) - 1
+
+
+def pins_of(store: Store) -> list[Pins]:
+    """Return what can keep the records of a store: itself, or each of its tiers that can."""
+    own = capability(store, Pins)
+    if own is not None:
+        return [own]
+    found = [capability(tier, Pins) for tier in tiers_of(store)]
+    return [pins for pins in found if pins is not None]

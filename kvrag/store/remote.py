@@ -41,7 +41,7 @@ class RemoteStore(CountedStore):
 
     `kvrag.store.capabilities` reserves these names, and `open_store` refuses other uses of them:
     ``admits``, ``check_writable``, ``derive``, ``flush``, ``is_in_memory``, ``limit_bytes``,
-    ``path``, ``pin``, ``tier_of``, ``tiers``, ``unpin``.
+    ``path``, ``pin``, ``tiers``, ``unpin``.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store, StoredRecord, check_range, read_whole, room_for
-from kvrag.store.capabilities import Admits, Pins, capability, is_in_memory
+from kvrag.store.capabilities import Admits, capability, is_in_memory
 from kvrag.store.metrics import StoreCounts
 from kvrag.store.uploader import Check, Uploader, write_to
 
@@ -183,6 +183,11 @@ class TieredStore(Store):
     check
         Check that a record must pass before it is copied from tier to tier.
 
+    Attributes
+    ----------
+    uploader
+        What writes to the last tier in the background; None if nothing does.
+
     Raises
     ------
     ParameterError
@@ -204,13 +209,12 @@ class TieredStore(Store):
         self._check = check
         # Looked up once: `admits` is called for every record that is opened.
         self._admits = [capability(tier, Admits) for tier in self.tiers]
-        self._pins = [pins for tier in self.tiers if (pins := capability(tier, Pins)) is not None]
         # Held while the faster tiers' copies of a record change, never while a slow tier is read.
         self._changing = threading.Condition()
         self._fetches: dict[ChunkKey, Fetch] = {}
-        self._uploader: Uploader | None = None
+        self.uploader: Uploader | None = None
         if outbox_folder is not None:
-            self._uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder, check)
+            self.uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder, check)
         self._is_closed = False
         self._copies: queue.Queue[_Copy | None] = queue.Queue(_MAX_COPIES_WAITING)
         self._wanted: dict[ChunkKey, _Copy] = {}
@@ -222,11 +226,6 @@ class TieredStore(Store):
     def url(self) -> str:
         """``tiered:`` and the tiers' own URLs, with ``|`` between them."""
         return "tiered:" + "|".join(tier.url for tier in self.tiers)
-
-    @property
-    def num_pending(self) -> int:
-        """Records that are yet to be uploaded."""
-        return 0 if self._uploader is None else self._uploader.num_pending
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record durably; an existing record stays. Raises StoreError."""
@@ -273,22 +272,11 @@ class TieredStore(Store):
                     return True
         return False
 
-    def tier_of(self, key: ChunkKey) -> int:
-        """Return the number of the tier that would deliver a record, without reading it.
-
-        The last tier is not asked: a record in none of the others is there or nowhere.
-        """
-        for number, tier in enumerate(self.tiers[:-1]):
-            with contextlib.suppress(StoreError):
-                if tier.contains(key):
-                    return number
-        return len(self.tiers) - 1
-
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record from every tier; return whether there was one."""
         self._outdate(key)
-        if self._uploader is not None:
-            self._uploader.forget_deleted(key)
+        if self.uploader is not None:
+            self.uploader.forget_deleted(key)
         was_there = [tier.delete(key) for tier in self.tiers]
         return any(was_there)
 
@@ -320,33 +308,21 @@ class TieredStore(Store):
         """Return the counts so far, the fastest tier first."""
         return tuple(counts for tier in self.tiers for counts in tier.counts())
 
-    def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Protect these records from removal, in every tier that has them, until `unpin`."""
-        wanted = list(keys)
-        for pins in self._pins:
-            pins.pin(wanted)
-
-    def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Undo one `pin` of these records."""
-        wanted = list(keys)
-        for pins in self._pins:
-            pins.unpin(wanted)
-
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Remove leftovers of interrupted writes from every tier; return their number."""
         return sum(tier.collect_garbage(min_age_seconds) for tier in self.tiers)
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything is uploaded; return whether it is. Stops when an upload fails."""
-        return self._uploader is None or self._uploader.flush(timeout_seconds)
+        return self.uploader is None or self.uploader.flush(timeout_seconds)
 
     def close(self) -> None:
         """Upload as much as possible, and close all tiers; the rest stays listed."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._uploader is not None:
-            self._uploader.close()
+        if self.uploader is not None:
+            self.uploader.close()
         self._copies.put(None)
         self._copier.join()
         for tier in self.tiers:
@@ -451,11 +427,11 @@ class TieredStore(Store):
 
     def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
         self._outdate(key)
-        written = self.tiers[-1:] if self._uploader is None else self.tiers[-2:]
+        written = self.tiers[-1:] if self.uploader is None else self.tiers[-2:]
         if is_replacing:
             for tier in self.tiers[: -len(written)]:
                 tier.delete(key)
-        if self._uploader is None:
+        if self.uploader is None:
             write_to(self.tiers[-1], key, record, is_replacing)
         else:
-            self._uploader.write(key, record, is_replacing=is_replacing)
+            self.uploader.write(key, record, is_replacing=is_replacing)

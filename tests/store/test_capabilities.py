@@ -15,10 +15,10 @@ from kvrag.store.capabilities import (
     InFolder,
     InMemory,
     Limits,
-    LocatesTier,
     Pins,
     capability,
     is_in_memory,
+    pins_of,
     tiers_of,
 )
 from kvrag.store.encrypted import EncryptedStore
@@ -30,7 +30,7 @@ from kvrag_testing.store_contract import key_number
 
 ALL = {
     *(Admits, ChecksWritable, DerivesKeys, Flushes, HasTiers, InFolder, InMemory, Limits),
-    *(LocatesTier, Pins),
+    Pins,
 }
 KEY = b"k" * 32
 
@@ -44,7 +44,7 @@ def test_what_stores_can_do(tmp_path: Path) -> None:
     assert of(memory) == {InMemory}
     assert of(folder) == {InFolder, ChecksWritable}
     with closing(TieredStore([memory, folder])) as tiers:
-        assert of(tiers) == {HasTiers, LocatesTier, Flushes, Pins}
+        assert of(tiers) == {HasTiers, Flushes}
 
 
 def test_wrappers_add_and_hide_nothing(tmp_path: Path) -> None:
@@ -75,12 +75,13 @@ def test_a_tier_is_pinned_inside_what_encrypts_it() -> None:
     with closing(TieredStore([EncryptedStore(limited, KEY), MemoryStore()])) as store:
         pinned, other = key_number(0), key_number(1)
         store.tiers[0].put(pinned, b"x" * 600)
-        store.pin([pinned])
+        (pins,) = pins_of(store)
+        pins.pin([pinned])
         store.tiers[0].put(other, b"x" * 600)
         store.tiers[0].put(key_number(2), b"x" * 600)
         assert limited.contains(pinned)
         assert not limited.contains(other)
-        store.unpin([pinned])
+        pins.unpin([pinned])
         store.tiers[0].put(key_number(3), b"x" * 600)
         assert not limited.contains(pinned)
 

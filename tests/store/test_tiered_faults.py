@@ -19,6 +19,7 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag_testing.records import key_number, read_all, record_of, stored
+from tests.store.test_tiered import num_pending
 
 KEY, OTHER = key_number(0), key_number(1)
 SECRET = bytes(range(32))
@@ -82,7 +83,7 @@ def test_a_record_that_is_refused_holds_up_no_other(
         tiers.put(key_number(number), record_of(key_number(number)))
     assert not tiers.flush(20)
     assert sorted(home.keys()) == sorted(key_number(number) for number in range(1, 4))
-    assert tiers.num_pending == 1
+    assert num_pending(tiers) == 1
     home.refusals.clear()
     assert tiers.flush(20)
     assert home.contains(KEY)
@@ -160,12 +161,12 @@ def test_the_uploads_go_on_behind_a_record_that_says_it_is_larger_than_memory(
     disk = FileStore(tmp_path)
     disk.put(KEY, record_of(KEY))
     store = TieredStore([_BoastingStore(disk), home], outbox_folder=tmp_path, check=check)
-    assert store._uploader is not None
-    store._uploader._outbox.add(KEY, replaces=False)
+    assert store.uploader is not None
+    store.uploader._outbox.add(KEY, replaces=False)
     store.put(OTHER, record_of(OTHER))
     store.flush(20)
     store.close()
-    assert store._uploader._thread.is_alive() is False
+    assert store.uploader._thread.is_alive() is False
 
 
 class _SlowDisk(StoreWrapper):
