@@ -38,31 +38,30 @@ GROUPS = {
 }
 PLACES = [(group, name) for group, commands in GROUPS.items() for name in commands]
 
-# In a process of its own each; what is loaded is told at the end, whatever the command did.
+# In one process; what is loaded is told after each command, whatever it did.
 PROBE = """
-import sys
-sys.argv = ["kvrag", *{arguments!r}]
+import json, sys
 class Absent:
     def find_spec(name, path=None, target=None):
         if name in {absent!r}:
             raise ModuleNotFoundError("No module named " + repr(name), name=name)
 sys.meta_path.insert(0, Absent)
 from kvrag.cli.main import run
-try:
-    run()
-except SystemExit as end:
-    code = end.code or 0
-loaded = [name for name in {heavy!r} if name in sys.modules]
-own = [name for name in sys.modules if name.startswith("kvrag.cli.")]
-import json
-print("\\n|" + json.dumps([code, loaded, own]))
+for arguments in {commands!r}:
+    sys.argv, code = ["kvrag", *arguments], 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code or 0
+    print("\\n|" + json.dumps([code, [name for name in {heavy!r} if name in sys.modules]]))
 """
 
 
 def probed(
-    *arguments: object, absent: Sequence[str] = (), folder: Path | None = None
+    *commands: Sequence[object], absent: Sequence[str] = (), folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    code = PROBE.format(arguments=[str(one) for one in arguments], heavy=HEAVY, absent=absent)
+    given = [[str(one) for one in command] for command in commands]
+    code = PROBE.format(commands=given, heavy=HEAVY, absent=absent)
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -74,72 +73,64 @@ def probed(
     return done
 
 
-def ran(*arguments: object, folder: Path | None = None) -> tuple[int, list[str], list[str]]:
-    done = probed(*arguments, folder=folder)
-    exit_code, loaded, own = json.loads(done.stdout.rpartition("|")[2])
-    return exit_code, loaded, own
+def check(folder: Path | None, expected: Sequence[tuple[Sequence[object], int]]) -> None:
+    """Run commands one after another: each has its exit code, and none loads what is heavy."""
+    told = probed(*(command for command, _ in expected), folder=folder).stdout.splitlines()
+    found = [json.loads(line[1:]) for line in told if line.startswith("|[")]
+    for (command, code), one in zip(expected, found, strict=True):
+        assert one == [code, []], command
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        (["ls"], 0),
-        (["gc"], 0),
-        (["search", "--sparse", "harbour"], 0),
-        (["rm", "harbour.txt"], 1),
-    ],
-)
-def test_what_needs_no_model_loads_none(index_folder: Path, command: list[str], code: int) -> None:
-    assert ran(*command, "--index", index_folder)[:2] == (code, [])
+def test_what_needs_no_model_loads_none(index_folder: Path) -> None:
+    at = ("--index", index_folder)
+    check(
+        None,
+        [
+            (["ls", *at], 0),
+            (["gc", *at], 0),
+            (["search", "--sparse", "harbour", *at], 0),
+            (["rm", "harbour.txt", *at], 1),
+        ],
+    )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--version"], 0),
-        (["--help"], 0),
-        (["query", "--help"], 0),
-        *(([name], 1) for name in ("ls", "chat")),
-        (["query", "who?"], 1),
-        (["explain", kvrag.__file__], 1),
-        (["ingset"], 2),
-        (["query", "who?", "--ratio", "7"], 2),
-        (["query", "who?", "--policy", "nonsense"], 2),
-        (["ingest", "README.md", "--codec", "nonsense"], 1),
-        (["ingest", "README.md", "--store", "s4://x"], 1),
-    ],
-)
-def test_help_and_wrong_arguments_load_no_model(
-    tmp_path: Path, arguments: list[str], code: int
-) -> None:
+def test_help_and_wrong_arguments_load_no_model(tmp_path: Path) -> None:
     # The folder is empty: there is no index in ./kvrag-index.
-    assert ran(*arguments, folder=tmp_path)[:2] == (code, [])
+    check(
+        tmp_path,
+        [
+            (["--version"], 0),
+            (["--help"], 0),
+            (["query", "--help"], 0),
+            *(([name], 1) for name in ("ls", "chat")),
+            (["query", "who?"], 1),
+            (["explain", kvrag.__file__], 1),
+            (["ingset"], 2),
+            (["query", "who?", "--ratio", "7"], 2),
+            (["query", "who?", "--policy", "nonsense"], 2),
+            (["ingest", "README.md", "--codec", "nonsense"], 1),
+            (["ingest", "README.md", "--store", "s4://x"], 1),
+        ],
+    )
 
 
 ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_testing", "kvrag_train")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "extra"),
-    [
-        (["bench", "--help"], "bench"),
-        (["bench", "ttft", "--repeats", "1"], "bench"),
-        (["train", "links", "--out", "run"], "train"),
-        (["inspect", "-h"], "bench"),
-    ],
-)
-def test_what_another_distribution_brings_says_so(arguments: list[str], extra: str) -> None:
-    done = probed(*arguments, absent=ABSENT)
-    assert done.stderr == (
-        f"error: 'kvrag {arguments[0]}' is not installed: pip install 'kvrag[{extra}]'\n"
-    )
-    shown, _, told = done.stdout.rpartition("|")
-    assert shown.strip() == ""
-    assert json.loads(told)[:2] == [2, []]
-
-
-def test_what_another_distribution_brings_is_listed_without_it() -> None:
-    shown = probed("--help", absent=ABSENT).stdout
+def test_what_another_distribution_brings_says_so_and_is_listed() -> None:
+    commands = {
+        "bench --help": "bench",
+        "bench ttft --repeats 1": "bench",
+        "train links --out run": "train",
+        "inspect -h": "bench",
+    }
+    done = probed(*(command.split() for command in commands), absent=ABSENT)
+    assert done.stderr.splitlines() == [
+        f"error: 'kvrag {command.split()[0]}' is not installed: pip install 'kvrag[{extra}]'"
+        for command, extra in commands.items()
+    ]
+    assert done.stdout.split() == ["|[2,", "[]]"] * len(commands)
+    shown = probed(["--help"], absent=ABSENT).stdout
     for name, extra in (("bench", "bench"), ("train", "train"), ("inspect", "bench")):
         assert re.search(rf"{name} +Not installed: pip install 'kvrag\[{extra}\]'", shown), name
 
