@@ -14,9 +14,8 @@ from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
 from kvrag_bench.judge.answers import Answerer
-from kvrag_bench.judge.judging import prompts_that_fit
-from kvrag_bench.quality.contest import part_of, run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions, load_asked
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -98,36 +97,6 @@ def test_a_run_continues_from_its_file(
         run_quality_bench(options(model=model, out=out, max_tokens=3))
 
 
-@pytest.mark.slow
-def test_processes_share_the_questions(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_model(num_hidden_layers=2, max_position_embeddings=4096).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    alone = run_quality_bench(options(model=str(folder)))
-    out = tmp_path / "judged.jsonl"
-    said: list[str] = []
-    several = options(model=str(folder), jobs=2, out=out)
-    shared = run_quality_bench(several, said.append)
-    assert "question 1 of 1 (part 1 of 2)" in said
-    assert said[-1] == "waiting for the other processes"
-    assert [row.policy for row in shared] == [row.policy for row in alone]
-    # At ratio 1 the KL is rounding alone.
-    expected = pytest.approx([row.kl for row in alone], rel=1e-4, abs=1e-6)
-    assert [row.kl for row in shared] == expected
-    assert [row.choice for row in shared] == [row.choice for row in alone]
-    # Stopped in the middle of a line: as many processes continue, and judge only what is missing.
-    lines = out.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 2 * 3 + 1
-    kept = b"".join(lines[:2])
-    out.write_bytes(kept + lines[2][:-20])
-    again = run_quality_bench(several)
-    assert [row.kl for row in again] == expected
-    written = out.read_bytes()
-    assert written.startswith(kept)
-    keys = [json.loads(line)["key"] for line in written.splitlines()]
-    assert sorted(keys) == sorted(json.loads(line)["key"] for line in lines)
-
-
 def test_a_model_in_bfloat16_is_its_own_noise_floor() -> None:
     low = KVModel(make_model(dtype=torch.bfloat16), make_tokenizer(), name="low")
     with pytest.raises(ParameterError, match="bfloat16 already"):
@@ -139,14 +108,3 @@ def test_the_interval_of_a_ratio_is_paired() -> None:
     assert ratio_interval([one / 4 for one in wholes], wholes) == pytest.approx((0.25, 0.25))
     ones = [1.0] * len(wholes)
     assert ratio_interval(wholes, ones) == mean_interval(wholes)
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 9])
-def test_parts_have_about_as_much_to_read(model: KVModel, num_parts: int) -> None:
-    questions = load_asked(options(suite=("biography:2", "needle:2k"), num_questions=3))
-    asked = prompts_that_fit(model, questions, 4, use_chat_template=True)
-    parts = [part_of(asked, number, num_parts) for number in range(num_parts)]
-    assert [one for part in parts for one in part] == asked
-    lengths = [sum(len(one.prompt.text) for one in part) for part in parts]
-    longest = max(len(one.prompt.text) for one in asked)
-    assert max(lengths) < sum(lengths) / num_parts + longest

@@ -78,7 +78,6 @@ CASES: list[Case] = [
     (quality, {"contexts": ()}, "one context, one compression and one eviction"),
     (quality, {"compressions": ("half",)}, "expected none, or one of drop, anchors"),
     (quality, {"suite": ("poems",)}, "no real set 'poems'"),
-    (quality, {"jobs": 0}, "jobs 0"),
 ]
 
 

@@ -115,10 +115,6 @@ def bench_quality(
             show_default=False,
         ),
     ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(min=1, help="Number of processes; each loads the model. Times suffer."),
-    ] = 1,
     noise_floor: Annotated[
         bool,
         typer.Option(
@@ -171,7 +167,6 @@ def bench_quality(
         links=links,
         noise_floor=noise_floor,
         out=out,
-        jobs=jobs,
         tops=lists.numbers(top, "--top"),
         chunk_tokens=chunk_tokens,
     )

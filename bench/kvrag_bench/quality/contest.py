@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from kvrag.errors import KVRagError, ParameterError
+from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
 from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.layout import Layout
@@ -76,7 +69,7 @@ def run_quality_bench(
     on_progress
         Receives a line whenever there is something new to say.
     on_effort
-        Receives what judging cost; with several jobs, what it cost the first.
+        Receives what judging cost.
 
     Returns
     -------
@@ -152,10 +145,7 @@ def judge_questions(
     run = _Run(model, questions, options, say)
     results = Results(options.out, run.settings, run.text_before)
     results.mend()
-    if options.jobs == 1:
-        run.judge(results)
-    else:
-        _share_out(run, results, options, say)
+    run.judge(results)
     on_effort(run.effort)
     left_out = Counter(question.type for question in questions) - Counter(
         one.question.type for one in run.asked
@@ -221,27 +211,21 @@ class _Run:
             return ""
         return repr([self._similar[text] for text in question.texts])
 
-    def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:
-        """Judge what is not among the results yet, or a part of it."""
-        # All processes cut alike, whatever is missing when they begin.
+    def judge(self, results: Results) -> None:
+        """Judge what is not among the results yet."""
         missing = []
-        for one in part_of(self.asked, part, num_parts):
+        for one in self.asked:
             left = [c for c in one.contestants if results.find(one.question, c) is None]
             if left:
                 missing.append(replace(one, contestants=tuple(left)))
         if not missing:
             return
-        of_part = f" (part {part + 1} of {num_parts})" if num_parts > 1 else ""
-
-        def say(line: str) -> None:
-            self._say(line + of_part)
-
         to_fit = _texts_to_fit(self._options, self._texts)
         compressions = dict.fromkeys(c.compression for one in missing for c in one.contestants)
         judge = Judge(
             self._model,
             {
-                name: fit_codecs(self._model, self._options.codecs, to_fit, say, name)
+                name: fit_codecs(self._model, self._options.codecs, to_fit, self._say, name)
                 for name in compressions
             },
             Answerer(self._model, self._options.max_tokens),
@@ -249,7 +233,7 @@ class _Run:
             choose_repair=_RepairOf(self._model),
             judge_aside=self._judge_aside,
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
-            say=say,
+            say=self._say,
             similar=self._similar,
         )
         # Few questions over a large corpus share chunks: each is written as soon as it is judged.
@@ -274,17 +258,6 @@ class _Run:
         alone = prompt.token_ids(tokenizer)
         answerer = Answerer(self._model, len(reference.token_ids))
         return answerer.compare_plain(alone, reference), len(alone) / len(token_ids)
-
-
-def part_of(asked: Sequence[Asked], part: int, num_parts: int) -> list[Asked]:
-    """Return one of several parts that have about as much to read, from the first: 0."""
-    # Neighbours share chunks, so they stay together.
-    ends = list(accumulate(len(one.prompt.text) for one in asked))
-    return [
-        one
-        for one, end in zip(asked, ends, strict=True)
-        if (end - 1) * num_parts // ends[-1] == part
-    ]
 
 
 def _is_worth_an_answer(question: JudgedQuestion, text: str) -> bool:
@@ -315,59 +288,6 @@ def _in_bfloat16(model: KVModel) -> KVModel:
             f"noise floor: {model.name} is in bfloat16 already, so there is nothing to compare"
         )
     return KVModel(copy.deepcopy(model.hf).bfloat16(), model.tokenizer, name=model.name)
-
-
-def _share_out(
-    run: _Run, results: Results, options: QualityOptions, say: Callable[[str], None]
-) -> None:
-    """Judge in several processes, of which this one is the first."""
-    if isinstance(options.model, KVModel) or isinstance(options.links, LinkTokens):
-        raise ParameterError("bench quality: several jobs need the model and links by name")
-    with tempfile.TemporaryDirectory() as folder:
-        if options.out is None:
-            options = replace(options, out=Path(folder) / "judgements.jsonl")
-        assert options.out is not None
-        results.write_to(options.out)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        others = []
-        try:
-            with _threads(options.jobs):
-                for part in range(1, options.jobs):
-                    written = json.dumps([asdict(options), part], default=str)
-                    command = [sys.executable, "-m", "kvrag_bench.quality.part", written]
-                    others.append(subprocess.Popen(command, env=environment))
-                run.judge(results, 0, options.jobs)
-            say("waiting for the other processes")
-            failed = [other for other in others if other.wait()]
-        finally:
-            for other in others:
-                other.terminate()
-                other.wait()
-        if failed:
-            raise KVRagError(
-                "bench quality: one of the processes failed, its error is above; with --out, the "
-                "same command continues"
-            )
-        results.read()
-
-
-def judge_part(options: QualityOptions, part: int) -> None:
-    """Judge one part of the questions; the judgements go to ``options.out``."""
-    with _threads(options.jobs):
-        model = KVModel.load(options.model, device=options.device, compute=options.compute)
-        run = _Run(model, load_asked(options), options, lambda _: None)
-        run.judge(Results(options.out, run.settings, run.text_before), part, options.jobs)
-
-
-@contextmanager
-def _threads(num_processes: int) -> Iterator[None]:
-    """Leave each of some processes its share of torch's threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_threads // num_processes))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:

@@ -89,8 +89,6 @@ class QualityOptions:
         Also judge full prefill in bfloat16, where the model is of another type.
     out
         A file of judgements (`kvrag_bench.quality.results`): what it has is not judged again.
-    jobs
-        Number of processes.
     tops, chunk_tokens
         Of suite ``retrieved``: numbers of chunks for each question, and their longest.
     """
@@ -115,7 +113,6 @@ class QualityOptions:
     controls: bool = True
     noise_floor: bool = False
     out: Path | None = None
-    jobs: int = 1
     tops: Sequence[int] = (4, 6, 10)
     chunk_tokens: int = 256
 
@@ -161,8 +158,6 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
-    if options.jobs < 1:
-        raise ParameterError(f"jobs {options.jobs}: expected at least 1")
     if not options.ratios and ORACLE in options.policies:
         raise ParameterError("bench quality: policy 'oracle' needs a ratio, and none was given")
     found = [

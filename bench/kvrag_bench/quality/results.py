@@ -21,8 +21,7 @@ class Results:
     Parameters
     ----------
     path
-        The file, which need not exist; other processes may append to it as well. None keeps
-        judgements in memory only.
+        The file, which need not exist. None keeps judgements in memory only.
     settings
         What besides question and contestant a judgement depends on, as JSON values.
     text_before
@@ -45,14 +44,9 @@ class Results:
         self._settings = settings
         self._text_before = text_before
         self._records: dict[str, dict[str, Any]] = {}
-        self.read()
+        self._read()
 
-    def write_to(self, path: Path) -> None:
-        """Write to another file from here on."""
-        self._path = path
-
-    def read(self) -> None:
-        """Read the file again, for what other processes have appended."""
+    def _read(self) -> None:
         if self._path is None or not self._path.exists():
             return
         try:
@@ -73,7 +67,7 @@ class Results:
                 ) from error
 
     def mend(self) -> None:
-        """Cut off half a line at the end of the file. Only while nobody else writes."""
+        """Cut off half a line at the end of the file."""
         if self._path is not None and self._path.exists():
             with self._path.open("rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
