@@ -102,6 +102,7 @@ def pack(
     widths: NDArray[np.uint8],
     powers: _Floats,
     rows: NDArray[np.uint8],
+    lost: _Floats,
 ) -> None: ...
 def attend(
     query: _Elements,

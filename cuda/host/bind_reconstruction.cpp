@@ -237,11 +237,12 @@ void place_packed(const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes,
 }
 
 void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats1& powers,
-          Array<u8, 2> rows) {
+          Array<u8, 2> rows, Array<float, 1> lost) {
   Packing packing{};
   packing.num_numbers = widths.size() * kPackedGroup;
   require(is_packed(numbers) && is_packed(widths) && is_packed(powers) && powers.size() == 256 &&
               numbers.shape(1) == packing.num_numbers && rows.shape(0) == numbers.shape(0) &&
+              is_packed(lost) && lost.size() == numbers.shape(0) &&
               packing.num_numbers <= 1 << 14 &&
               rows.shape(1) == 1 + width_of(widths.data(), widths.size()) &&
               (rows.size() == 0 || (rows.stride(1) == 1 && rows.stride(0) >= 0)),
@@ -251,6 +252,7 @@ void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats
   packing.powers = powers.data();
   packing.rows = rows.data();
   packing.row_bytes = static_cast<u64>(rows.stride(0));
+  packing.lost = lost.data();
   const nb::gil_scoped_release release;
   run_packing(packing, numbers.shape(0));
 }
@@ -274,7 +276,7 @@ void bind_reconstruction(nb::module_& m) {
         nb::arg("cos_at"), nb::arg("sin_at"), nb::arg("angle_stride"), nb::arg("num_rotated"),
         nb::arg("threads"));
   m.def("pack", &pack, nb::arg("numbers").noconvert(), nb::arg("widths").noconvert(),
-        nb::arg("powers").noconvert(), nb::arg("rows").noconvert());
+        nb::arg("powers").noconvert(), nb::arg("rows").noconvert(), nb::arg("lost").noconvert());
   m.def("contexts", &contexts, nb::arg("values").noconvert(), nb::arg("out").noconvert());
   m.def("refine", &refine, nb::arg("values").noconvert(), nb::arg("symbols").noconvert());
 }

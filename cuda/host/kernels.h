@@ -303,6 +303,7 @@ struct Packing {
   const float* powers;  // [256], ascending
   u8* rows;             // its first
   u64 row_bytes;
+  float* lost;  // [tokens]: what rounding loses, squared
 };
 
 struct Kernels {
@@ -316,9 +317,9 @@ struct Kernels {
   // Write tokens [begin, end) of the placement, at most kTileTokens. Scratch is aligned to 64.
   void (*transform)(const Numbers&, const Transform&, const Placement&, u64 begin, u64 end,
                     float* scratch) noexcept;
-  // The same of packed rows; pack rows [begin, end), with two floats of scratch a number.
+  // The same of packed rows; pack rows [begin, end).
   void (*packed)(const Packed&, const Placement&, u64 begin, u64 end, float* scratch) noexcept;
-  void (*pack)(const Packing&, u64 begin, u64 end, float* scratch) noexcept;
+  void (*pack)(const Packing&, u64 begin, u64 end) noexcept;
   // Refinement of numbers by digits to base 3; see planes.h.
   void (*contexts)(const i16* values, u8* contexts, u64 count) noexcept;
   void (*refine)(i16* values, const u8* symbols, u64 count) noexcept;

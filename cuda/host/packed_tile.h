@@ -231,22 +231,37 @@ void packed_tile(const Packed& packed, const Placement& placement, u64 begin, u6
   }
 }
 
+// Scalar code has no registers for eight floats, and so cannot return them.
+static inline void read_eight(const float* from, Floats8& eight) {
+  std::memcpy(&eight, from, sizeof eight);
+}
+
+// Eight numbers in units of a scale, to the nearest that can be stored, from 0.
+static inline void to_packed(const Floats8& numbers, float half, float most, Ints8& whole) {
+  Floats8 place = numbers * half + 0.5f * (most + 1.0f);
+  place = place < 0.0f ? Floats8{} : place;
+  place = place > most ? Floats8{} + most : place;
+  whole = __builtin_convertvector(place, Ints8);
+}
+
 // Scales are powers of two by eighths; those below the one that fits all numbers are tried too.
-void pack_tile(const Packing& packing, u64 begin, u64 end, float* scratch) noexcept {
+void pack_tile(const Packing& packing, u64 begin, u64 end) noexcept {
   constexpr i32 kTries = 10;
-  const u64 count = packing.num_numbers;
-  float* const most = scratch;
-  float* const middle = most + count;
-  for (u64 i = 0; i < count; ++i) {
-    most[i] = static_cast<float>((1 << packing.widths[i / kPackedGroup]) - 1);
-    middle[i] = 0.5f * (most[i] + 1.0f);
-  }
+  const u64 groups = packing.num_numbers / kPackedGroup;
+  const auto most_of = [&](u64 group) {
+    return static_cast<float>((1 << packing.widths[group]) - 1);
+  };
   for (u64 row = begin; row < end; ++row) {
-    const float* const numbers = packing.numbers + row * count;
+    const float* const numbers = packing.numbers + row * packing.num_numbers;
     float peak = 0.0f;
-    for (u64 i = 0; i < count; ++i) {
-      if (most[i] == 0.0f) continue;
-      const float needed = (numbers[i] < 0.0f ? -numbers[i] : numbers[i]) / most[i];
+    for (u64 group = 0; group < groups; ++group) {
+      if (packing.widths[group] == 0) continue;
+      Floats8 x;
+      read_eight(numbers + kPackedGroup * group, x);
+      const Floats8 size = x < 0.0f ? -x : x;
+      float greatest = 0.0f;
+      for (u32 i = 0; i < 8; ++i) greatest = size[i] > greatest ? size[i] : greatest;
+      const float needed = greatest / most_of(group);
       peak = needed > peak ? needed : peak;
     }
     i32 first = 255;
@@ -255,30 +270,36 @@ void pack_tile(const Packing& packing, u64 begin, u64 end, float* scratch) noexc
     i32 chosen = first;
     for (i32 power = first; power >= 0 && power > first - kTries; --power) {
       const float scale = packing.powers[power], half = 0.5f / scale;
-      float lost = 0.0f;
-      for (u64 i = 0; i < count; ++i) {
-        float place = numbers[i] * half + middle[i];
-        place = place < 0.0f ? 0.0f : place > most[i] ? most[i] : place;
-        const float whole = static_cast<float>(static_cast<i32>(place));
-        const float difference = numbers[i] - (2.0f * whole - most[i]) * scale;
-        lost += difference * difference;
+      Floats8 losses{};
+      for (u64 group = 0; group < groups; ++group) {
+        const float most = most_of(group);
+        Floats8 x;
+        read_eight(numbers + kPackedGroup * group, x);
+        Ints8 whole;
+        to_packed(x, half, most, whole);
+        const Floats8 nearest = 2.0f * __builtin_convertvector(whole, Floats8) - most;
+        const Floats8 difference = x - nearest * scale;
+        losses += difference * difference;
       }
+      float lost = 0.0f;
+      for (u32 i = 0; i < 8; ++i) lost += losses[i];
       if (lost < best) {
         best = lost;
         chosen = power;
       }
     }
+    packing.lost[row] = best;
     u8* to = packing.rows + row * packing.row_bytes;
     *to++ = static_cast<u8>(chosen);
     const float half = 0.5f / packing.powers[chosen];
-    for (u64 i = 0; i < count; i += kPackedGroup) {
-      const u64 width = packing.widths[i / kPackedGroup];
+    for (u64 group = 0; group < groups; ++group) {
+      const u64 width = packing.widths[group];
+      Floats8 x;
+      Ints8 whole;
+      read_eight(numbers + kPackedGroup * group, x);
+      to_packed(x, half, most_of(group), whole);
       u64 word = 0;
-      for (u64 k = 0; k < kPackedGroup; ++k) {
-        float place = numbers[i + k] * half + middle[i + k];
-        place = place < 0.0f ? 0.0f : place > most[i + k] ? most[i + k] : place;
-        word |= static_cast<u64>(static_cast<i32>(place)) << (k * width);
-      }
+      for (u64 i = 0; i < kPackedGroup; ++i) word |= static_cast<u64>(whole[i]) << (i * width);
       std::memcpy(to, &word, width);
       to += width;
     }

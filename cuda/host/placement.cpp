@@ -48,8 +48,6 @@ void run_packed(const PackedPart* parts, u64 num_parts, u32 threads) {
   });
 }
 
-void run_packing(const Packing& packing, u64 num_tokens) {
-  kernels().pack(packing, 0, num_tokens, scratch(2 * packing.num_numbers));
-}
+void run_packing(const Packing& packing, u64 num_tokens) { kernels().pack(packing, 0, num_tokens); }
 
 }  // namespace kvrag::host

@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.pca import PCAFitter
+from kvrag.codec.pca import MOST_ENERGY
 from kvrag.codec.transforms import KINDS, BlockPlan, load_means, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native.packed import GROUP, MOST_BITS, SLACK, PackedBands, pack_rows, place_packed
+from kvrag.native.packed import GROUP, MOST_BITS, PackedBands, pack_rows
 
 # A direction that hardly varies in the sample may vary more elsewhere.
 _LEAST_VARIANCE = 1e-4
+# With as many, SmolLM2's and Gemma-3's answers change no more than with four times as many.
+_FEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Bands:
         fewest = -(-channels // self.most_channels)
         return next(n for n in range(fewest, channels + 1) if channels % n == 0)
 
+    def tokens_to_fit(self, spec: KVSpec) -> int:
+        """Return how many tokens a sample should have."""
+        return max(_FEW_TOKENS, 8 * spec.num_kv_heads * spec.head_dim // self.num_bands(spec))
+
     def fitter(self, spec: KVSpec) -> BandsFitter:
         """Return an empty fitter."""
         return BandsFitter(spec, self)
@@ -93,42 +99,66 @@ class Bands:
 
 
 class BandsFitter:
-    """Accumulates the covariance of each layer's keys and values."""
+    """Accumulates the covariance of each band."""
 
     def __init__(self, spec: KVSpec, transform: Bands) -> None:
-        self._spec = spec
-        self._transform = transform
-        self._moments = PCAFitter(spec, transform.plans(spec))
+        self._spec, self._transform = spec, transform
+        num_bands = transform.num_bands(spec)
+        width = spec.num_kv_heads * spec.head_dim // num_bands
+        every = len(KINDS) * spec.num_layers * num_bands
+        self._count = 0
+        self._shift: torch.Tensor | None = None  # the first chunk's means, to limit cancellation
+        self._sums = torch.zeros(every, width, dtype=torch.float64)
+        self._products = torch.zeros(every, width, width)
+        self._energy = torch.zeros(every, dtype=torch.float64)
 
     def update(self, kv: ChunkKV) -> None:
         """Add one chunk."""
-        self._moments.update(kv)
+        both = torch.stack([kv.keys, kv.values], dim=1).float()
+        rows = both.transpose(3, 4).reshape(*self._sums.shape, kv.num_tokens)
+        if self._shift is None:
+            self._shift = rows.mean(2, keepdim=True)
+        rows -= self._shift
+        self._count += kv.num_tokens
+        energy = rows.square().sum(1)
+        usual = energy.median(1, keepdim=True).values
+        self._energy += energy.clamp(max=MOST_ENERGY * usual).sum(1)
+        most = (MOST_ENERGY * self._energy / self._count).float()[:, None]
+        rows *= torch.where(energy > most, (most / energy).sqrt(), 1.0)[:, None]
+        self._sums += rows.sum(2)
+        self._products.baddbmm_(rows, rows.transpose(1, 2))
 
     def finish(self) -> FittedBands:
         """Return the bands' components, in order of falling variance."""
         transform, spec = self._transform, self._spec
-        num_bands = transform.num_bands(spec)
-        means, bases, scales, widths = [], [], [], []
-        for _, mean, covariance in self._moments.moments():
-            channels = len(mean) // num_bands
-            numbers = -(-channels // GROUP) * GROUP
-            budget = round(numbers * transform.bits / GROUP)
-            basis = torch.zeros(num_bands, numbers, channels, dtype=torch.int8)
-            scale = torch.empty(num_bands)
-            width = torch.empty(num_bands, numbers // GROUP, dtype=torch.uint8)
-            for band in range(num_bands):
-                part = slice(band * channels, (band + 1) * channels)
-                spread, vectors = torch.linalg.eigh(covariance[part, part])
-                spread, rows = spread.flip(0).clamp(min=0), vectors.flip(1).T
-                step = rows.abs().max() / 127
-                basis[band, :channels] = (rows / step).round().to(torch.int8)
-                scale[band] = step * (spread.mean().sqrt() + 1e-12)
-                width[band] = _widths(spread, numbers, budget)
-            means.append(mean.float())
-            bases.append(basis)
-            scales.append(scale)
-            widths.append(width)
-        return FittedBands(spec, transform.plans(spec), means, bases, scales, widths)
+        if self._shift is None or self._count < 2:
+            raise ParameterError(f"a profile needs 2 tokens or more; found {self._count}")
+        num_bands, channels = transform.num_bands(spec), self._sums.shape[1]
+        numbers = -(-channels // GROUP) * GROUP
+        budget = round(numbers * transform.bits / GROUP)
+        mean = self._sums / self._count
+        bases = torch.zeros(len(mean), numbers, channels, dtype=torch.int8)
+        scales = torch.empty(len(mean))
+        widths = torch.empty(len(mean), numbers // GROUP, dtype=torch.uint8)
+        for band, (products, centre) in enumerate(zip(self._products, mean, strict=True)):
+            covariance = products.double() / self._count - centre[:, None] * centre
+            spread, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+            spread, rows = spread.flip(0).clamp(min=0), vectors.flip(1).T
+            step = rows.abs().max() / 127
+            bases[band, :channels] = (rows / step).round().to(torch.int8)
+            scales[band] = step * (spread.mean().sqrt() + 1e-12)
+            widths[band] = _widths(spread, numbers, budget)
+        means = (mean + self._shift[:, :, 0]).float().flatten()
+        by_block = [
+            list(every.view(-1, size, *every.shape[1:]).unbind(0))
+            for every, size in (
+                (means, num_bands * channels),
+                (bases, num_bands),
+                (scales, num_bands),
+                (widths, num_bands),
+            )
+        ]
+        return FittedBands(spec, transform.plans(spec), *by_block)
 
 
 def _widths(variance: torch.Tensor, numbers: int, budget: int) -> torch.Tensor:
@@ -185,14 +215,20 @@ class FittedBands:
 
     def analyse(self, block: int, channels: torch.Tensor) -> torch.Tensor:
         """Return ``[bands K, T]``: the least squares by the rounded basis."""
+        num_bands, numbers, _ = self.bases[block].shape
+        banded = self._numbers(block, channels).transpose(1, 2)
+        return banded.reshape(num_bands * numbers, -1)
+
+    def _numbers(self, block: int, channels: torch.Tensor) -> torch.Tensor:
+        """Return ``[bands, T, K]``."""
         inverse = self._inverses.get(block)
         if inverse is None:
             basis = self.bases[block].double() * self.scales[block][:, None, None].double()
-            inverse = torch.linalg.pinv(basis).transpose(1, 2).float().contiguous()
+            inverse = torch.linalg.pinv(basis).float().contiguous()
             self._inverses[block] = inverse
-        num_bands, numbers, width = inverse.shape
+        num_bands, width, _ = inverse.shape
         centred = (channels - self.means[block][:, None]).view(num_bands, width, -1)
-        return (inverse @ centred).view(num_bands * numbers, -1)
+        return centred.transpose(1, 2) @ inverse
 
     def prepared(self, block: int) -> PackedBands:
         """Return a block's bands as the kernels want them, made on first use."""
@@ -207,22 +243,20 @@ class FittedBands:
         """Return the bands of a layer's keys, and of its values."""
         return self.prepared(2 * layer_index), self.prepared(2 * layer_index + 1)
 
-    def pack(self, block: int, channels: torch.Tensor) -> NDArray[np.uint8]:
-        """Return the rows ``[T, bytes]`` of a block's channels ``[N, T]``."""
-        widths, numbers = self.widths[block].numpy(), self.analyse(block, channels)
-        banded = numbers.view(len(widths), -1, numbers.shape[1]).transpose(1, 2).contiguous()
-        rows = np.empty((numbers.shape[1], self.prepared(block).row_bytes), np.uint8)
-        for one, width, part in zip(banded, widths, np.hsplit(rows, len(widths)), strict=True):
-            pack_rows(one, width, part)
-        return rows
+    def pack(
+        self, block: int, channels: torch.Tensor, rows: NDArray[np.uint8]
+    ) -> NDArray[np.float64]:
+        """Write the rows ``[T, bytes]`` of a block's channels ``[N, T]``; return what each loses.
 
-    def unpack(self, block: int, rows: NDArray[np.uint8]) -> torch.Tensor:
-        """Return the channels float32 ``[N, T]`` of rows."""
-        num_tokens, size = rows.shape
-        out = torch.empty(1, num_tokens, len(self.means[block]))
-        content = np.concatenate([rows.reshape(-1), np.zeros(SLACK, np.uint8)])
-        place_packed(content, 0, size, slice(0, num_tokens), (self.prepared(block), out))
-        return out[0].T
+        Bases are orthogonal except for rounding to 8 bits: errors of numbers are those of channels.
+        """
+        numbers, widths = self._numbers(block, channels), self.widths[block].numpy()
+        lost = np.zeros(len(rows))
+        parts = np.hsplit(rows, len(widths))
+        sizes = self.bases[block].float().square().sum(2).amax(1) * self.scales[block].square()
+        for one, width, part, size in zip(numbers, widths, parts, sizes.tolist(), strict=True):
+            lost += size * pack_rows(one, width, part)
+        return lost
 
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the channels float32 ``[N, T]`` of rows."""

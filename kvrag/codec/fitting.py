@@ -289,8 +289,7 @@ def tokens_to_fit(config: PipelineConfig, spec: KVSpec) -> int:
     0.04 % on 2,048 and 0.03 % on 4,096 or more.
     """
     if isinstance(config.transform, Bands):
-        channels = spec.num_kv_heads * spec.head_dim
-        return max(_FEW_TOKENS, 4 * channels // config.transform.num_bands(spec))
+        return config.transform.tokens_to_fit(spec)
     if not isinstance(config.transform, PCA):
         return _FEW_TOKENS
     widest = max(plan.num_channels(spec) for plan in config.transform.plans(spec))
@@ -365,8 +364,8 @@ def _fit_bands(config: PipelineConfig, transform: FittedBands, kept: list[ChunkK
     distortion, energy = [], 0.0
     for block, plan in enumerate(transform.plans):
         every = torch.cat([plan.gather(kv) for kv in kept], dim=1)
-        found = transform.unpack(block, transform.pack(block, every))
-        distortion.append(float(transform.errors(block, found, every).mean()))
+        rows = np.empty((every.shape[1], transform.prepared(block).row_bytes), np.uint8)
+        distortion.append(float(transform.pack(block, every, rows).mean()))
         energy += float((every - every.mean(1, keepdim=True)).square().sum(0).mean())
     nothing = np.full((1, NUM_SYMBOLS), TOTAL // NUM_SYMBOLS, np.uint16)
     num_blocks = len(transform.plans)

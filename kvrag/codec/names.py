@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvrag.codec.base import Codec
 
 RAW = "raw"
+PACKED = "packed"
 RAW_HEADS = "raw-heads"
 PLAIN: Table[type[Codec]] = Table(
     "kvrag.codecs",
@@ -33,13 +34,13 @@ _OVERHEAD_BITS = 0.3
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "lossless": ("1",),
-    "packed": ("1",),
+    PACKED: ("1",),
     "cachegen": tuple(_CHANNEL_BITS),
     "transform": ("4", "2", "1", "0.5"),
     "stream": ("4", "2", "1", "0.5"),
 }
 """The predefined levels of each codec that has a profile."""
-_DEFAULT_LEVELS = {"lossless": "1", "packed": "1", "cachegen": "2", "transform": "2", "stream": "2"}
+_DEFAULT_LEVELS = {"lossless": "1", PACKED: "1", "cachegen": "2", "transform": "2", "stream": "2"}
 _TAKES_BITS = ("transform", "stream")
 
 
@@ -69,7 +70,7 @@ class CodecName:
         """About how many bits an element takes; None if KV is stored exactly."""
         if self.preset in _TAKES_BITS:
             return float(self.level) + _OVERHEAD_BITS
-        if self.preset == "packed":
+        if self.preset == PACKED:
             return _PACKED_BITS + _OVERHEAD_BITS
         if self.preset == "cachegen":
             return _CHANNEL_BITS[self.level] + _OVERHEAD_BITS

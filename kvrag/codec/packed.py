@@ -17,6 +17,7 @@ from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
 from kvrag.codec.block import COUNT, BlockReader
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.level import ProfiledCodec
+from kvrag.codec.names import PACKED
 from kvrag.codec.pipeline import OUTLIER_FACTOR
 from kvrag.codec.profile import Profile
 from kvrag.codec.transforms import KINDS, greatest_tame
@@ -24,8 +25,6 @@ from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native.packed import SLACK, place_packed
 from kvrag.native.reconstruction import Rotation
 from kvrag.positions.rotary import RotaryTable
-
-NAME = "packed"
 
 
 class PackedCodec(ProfiledCodec):
@@ -42,7 +41,7 @@ class PackedCodec(ProfiledCodec):
         Its bands.
     """
 
-    name = label = NAME
+    name = label = PACKED
 
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
@@ -53,7 +52,7 @@ class PackedCodec(ProfiledCodec):
         spec = self.check_fitted(kv)
         return write_record(
             key,
-            codec=NAME,
+            codec=PACKED,
             spec=spec,
             num_tokens=kv.num_tokens,
             blocks=[self._encode_layer(index, kv) for index in range(spec.num_layers)],
@@ -62,24 +61,28 @@ class PackedCodec(ProfiledCodec):
 
     def _encode_layer(self, layer_index: int, kv: ChunkKV) -> list[bytes | memoryview]:
         plans, level = self.transform.plans, self.profile.levels[0]
-        blocks = range(len(KINDS) * layer_index, len(KINDS) * (layer_index + 1))
-        rows, kept_raw, raw = [], torch.zeros(kv.num_tokens, dtype=torch.bool), []
-        for block in blocks:
+        sizes = [bands.row_bytes for bands in self.transform.prepared_layer(layer_index)]
+        rows = np.empty((kv.num_tokens, sum(sizes)), np.uint8)
+        parts = np.split(rows, sizes[:1], axis=1)
+        kept_raw, raw = np.zeros(kv.num_tokens, bool), []
+        for block, part in enumerate(parts, len(KINDS) * layer_index):
             channels = plans[block].gather(kv)
             wild = channels.abs().amax(0) > greatest_tame(self.profile.spec.dtype)
-            tame = torch.where(wild, 0.0, channels)
-            rows.append(self.transform.pack(block, tame))
-            found = self.transform.unpack(block, rows[-1])
-            errors = self.transform.errors(block, found, tame)
-            kept_raw |= wild | (errors > OUTLIER_FACTOR * float(level.distortion[block]) + 1e-12)
+            if bool(wild.any()):
+                kept_raw |= wild.numpy()
+                tame = torch.where(wild, 0.0, channels)
+            else:
+                tame = channels
+            lost = self.transform.pack(block, tame, part)
+            kept_raw |= lost > OUTLIER_FACTOR * float(level.distortion[block]) + 1e-12
             raw.append(channels)
-        tokens = kept_raw.nonzero()[:, 0]
-        numbers = torch.cat(raw)[:, tokens].T.to(self.profile.spec.dtype).contiguous()
+        (tokens,) = kept_raw.nonzero()
+        numbers = torch.cat([one[:, tokens] for one in raw]).T.to(self.profile.spec.dtype)
         return [
             COUNT.pack(len(tokens)),
-            tokens.numpy().astype("<u4").tobytes(),
-            numbers.flatten().view(torch.uint8).numpy().data,
-            np.concatenate(rows, axis=1).tobytes(),
+            tokens.astype("<u4").tobytes(),
+            numbers.contiguous().flatten().view(torch.uint8).numpy().data,
+            rows.data.cast("B"),
         ]
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> PackedChunk:

@@ -11,7 +11,7 @@ dividing each layer and kind by its root mean square, the queries' second moment
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from kvrag.process import memory_bytes
 BASIS_DTYPE = torch.float16
 # A token whose energy exceeds the running mean by this factor is scaled down to it. Otherwise a few
 # attention sinks would determine the first components.
-_MOST_ENERGY = 9.0
+MOST_ENERGY = 9.0
 _MOST_DOUBLE = 1536
 _MOST_CHANNELS = 6144
 _FEW_CHANNELS = 1536
@@ -83,7 +83,7 @@ class PCA:
                 f"{spec.num_kv_heads} x {spec.head_dim} key/value channels take {needed / 1e9:.0f} "
                 "GB, more than half of this machine's memory; use codec cachegen or a larger one"
             )
-        return PCAFitter(spec, self.plans(spec), self.normalise)
+        return PCAFitter(spec, self)
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> Components:
         """Return the fitted transform that a profile stores. Raises ProfileError."""
@@ -100,10 +100,10 @@ class PCA:
 class PCAFitter:
     """Accumulates the covariance of every block."""
 
-    def __init__(self, spec: KVSpec, plans: tuple[BlockPlan, ...], normalise: bool = False) -> None:
+    def __init__(self, spec: KVSpec, transform: PCA) -> None:
         self._spec = spec
-        self._normalise = normalise
-        self._plans = plans
+        self._transform = transform
+        self._plans = transform.plans(spec)
         sizes = [plan.num_channels(spec) for plan in self._plans]
         self._count = 0
         self._shift: list[torch.Tensor] = []  # the first chunk's means, to limit cancellation
@@ -120,26 +120,21 @@ class PCAFitter:
         for block, rows in enumerate(channels):
             rows = rows - self._shift[block][:, None]
             energy = rows.square().sum(0)
-            self._energy[block] += float(energy.clamp(max=_MOST_ENERGY * energy.median()).sum())
-            most = _MOST_ENERGY * self._energy[block] / self._count
+            self._energy[block] += float(energy.clamp(max=MOST_ENERGY * energy.median()).sum())
+            most = MOST_ENERGY * self._energy[block] / self._count
             rows = rows * torch.where(energy > most, (most / energy).sqrt(), 1.0)
             self._sums[block] += rows.sum(1)
             self._products[block].addmm_(rows, rows.T)
 
-    def moments(self) -> Iterator[tuple[BlockPlan, torch.Tensor, torch.Tensor]]:
-        """Yield each block with its mean and covariance, in double precision."""
+    def finish(self) -> Components:
+        """Return the components, in order of falling variance."""
         if self._count < 2:
             raise ParameterError(f"a profile needs 2 tokens or more; found {self._count}")
+        means, weights, bases = [], [], []
         for block, plan in enumerate(self._plans):
             mean = self._sums[block] / self._count
             covariance = self._products[block].double() / self._count - mean[:, None] * mean
-            yield plan, mean + self._shift[block], (covariance + covariance.T) / 2
-
-    def finish(self) -> Components:
-        """Return the components, in order of falling variance."""
-        means, weights, bases = [], [], []
-        for plan, mean, covariance in self.moments():
-            means.append(mean.float())
+            means.append((mean + self._shift[block]).float())
             weight = self._weights(plan, covariance.diagonal())
             weights.append(weight.float())
             # Centred numbers of T tokens span T - 1 directions at most.
@@ -147,13 +142,13 @@ class PCAFitter:
             scaled = covariance * weight * weight[:, None]
             # Single precision only for large bases, for which double would take minutes.
             precision = torch.float64 if len(mean) <= _MOST_DOUBLE else torch.float32
-            _, vectors = torch.linalg.eigh(scaled.to(precision))
+            _, vectors = torch.linalg.eigh(((scaled + scaled.T) / 2).to(precision))
             bases.append(vectors[:, -rank:].flip(1).T.contiguous().to(BASIS_DTYPE))
         return Components(self._spec, self._plans, means, weights, bases)
 
     def _weights(self, plan: BlockPlan, variance: torch.Tensor) -> torch.Tensor:
         weight = torch.ones_like(variance)
-        if not self._normalise:
+        if not self._transform.normalise:
             return weight
         for layer_index in plan.layers:
             for kind in plan.kinds:

@@ -83,21 +83,21 @@ class RecordCoding:
 
     @property
     def needs_profile(self) -> bool:
-        """Whether a profile must be fitted before anything can be written."""
+        """Whether a profile must be fitted before the codec can be used."""
         return not self.profile_hash and choose_codec(self.label).config is not None
 
     @property
     def codec(self) -> Codec:
-        """The codec of new records. Raises ProfileError if its profile is not available."""
+        """The codec of new records; raw until its profile is fitted.
+
+        Raises ProfileError if the profile is not available.
+        """
+        if self.needs_profile:
+            return RawCodec()
         if self._codec is None:
             profile = self.profiles.get(self.profile_hash) if self.profile_hash else None
             self._codec = get_codec(self.label, profile)
         return self._codec
-
-    @property
-    def present_codec(self) -> Codec:
-        """The codec of new records; raw until its profile is fitted. Raises ProfileError."""
-        return RawCodec() if self.needs_profile else self.codec
 
     def writes(self, header: RecordHeader) -> bool:
         """Return whether a record has the name, profile and level that this codec writes."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
+from kvrag.codec.names import PACKED
 from kvrag.errors import DocumentError, ParameterError, ProfileError
 from kvrag.foreign import document_failures
 from kvrag.ingest.encoders import Encoders
@@ -46,14 +47,14 @@ class CodecFitter:
             return storage.coding.codec
         lengths = [storage.config.num_rows(len(chunk.token_ids)) for chunk in chunks]
         if sum(lengths) < self._tokens_to_fit():
-            return storage.coding.present_codec
+            return storage.coding.codec
         codec = storage.config.codec
         try:
             profile = self._fit(
                 codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
             )
         except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
-            return storage.coding.present_codec
+            return storage.coding.codec
         self._record(codec, profile, say)
         return storage.coding.codec
 
@@ -75,7 +76,7 @@ class CodecFitter:
             self._record(codec, profile, say)
         if storage.config.profile:
             num_tokens = storage.profiles.get(storage.config.profile).num_tokens
-            if num_tokens < SAMPLE_TOKENS // 4:
+            if num_tokens < SAMPLE_TOKENS // 4 and codec != PACKED:  # a few tokens fit it
                 return (
                     f"{codec} was fitted on {num_tokens:,} tokens only; 'kvrag recode --codec "
                     f"{codec}' fits it again when the index holds more"

@@ -436,7 +436,7 @@ def stats_of(storage: Storage) -> IndexStats:
         store=storage.store.url,
         model=config.model,
         dtype=config.dtype,
-        codec=config.codec,
+        codec=f"raw, {config.codec} later" if storage.coding.needs_profile else config.codec,
         embedding=config.embedding,
         chunk_tokens=config.chunk_tokens,
         context=config.context,

@@ -199,7 +199,7 @@ class OnDemand:
         """Store a record, unless its chunk was removed meanwhile; return its bytes."""
         storage = self._storage
         storage.reload_codec()
-        record = storage.coding.present_codec.encode(key, kv)
+        record = storage.coding.codec.encode(key, kv)
         if storage.catalog.chunks([alone.chunk_id]):
             storage.store.put(key, record)
         return len(record)

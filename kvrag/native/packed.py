@@ -215,7 +215,9 @@ def _place_slowly(
         reference.place_rows(made, rows[:, begin:end], out, tables)
 
 
-def pack_rows(numbers: ArrayLike, widths: NDArray[np.uint8], rows: NDArray[np.uint8]) -> None:
+def pack_rows(
+    numbers: ArrayLike, widths: NDArray[np.uint8], rows: NDArray[np.uint8]
+) -> NDArray[np.float32]:
     """Write the rows of one band: the scale that loses least, and the numbers nearest to its.
 
     Parameters
@@ -227,6 +229,11 @@ def pack_rows(numbers: ArrayLike, widths: NDArray[np.uint8], rows: NDArray[np.ui
     rows
         uint8 ``[T, bytes]``; the last stride is 1.
 
+    Returns
+    -------
+    array
+        float32 ``[T]``: what each row loses, squared.
+
     Raises
     ------
     ParameterError
@@ -235,4 +242,6 @@ def pack_rows(numbers: ArrayLike, widths: NDArray[np.uint8], rows: NDArray[np.ui
     found = view(numbers, "numbers", np.float32, (None, GROUP * len(widths)), contiguous=True)
     shape = (len(found), 1 + int(widths.sum()))
     written = view(rows, "rows", np.uint8, shape, writable=True)
-    kernels.pack(found, np.ascontiguousarray(widths), POWERS, written)
+    lost = np.empty(len(found), np.float32)
+    kernels.pack(found, np.ascontiguousarray(widths), POWERS, written, lost)
+    return lost

@@ -348,22 +348,26 @@ def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> _Floats:
 
 
 def pack(
-    numbers: _Floats, widths: NDArray[np.uint8], powers: _Floats, rows: NDArray[np.uint8]
+    numbers: _Floats,
+    widths: NDArray[np.uint8],
+    powers: _Floats,
+    rows: NDArray[np.uint8],
+    lost: _Floats,
 ) -> None:
     tries = 10
     most = np.repeat((1 << widths.astype(np.int32)) - 1, 8).astype(np.float32)
     needed = np.divide(np.abs(numbers), most, out=np.zeros_like(numbers), where=most > 0)
     first = np.searchsorted(powers, needed.max(axis=1, initial=0)).clip(max=255)
-    best = np.full(len(numbers), np.inf, np.float32)
+    lost[:] = np.inf
     chosen = first.copy()
     packed = np.zeros(numbers.shape, np.uint8)
     for less in range(tries):
         power = (first - less).clip(min=0)
         scale = powers[power][:, None]
         whole = np.floor((numbers * (0.5 / scale) + (most + 1) / 2).clip(0, most))
-        lost = np.square(numbers - (2 * whole - most) * scale).sum(axis=1)
-        better = lost < best
-        best[better], chosen[better], packed[better] = lost[better], power[better], whole[better]
+        found = np.square(numbers - (2 * whole - most) * scale).sum(axis=1)
+        better = found < lost
+        lost[better], chosen[better], packed[better] = found[better], power[better], whole[better]
     rows[:, 0] = chosen
     end = 1
     for group, width in enumerate(widths.tolist()):

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag import process
+from kvrag.codec.bands import Bands
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
-from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.raw import RawCodec
+from kvrag.codec.registry import codec_of
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import StoreError
 from kvrag.fusion import card, staging
@@ -60,7 +61,10 @@ _CONFIGS = {
     "apart": PipelineConfig(PCA(3, joint=False), RateDistortion((3.0, 1.0)), Uniform(0.0)),
     "channels": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
+    "packed": PipelineConfig(Bands(), LayerGroups((1.0,), (1.0,)), Uniform(0.0)),
 }
+_ON_HOST = ("lossless", "packed")
+"""What the host decodes for a card. The last bytes of their records are parts of numbers."""
 
 
 @functools.cache
@@ -69,8 +73,8 @@ def _codecs(name: str, spec: KVSpec) -> list[Any]:
     if name == "raw":
         return [RawCodec()]
     profile = fit(_CONFIGS[name], spec, num_chunks=7)
-    if name == "lossless":
-        return [LosslessCodec(profile)]
+    if name in _ON_HOST:
+        return [codec_of(profile)]
     return [PipelineCodec(profile, name, level.name) for level in profile.levels]
 
 
@@ -148,8 +152,7 @@ def _prompts(
             records[one] = smooth_kv(spec, num_tokens, seed=number)
             records[one].keys[:, :, draw(st.integers(0, num_tokens - 1))] *= 40  # kept raw
             codecs[one] = draw(st.sampled_from(["raw", *_CONFIGS])), draw(st.integers(0, 5))
-            # Of lossless records, the last bytes are parts of numbers: any would do.
-            kinds += ["forged"] * (codecs[one][0] not in ("raw", "lossless"))
+            kinds += ["forged"] * (codecs[one][0] not in ("raw", *_ON_HOST))
         if makes and draw(st.booleans()):
             made.add(one)
         elif with_damage and draw(st.booleans()):

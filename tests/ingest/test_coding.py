@@ -29,6 +29,11 @@ DOCUMENTS = [
     for number in range(1, 9)
 ]
 
+OTHERS = [
+    Document(f"more{number}", " ".join(WORDS[(number * i) % 13] for i in range(5, 35)))
+    for number in range(1, 9)
+]
+
 
 @pytest.fixture
 def make_index(make_index: MakeIndex) -> MakeIndex:
@@ -36,7 +41,7 @@ def make_index(make_index: MakeIndex) -> MakeIndex:
     return lambda name="index", **settings: make_index(name, chunk_tokens=256, **settings)
 
 
-CODECS = ["lossless", "cachegen:1", "transform:4", "transform:1.5"]
+CODECS = ["lossless", "packed", "cachegen:1", "transform:4", "transform:1.5"]
 
 
 def kv_of(index: Index, number: int) -> ChunkKV:
@@ -59,12 +64,13 @@ def distance(first: ChunkKV, second: ChunkKV) -> float:
 def test_the_first_ingestion_fits_the_codec(codec: str, make_index: MakeIndex) -> None:
     raw, index = make_index("raw"), make_index("coded", codec=codec)
     assert index.config.profile == ""
-    raw.add(DOCUMENTS)
+    raw.add([*DOCUMENTS, *OTHERS])
     seen: list[IngestProgress] = []
-    report = index.add(DOCUMENTS, on_progress=seen.append)
+    report = index.add([*DOCUMENTS, *OTHERS], on_progress=seen.append)
     assert report.ok
     assert {progress.stage for progress in seen} == {"read", "profile", "compute"}
-    assert any("fitting level" in progress.doing for progress in seen) or codec == "lossless"
+    has_levels = codec not in ("lossless", "packed")
+    assert any("fitting level" in progress.doing for progress in seen) == has_levels
     assert index.config.codec == codec
     assert (index.path / "profiles" / f"{index.config.profile}.safetensors").is_file()
     assert report.size_bytes == index.stats().size_bytes < raw.stats().size_bytes
@@ -218,7 +224,12 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     encoded = index.open_kv(chunk.chunk_id)
     assert encoded is not None
     assert distance(read_all(encoded, index.config.spec), exact) == 0
+    assert index.stats().codec == "raw, cachegen:2 later"
+    index.store.delete(index.key_of(chunk))
+    assert index.upkeep.verify(repair=True).num_repaired == 1
+    assert index.upkeep.verify().ok
     more = index.add([short, *DOCUMENTS])  # and with more it is fitted
+    assert index.stats().codec == "cachegen:2"
     assert "fitted on" in more.note
     assert "tokens only" in more.note
     assert index.config.profile
@@ -234,10 +245,6 @@ def test_what_was_raw_is_recoded_once_there_is_enough(
 ) -> None:
     """The profile is fitted to records of both ingestions, and no KV is computed again."""
     index = make_index(codec="transform:4")
-    others = [
-        Document(f"more{number}", " ".join(WORDS[(number * i) % 13] for i in range(5, 35)))
-        for number in range(1, 9)
-    ]
     first = index.add(DOCUMENTS[:3])
     assert "KV is stored raw until" in first.note
     gone = DOCUMENTS[0].source
@@ -250,9 +257,9 @@ def test_what_was_raw_is_recoded_once_there_is_enough(
 
     monkeypatch.setattr(Encoders, "prefill", counted)
     index.delete(sources=[gone])
-    more = index.add([*DOCUMENTS[1:3], *others])
+    more = index.add([*DOCUMENTS[1:3], *OTHERS])
     assert more.num_records == 8
-    assert set(computed) == {one.text for one in others}
+    assert set(computed) == {one.text for one in OTHERS}
     assert "tokens only" in more.note
     assert index.config.profile
     assert index.upkeep.recode("transform:4").num_recoded == 0

@@ -138,14 +138,15 @@ def test_packing_takes_the_scale_and_the_numbers_that_lose_least(data: st.DataOb
         for name in instruction_sets():
             use_instruction_set(name)
             rows = np.zeros((20, 3 + int(widths.sum())), np.uint8)
-            pack_rows(numbers, widths, rows[:, 1:-1])
+            losses = pack_rows(numbers, widths, rows[:, 1:-1])
             assert not rows[:, [0, -1]].any()
-            for row, packed in zip(numbers, rows[:, 1:-1], strict=True):
+            for row, packed, told in zip(numbers, rows[:, 1:-1], losses, strict=True):
                 scale = float(POWERS[packed[0]])
                 odd = 2 * np.array(fields(packed[1:], widths)) - most
                 found = float(np.square(row - odd * scale).sum())
                 assert found <= 1.001 * min(lost(row, byte) for byte in tried(row)) + 1e-30
                 assert packed[0] in tried(row)
+                assert told == pytest.approx(found, rel=1e-4)
 
 
 def test_threads_change_nothing(isa: str) -> None:

@@ -310,7 +310,7 @@ class RayRunner:
                         break
         coding = storage.coding
         if coding.needs_profile:
-            return self._job(run, coding.present_codec.name, b"")
+            return self._job(run, coding.codec.name, b"")
         profile = coding.profile_hash
         content = storage.profiles.get(profile).content if profile else b""
         return self._job(run, coding.label, content)
