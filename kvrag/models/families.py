@@ -3,7 +3,7 @@
 Layers have to be callable one by one with our cache, attend through Transformers' interface, and
 keep keys and values in the cache as they made them. Everything that is not named here (q/k norms,
 GQA, biases, experts, sinks, soft-capping of attention) is left to the layer. `TESTED` are the
-families whose oracle tests are green (`tests/models/test_oracles.py`).
+families whose oracle tests are green (`tests/models/test_oracles.py`, `test_families.py`).
 """
 
 from __future__ import annotations

@@ -34,25 +34,22 @@ class Format:
         What has to be installed beside Transformers, by pip's names.
     widens
         Whether the CPU has no kernel for it, so that weights are loaded in 16 bits there.
-    is_tested
-        Whether a test compares a model of it with plain Transformers.
     """
 
     packages: tuple[str, ...] = ()
     widens: bool = False
-    is_tested: bool = True
 
 
 FORMATS = {
     "compressed-tensors": Format(("compressed-tensors",)),
     "bitsandbytes": Format(("bitsandbytes",)),
-    "gptq": Format(("gptqmodel", "optimum"), is_tested=False),
-    "awq": Format(("gptqmodel",), is_tested=False),
+    "gptq": Format(("gptqmodel", "optimum")),
+    "awq": Format(("gptqmodel",)),
     "torchao": Format(("torchao",)),
     "fp8": Format(widens=True),
     "mxfp4": Format(widens=True),
 }
-"""The formats that CPUs compute, by ``quant_method`` in ``config.json``."""
+"""The formats that CPUs compute, by ``quant_method`` in ``config.json``; a test has each."""
 
 
 def check_quantised(reference: str, given: Any, device: torch.device) -> Any:
@@ -117,6 +114,7 @@ def unpack(model: PreTrainedModel) -> None:
     """Let a model's layers compute one by one, where a format waits for the whole to be called."""
     quantizer: Any = model.hf_quantizer
     if hasattr(model, "ct_decompress_hook"):
+        _log.info("compressed-tensors computes in 16 bits: the weights are unpacked")
         quantizer.compressor.decompress_model(model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def _rewritten(
 ) -> None:
     make_model(family).save_pretrained(folder)
     path = folder / "model.safetensors"
-    written = dict(pair for given in load_file(path).items() for pair in write(*given))
+    pairs = (pair for given in load_file(path).items() for pair in write(*given))
+    written = {name: tensor.contiguous() for name, tensor in pairs}
     save_file(written, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
@@ -97,6 +99,30 @@ def _fourths(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
     yield f"{name}_scales", scales
 
 
+def _packed(rows: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return ``[r, c]`` numbers of 4 bits as ``[r, c / 8]``."""
+    parts = [rows[:, place::8].long() << (4 * at) for at, place in enumerate(order)]
+    return torch.stack(parts).sum(0).to(torch.int64).to(torch.int32)
+
+
+def _in_groups(is_awq: bool, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a layer's weights in 4 bits by 32 inputs, in the order of AWQ or GPTQ."""
+    if not name.endswith("proj.weight"):
+        yield name, weight.half()
+        return
+    name, groups = name.removesuffix("weight"), weight.unflatten(1, (-1, 32))
+    least, most = groups.aminmax(dim=2, keepdim=True)
+    scale = (most - least) / 15
+    zero = (-least / scale).round().clamp(0, 15)
+    levels = (groups / scale + zero).round().clamp(0, 15).flatten(1)
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if is_awq else tuple(range(8))
+    yield f"{name}qweight", _packed(levels.T, order) if is_awq else _packed(levels, order).T
+    yield f"{name}qzeros", _packed(zero[..., 0].T - int(not is_awq), order)
+    yield f"{name}scales", scale[..., 0].T.half()
+    if not is_awq:
+        yield f"{name}g_idx", (torch.arange(weight.shape[1]) // 32).int()
+
+
 def _torchao(folder: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -105,6 +131,8 @@ def _torchao(folder: Path) -> None:
 
 _EIGHTHS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _FOURTHS = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}
+_AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+_GPTQ: dict[str, Any] = {**_AWQ, "quant_method": "gptq", "desc_act": False, "sym": False}
 # Where rows are rounded to 8 bits, or 16, the last bit of one number moves a whole level.
 _EXACT, _ROUNDED = 1e-4, 0.3
 _MAKERS: dict[str, tuple[str, float, Callable[[Path], None]]] = {
@@ -128,6 +156,16 @@ _MAKERS: dict[str, tuple[str, float, Callable[[Path], None]]] = {
         lambda folder: _by_transformers(folder, BitsAndBytesConfig(load_in_8bit=True)),
     ),
     "torchao": ("torchao", _EXACT, _torchao),
+    "gptq": (
+        "gptq",
+        _ROUNDED,
+        lambda folder: _rewritten(folder, "llama", _GPTQ, partial(_in_groups, False)),
+    ),
+    "awq": (
+        "awq",
+        _ROUNDED,
+        lambda folder: _rewritten(folder, "llama", _AWQ, partial(_in_groups, True)),
+    ),
 }
 
 
@@ -144,10 +182,11 @@ def made(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", _MAKERS)
 def test_ratio_one_and_answers_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     folder, near = made(tmp_path, kind), _MAKERS[kind][1]
-    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dtype = torch.float16 if kind in ("awq", "gptq") else torch.float32
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         plain(torch.arange(10, 20)[None])  # some lay their bytes out at first
-    model = KVModel.load(folder, dtype="float32")
+    model = KVModel.load(folder, dtype=dtype)
     fingerprint = model.fingerprint
     bench = bench_of(model)
     prompt = bench.prompt(2, 0, 3, 1)
@@ -165,7 +204,7 @@ def test_ratio_one_and_answers_are_those_of_transformers(tmp_path: Path, kind: s
     assert relative_difference(logits, expected[-1]) < near
     # Of the file's bytes, whatever computing has made of them.
     del model, bench, fused
-    assert KVModel.load(folder, dtype="float32").fingerprint == fingerprint
+    assert KVModel.load(folder, dtype=dtype).fingerprint == fingerprint
 
 
 @pytest.mark.parametrize("kind", ["w4a16", "fp8"])
