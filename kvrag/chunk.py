@@ -14,10 +14,15 @@ import struct
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PAGE_BREAK = "\f"
 """Loaders put it between the pages of a document; chunks record the page on which they begin."""
@@ -128,6 +133,17 @@ class Document:
     outline: tuple[Mark, ...] = ()
 
 
+class ContextIds(tuple[int, ...]):
+    """The tokens of a context, whose hash is computed once: many tables of a prompt ask for it."""
+
+    def __hash__(self) -> int:
+        """Return a tuple's hash."""
+        found: int | None = vars(self).get("hash")
+        if found is None:
+            found = vars(self)["hash"] = super().__hash__()
+        return found
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A stretch of one document, the unit of retrieval and of KV reuse.
@@ -161,6 +177,13 @@ class Chunk:
     ordinal: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
     contexts: tuple[tuple[int, ...], ...] = ((),)
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`token_ids` and `token_starts`: arrays stay with a chunk that the catalog keeps."""
+        import numpy as np
+
+        return np.array(self.token_ids, np.int64), np.array(self.token_starts, np.int64)
 
     @property
     def fields(self) -> dict[str, Any]:

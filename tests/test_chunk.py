@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvrag.chunk import chunk_key
+from kvrag.chunk import ContextIds, chunk_key
 from kvrag.errors import ParameterError
 
 
@@ -34,3 +34,10 @@ def test_no_option_passes_for_a_context() -> None:
     with pytest.raises(ParameterError, match="use another one"):
         key((1,), {"context": "x"})
     assert len({key(), key((65,)), key(options={"compression": "drop"})}) == 3
+
+
+def test_a_context_is_found_by_the_tuple_that_it_equals() -> None:
+    ids = ContextIds(range(500))
+    assert {ids: 1} | {tuple(range(500)): 2} == {tuple(ids): 2}
+    assert hash(ids) == hash(ids) == hash(tuple(ids))
+    assert {ContextIds(): 1}[()] == 1

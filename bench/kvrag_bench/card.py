@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +32,7 @@ from kvrag.fusion import staging
 from kvrag.fusion.placement import Placement
 from kvrag.loading import threads
 from kvrag.loading.pinned import buffers, copy_stream, decode_stream
-from kvrag.models import captured, cardlayers
+from kvrag.models import captured, cardlayers, compiled
 from kvrag.models.compiled import Description
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowPlaces, RowTensors
@@ -499,7 +499,8 @@ class StateOperations:
         taken = None
         if looks:
             taken = _at_address(mass + 4 * stride * layer, torch.float32, 1, num_keys)
-        return RowPlaces(positions, num_rows, tables, [keys], [values], last, taken, first_counted)
+        places = positions, num_rows, tables, keys[None], values[None], last, taken, first_counted
+        return RowPlaces(*places)
 
 
 def _at_address(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -617,7 +618,7 @@ def _place(placement: Placement, number: int, layers: range, table: RotaryTable)
     counts.note(counts.launches, "place")
     with counts.computing(), patch.object(tiled, "is_ready", lambda *_, **__: False):
         keys, values = _held((placement.keys, placement.values))
-        parts = [replace(one, memory=_held(one.memory)) for one in placement.groups[number]]
+        parts = [one._replace(memory=_held(one.memory)) for one in placement.groups[number]]
         held = Placement([parts], keys, values, (), lambda numbers: numbers)
         held.place(0, layers, RotaryTable(*_held((table.cos, table.sin))))
 
@@ -688,6 +689,8 @@ def pretended_card() -> Iterator[Counts]:
         stack.enter_context(patch.object(staging, "registered", _host_memory))
         for name in ("are_ready", "is_right"):
             stack.enter_context(patch.object(cardlayers, name, lambda *_, **__: True))
+        # A parameter that says it is on the card has another type.
+        stack.enter_context(patch.object(compiled, "is_plain", lambda _: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
         stack.enter_context(patch.object(cardlayers, "kernels_over", StateOperations))
         stack.enter_context(patch.object(captured, "Graph", Replayed))

@@ -77,6 +77,11 @@ class CardReading:
         For each record, gets the seconds that reading took.
     hot
         What stays on the card for later prompts; None: nothing.
+
+    Attributes
+    ----------
+    num_placed
+        Layers from 0 on that are placed, some with the one that was asked for.
     """
 
     def __init__(
@@ -134,6 +139,7 @@ class CardReading:
         self._is_lost = False
         self._waited_seconds = 0.0
         self.hidden_seconds = 0.0
+        self.num_placed = 0
         self._prefetch = LayerPrefetch(
             len(self._lanes),
             len(self._groups),
@@ -159,6 +165,7 @@ class CardReading:
         for step, layers in enumerate(self._steps):
             if layers.start == layer_index:
                 self._place(step, number)
+                self.num_placed = layers.stop
         return {}
 
     def is_sound(self) -> bool:
@@ -341,11 +348,10 @@ class CardReading:
             there = slot, lane.offset * len(group), lane.source.stride, group.start
             if lane.hot is not None:
                 there = lane.hot.memory, 0, lane.source.stride, 0
-            num_tokens = lane.source.record.num_tokens
             for span in self._spans[lane.record_id]:
                 if self._firsts.get(span, 0) <= layers.start:
                     rows = span.chunk_start, span.prompt_start, span.length
-                    yield Part(*there, num_tokens, *rows)
+                    yield Part(*there, lane.source.num_tokens, *rows)
 
     def _upload(self, numbers: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
         size = numbers.numel() * numbers.itemsize

@@ -8,7 +8,7 @@ together with the tokens that the policy recomputes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -296,35 +296,26 @@ def execute(
     clock.lap("select")
     last_layer = model.layer_stop - 1
     size = slice_rows(model.device)
-    # Layers that a card computes at once.
-    together = range(0)
     captured = compiled if isinstance(compiled, CapturedLayers) and shift is None else None
-    for layer_index, table in enumerate(tables[: model.layer_stop]):
-        if layer_index >= asked.stop:
-            yield from until(partial(loader.has_layer, layer_index), clock)
-            with torch.no_grad():
-                loader.load_layer(layer_index)
-            clock.lap("load")
-        # To begin and to end computing takes a tenth of a short layer's time.
-        waits = layer_index in together[:-1]
-        with nullcontext() if waits else computing():
+    layers = range(0)
+    while layers.stop <= last_layer:
+        layer_index = layers.stop
+        layers, together = range(layer_index, layer_index + 1), range(0)
+        yield from loader.bring(layers, clock)
+        with computing():
             hidden = selection.enter(layer_index, model, hidden, of)
             clock.lap("select")
             rows = selection.rows
             of = of.over(rows)
-            rows_by_layer.append(len(rows))
-            if captured is not None and layer_index not in together:
-                together = captured.together(layer_index, rows, fused)
+            if captured is not None:
+                together = captured.together(layer_index, rows)
                 if together.stop > last_layer or not selection.stays(together):
                     together = range(0)
-            if captured is not None and layer_index in together:
-                if layer_index == together[-1]:
-                    # The KV of all of them is here.
-                    captured.run_together(together, hidden, rows, fused, tables)
-            else:
+            if not together:
                 changed = None
                 if shift is not None:
-                    changed = shift.of_layer(fused, layer_index, table, selection.picks[-1])
+                    table, picked = tables[layer_index], selection.picks[-1]
+                    changed = shift.of_layer(fused, layer_index, table, picked)
                 if layer_index == last_layer:
                     # Only the last token's output is needed; the other rows need only their K/V.
                     model.write_rows(layer_index, hidden, of, changed=changed)
@@ -337,12 +328,16 @@ def execute(
                 forward = partial(_forward_slice, run, hidden, of, noted)
                 forward(slice(0, size))
         clock.lap("compute")
-        if layer_index in together:
-            if layer_index == together[-1]:
-                yield False
-                clock.resume()
-            continue
-        for begin in range(size, len(rows), size):
+        if captured is not None and together:
+            # A card computes them at once.
+            layers = together
+            yield from loader.bring(layers, clock)
+            with computing():
+                captured.run_together(layers, hidden, rows, fused, tables)
+            clock.lap("compute")
+            selection.picks += selection.picks[-1:] * (len(layers) - 1)
+        rows_by_layer += [len(selection.rows)] * len(layers)
+        for begin in () if together else range(size, len(rows), size):
             yield False
             clock.resume()
             with computing():

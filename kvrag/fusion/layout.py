@@ -262,7 +262,9 @@ def lay_out(
     layout = Layout(token_ids, tuple(spans), prefix_length, has_prefix)
 
     def is_exact(number: int, context_ids: tuple[int, ...]) -> bool:
-        return layout.is_exact(replace(spans[number], context_ids=context_ids))
+        span = spans[number]
+        fits = span.prompt_start - prefix_length == len(context_ids)  # few do
+        return fits and layout.is_exact(replace(span, context_ids=context_ids))
 
     chosen: list[ReusedSpan] = []
     records = choose_records(texts, is_exact, hints)
@@ -320,8 +322,7 @@ class _PromptTokens:
         """
         begin, end = np.searchsorted(self._ascending_starts, (match.start, match.end)).tolist()
         begin, end = max(first, begin), min(end, len(self._ids) - 1)
-        chunk_ids = np.array(chunk.token_ids, np.int64)
-        chunk_starts = np.array(chunk.token_starts, np.int64)
+        chunk_ids, chunk_starts = chunk.arrays
         best = ReusedSpan(chunk.chunk_id, begin, 0, 0)
         prompt_start = begin
         while prompt_start + best.length < end:

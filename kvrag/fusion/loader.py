@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn, Protocol
+
+import torch
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import EngineError
@@ -20,6 +23,7 @@ from kvrag.fusion.loss import (
     reason_of,
 )
 from kvrag.fusion.made import MadeChunk, NotMadeError
+from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.fusion.staging import HotRecords
 from kvrag.fusion.streamed import Target, stream_records
 from kvrag.kvcache import FusedKV
@@ -127,6 +131,8 @@ class SpanLoader:
         self.record_seconds: dict[RecordId, float] = {}
         self.made_seconds: dict[RecordId, float] = {}
         self.stream_report: StreamReport | None = None
+        # Layers from 0 on for which nothing is left to do.
+        self._num_loaded = 0
 
     def open(self, spans: Sequence[ReusedSpan]) -> None:
         """Set the spans to load, and open their records.
@@ -236,7 +242,7 @@ class SpanLoader:
             others.
         """
         self.end()
-        self._into = fused, tables
+        self._into, self._num_loaded = (fused, tables), 0
         if self.stream_report is not None or not self._spans:
             return
         first_layers = unneeded or {}
@@ -281,6 +287,15 @@ class SpanLoader:
         """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
         return self._reading is None or self._reading.has_layer(layer_index)
 
+    def bring(self, layers: range, clock: Clock) -> Slices[None]:
+        """Load layers as `load_layer` does, those that are not there yet, as they come."""
+        for layer_index in range(max(layers.start, self._num_loaded), layers.stop):
+            if layer_index >= self._num_loaded:  # some come with others
+                yield from until(partial(self.has_layer, layer_index), clock)
+                with torch.no_grad():
+                    self.load_layer(layer_index)
+        clock.lap("load")
+
     def load_layer(self, layer_index: int) -> None:
         """Load one layer of every span that needs it into its rows, keys at global positions.
 
@@ -294,9 +309,14 @@ class SpanLoader:
         """
         assert self._into is not None, "begin comes first"
         with self._agreeing(self._spans):
-            failures = {} if self._reading is None else self._reading.load_layer(layer_index)
+            reading = self._reading
+            failures = {} if reading is None else reading.load_layer(layer_index)
             if failures:
                 self._lose(failures)
+        self._num_loaded = layer_index + 1
+        # Ranks agree about each layer: the groups that come to their cards may differ.
+        if isinstance(reading, CardReading) and self._ranks.size == 1:
+            self._num_loaded = reading.num_placed
 
     def is_sound(self) -> bool:
         """Return whether `check` would return at once, after all layers are loaded."""

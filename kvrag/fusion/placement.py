@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ Upload = Callable[[torch.Tensor], torch.Tensor]
 """Copies numbers to the card, without waiting for it."""
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """Rows of one record that are next to each other in the prompt.
 
     Attributes

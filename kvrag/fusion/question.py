@@ -9,7 +9,7 @@ from torch.linalg import vector_norm
 
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.loader import SpanLoader
-from kvrag.fusion.slices import Clock, Slices, until
+from kvrag.fusion.slices import Clock, Slices
 from kvrag.models.attention import MassObserver, RowMask, num_before
 from kvrag.models.cardlayers import RowsAsked
 from kvrag.models.kv_model import KVModel
@@ -128,15 +128,11 @@ def ask(
         clock.lap("ask")
         together = range(0)
         if captured is not None:
-            together = captured.together(layer_index, fresh, of.fused, attention.layers)
+            together = captured.together(layer_index, fresh, attention.layers)
             if together.stop >= attention.layers.stop:  # the last one ends earlier
                 together = range(0)
         layers = together or range(layer_index, layer_index + 1)
-        for one in layers:
-            yield from until(partial(loader.has_layer, one), clock)
-            with torch.no_grad():
-                loader.load_layer(one)
-        clock.lap("load")
+        yield from loader.bring(layers, clock)
         done = layers.stop
         with model.computing_rows(linked.adapter, fresh):
             if captured is not None and together:

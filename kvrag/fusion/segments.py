@@ -36,6 +36,7 @@ _MAX_CUT_CANDIDATES = 32
 _MAX_COMPARISONS = 4096
 _MAX_HASHES = 200_000
 _MAX_OTHERS = 256
+_KEPT_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class ChunkMatcher:
     fetch_text
         Returns the normalised text of a chunk added before, or None if it is gone. With it, the
         matcher keeps only the head, the length and a hash of each text (under 1 kB per chunk) and
-        fetches the texts of the chunks it finds; without it, the matcher keeps all texts.
+        fetches the texts of the chunks it finds, of which it keeps the last ones; without it, the
+        matcher keeps all texts.
     min_prefix_length
         Number of characters that must agree for the beginning of a cut chunk to count; at least
         the length of a head (32).
@@ -96,6 +98,8 @@ class ChunkMatcher:
         self.min_prefix_length = min_prefix_length
         self._texts: dict[str, str] | None = {} if fetch_text is None else None
         self._fetch_text = fetch_text
+        self._fetched: dict[str, str] = {}
+        self._num_fetched = 0  # characters
         self._entries: dict[str, _Entry] = {}
         self._long_heads = Heads(HEAD_LENGTH)
         self._short_heads = Heads(MIN_LENGTH)
@@ -193,8 +197,17 @@ class ChunkMatcher:
     def _text(self, chunk_id: str) -> str | None:
         if self._texts is not None:
             return self._texts.get(chunk_id)
+        text = self._fetched.get(chunk_id)
+        if text is not None:
+            return text
         assert self._fetch_text is not None
-        return self._fetch_text(chunk_id)
+        text = self._fetch_text(chunk_id)
+        if text is not None:
+            if self._num_fetched + len(text) > _KEPT_CHARACTERS:
+                self._fetched, self._num_fetched = {}, 0
+            self._fetched[chunk_id] = text
+            self._num_fetched += len(text)
+        return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,11 +193,13 @@ def _require_reused(
 ) -> torch.Tensor:
     """Return candidates, on the host; ParameterError unless they are distinct reused positions."""
     here = candidates.cpu()
+    if here.dtype == torch.long and here.shape == (0,):
+        return here
     if (
         here.dtype.is_floating_point
         or here.dtype == torch.bool
         or here.dim() != 1
-        or (len(here) and not torch.isin(here, prompt.reused()).all())
+        or not torch.isin(here, prompt.reused()).all()
         or (here.sort().values.diff() == 0).any()
     ):
         raise ParameterError(

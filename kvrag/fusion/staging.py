@@ -60,6 +60,8 @@ class Source:
         As given.
     is_coded
         Whether the record's bytes go to the card as they are stored, which decodes them.
+    num_tokens
+        The record's.
     stride
         Elements from layer to layer: keys ``[H, T, D]``, values, padding.
     name
@@ -67,7 +69,7 @@ class Source:
     """
 
     def __init__(self, record: EncodedChunk, spec: KVSpec, device: torch.device) -> None:
-        self.record, self._spec = record, spec
+        self.record, self._spec, self.num_tokens = record, spec, record.num_tokens
         coder = getattr(record, "coder", None)
         self.is_coded = (
             isinstance(coder, LevelCoder)
@@ -76,7 +78,7 @@ class Source:
         )
         # Vectors of D elements begin at multiples of D, layers at 64 bytes, too.
         unit = spec.head_dim * spec.dtype.itemsize
-        num_bytes = padded_size(spec.layer_bytes_per_token * record.num_tokens)
+        num_bytes = padded_size(spec.layer_bytes_per_token * self.num_tokens)
         while num_bytes % unit:
             num_bytes += padded_size(1)
         self.stride = num_bytes // spec.dtype.itemsize
@@ -179,8 +181,8 @@ class Source:
         if getattr(record, "stored_layer", None) == (spec.dtype, size):
             record.read_layers(layers, memory.numpy().data)  # type: ignore[attr-defined]
             return
-        used = spec.layer_bytes_per_token * record.num_tokens
-        shape = (2, spec.num_kv_heads, record.num_tokens, spec.head_dim)
+        used = spec.layer_bytes_per_token * self.num_tokens
+        shape = (2, spec.num_kv_heads, self.num_tokens, spec.head_dim)
         for number, layer_index in enumerate(layers):
             both = memory[number * size : number * size + used].view(spec.dtype).view(shape)
             for into, one in zip(both, record.read_layer(layer_index), strict=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from kvrag.chunk import Chunk, ChunkKey
+from kvrag.chunk import Chunk, ChunkKey, ContextIds
 from kvrag.ingest.contexts import LEAST_TOKENS, Context
 
 if TYPE_CHECKING:
@@ -391,6 +391,6 @@ def _unpack_contexts(packed: bytes) -> tuple[tuple[int, ...], ...]:
         end = place + 1 + values[place]
         if end > len(values):
             raise ValueError(f"a context of {values[place]} tokens has {len(values) - place - 1}")
-        contexts.append(tuple(values[place + 1 : end]))
+        contexts.append(ContextIds(values[place + 1 : end]))
         place = end
     return tuple(contexts)

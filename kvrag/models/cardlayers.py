@@ -149,8 +149,8 @@ def sample(description: Description, device: torch.device) -> tuple[RowPlaces, t
         rows.to(device),
         _CHECKED_ROWS,
         [(angles.cos(), angles.sin())],
-        [keys],
-        [values],
+        keys[None],
+        values[None],
         int(rows[-1]),
         first_counted=_CHECKED_ROWS // 2,
     )
@@ -270,23 +270,11 @@ class CardLayers:
         self._description = description
         self._slots = slots
         self._prepared: dict[tuple[int, ...], Prepared] = {}
-        # The last prompt's buffer, and whether it lies as kernels take it.
-        self._fits: tuple[FusedKV | None, bool] = None, False
 
     @property
     def most_rows(self) -> int:
         """Rows that a layer computes at once: fewer once memory has turned out to be short."""
         return MOST_ROWS if self._slots is None else self._slots.most_rows
-
-    def can_run(self, fused: FusedKV) -> bool:
-        """Return whether a buffer's rows lie as kernels take them."""
-        known, fits = self._fits
-        if known is not fused:
-            shape = fused.keys[0].shape
-            layers = fused.keys + fused.values
-            fits = all(kv.shape == shape and kv.is_contiguous() for kv in layers)
-            self._fits = fused, fits
-        return fits
 
     def run_rows(
         self,
@@ -361,14 +349,9 @@ def places_of(
     asked: RowsAsked | None,
 ) -> RowPlaces:
     """Return what kernels read of some rows."""
-    places = RowPlaces(
-        rows,
-        len(rows),
-        [(table.cos.contiguous(), table.sin.contiguous()) for table in tables],
-        [keys[0] for keys in fused.keys],
-        [values[0] for values in fused.values],
-        last,
-    )
+    keys, values = fused.layers
+    angles = [(table.cos.contiguous(), table.sin.contiguous()) for table in tables]
+    places = RowPlaces(rows, len(rows), angles, keys, values, last)
     if asked is not None:
         places.mass, places.first_mass = asked.mass, asked.first_layer
         places.first_counted = asked.first_counted

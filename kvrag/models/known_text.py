@@ -122,7 +122,7 @@ class KnownTexts:
         return middle
 
     def _middle_of(self, chunk: Chunk, size: int) -> _Middle | None:
-        text, starts = chunk.text[:size], np.array(chunk.token_starts, np.int64)
+        text, (_, starts) = chunk.text[:size], chunk.arrays
         borders = _FIRST.search(text), _LAST.match(text)
         first, end = (0 if border is None else border.end() for border in borders)
         if end - first < _MIN_TAKEN or self._holds_control(chunk.text):

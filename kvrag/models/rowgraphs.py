@@ -281,9 +281,7 @@ class CapturedLayers(CardLayers):
         self._graphs = graphs
         self._entered: dict[tuple[int, ...], tuple[RowPlaces, torch.Tensor]] = {}
 
-    def together(
-        self, layer_index: int, rows: torch.Tensor, fused: FusedKV, observed: range = range(0)
-    ) -> range:
+    def together(self, layer_index: int, rows: torch.Tensor, observed: range = range(0)) -> range:
         """Return the layers from one on that `run_together` computes; none: nothing is captured.
 
         Parameters
@@ -292,7 +290,7 @@ class CapturedLayers(CardLayers):
             The layers whose attention is noted.
         """
         nothing = range(layer_index, layer_index)
-        if known_rows(rows).last is None or not self.can_run(fused):
+        if known_rows(rows).last is None:
             return nothing
         looks = layer_index in observed
         found = self._graphs.find(layer_index, len(rows), looks=looks)

@@ -37,7 +37,7 @@ from kvrag.models.caches import (
 from kvrag.models.cardlayers import CardLayers, RowsAsked
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.families import Family, base_of
-from kvrag.models.linears import fast_modules
+from kvrag.models.fast_modules import fast_modules
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.positions.rotary import RotaryTable
 
@@ -230,7 +230,7 @@ class RowRunner:
             compiled = None
         if isinstance(compiled, CardLayers):
             sums = isinstance(observer, MassObserver) and observer.taken is not None
-            if (observer is None or sums) and compiled.can_run(fused):
+            if observer is None or sums:
                 self._on_card(compiled, layer_index, hidden, of, attending)
                 return
             compiled = None
@@ -324,7 +324,7 @@ class RowRunner:
         """Write one layer's fresh K/V of rows (`KVModel.write_rows`)."""
         rows, fused, compiled = of.rows, of.fused, of.compiled
         is_plain = changed is None and not self.is_adapted
-        if isinstance(compiled, CardLayers) and is_plain and compiled.can_run(fused):
+        if isinstance(compiled, CardLayers) and is_plain:
             self._on_card(compiled, layer_index, hidden, of, ALL_BEFORE, only_writes=True)
             return
         which = torch.arange(len(rows), device=rows.device)

@@ -178,8 +178,24 @@ def test_texts_are_fetched_only_for_what_is_found():
         return texts[chunk_id]
 
     matcher = make_matcher(texts, fetch_text=fetch)
-    assert [m.chunk_id for m in matcher.find(f"- {B}\n- {B}")] == ["b", "b"]
+    for _ in range(2):
+        assert [m.chunk_id for m in matcher.find(f"- {B}\n- {B}")] == ["b", "b"]
     assert asked == ["b"]
+    after = matcher.copy()
+    after.discard("b")
+    after.add("b", A)
+    texts["b"] = A
+    assert [m.chunk_id for m in after.find(f"- {A}\n- {B}", ["b"])] == ["b"]
+    assert asked[1:] == ["b"]
+
+
+def test_no_more_texts_are_kept_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(segments, "_KEPT_CHARACTERS", len(A) + len(B) - 1)
+    texts, asked = {"a": A, "b": B}, []
+    matcher = make_matcher(texts, fetch_text=lambda one: asked.append(one) or texts[one])
+    for prompt in (A, A, B, B, A):
+        assert len(matcher.find(prompt)) == 1
+    assert asked == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("now", [None, B])

@@ -95,7 +95,7 @@ class Prompt:
             found = range(0)
             if together:
                 observed = range(num_layers) if looks else range(0)
-                found = compiled.together(done, self.rows, self.fused, observed)
+                found = compiled.together(done, self.rows, observed)
             given = self.rows, self.fused, self.tables
             with self.model.computing_rows():
                 if found:
@@ -170,7 +170,7 @@ def test_prompts_that_take_turns_have_their_own_rows() -> None:
     done = 0
     while done < model.spec.num_layers - 1:
         for one in prompts:
-            group = compiled.together(done, one.rows, one.fused)
+            group = compiled.together(done, one.rows)
             with model.computing_rows():
                 compiled.run_together(group, one.hidden, one.rows, one.fused, one.tables)
         done = group.stop
@@ -395,7 +395,7 @@ def test_memory_may_end_between_finding_layers_and_running_them(
     graphs.find(0, 20, looks=False)
     graphs.capture()
     before, after = (Prompt(deep("llama"), 40, 20, 1) for _ in range(2))
-    found = compiled.together(0, after.rows, after.fused)
+    found = compiled.together(0, after.rows)
     assert found
 
     def run(prompt: Prompt) -> torch.Tensor:
@@ -411,7 +411,7 @@ def test_memory_may_end_between_finding_layers_and_running_them(
     monkeypatch.setattr(rowgraphs, "Prepared", short)
     graphs.find(0, 20, looks=True)
     graphs.capture()
-    assert not compiled.together(0, after.rows, after.fused)
+    assert not compiled.together(0, after.rows)
     assert torch.equal(run(after), expected)
 
 

@@ -46,7 +46,7 @@ class RowPlaces:
     tables
         Cosines and sines ``[N, D]`` float32 of the buffer's rows, at most two.
     keys, values
-        For each layer ``[H, C, D]``, contiguous.
+        ``[L, H, C, D]``, each contiguous.
     last
         The last row's place.
     mass
@@ -60,8 +60,8 @@ class RowPlaces:
     positions: torch.Tensor
     num_rows: int
     tables: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
+    keys: torch.Tensor
+    values: torch.Tensor
     last: int
     mass: torch.Tensor | None = None
     first_counted: int = 0
@@ -69,7 +69,8 @@ class RowPlaces:
 
     def state(self) -> list[int]:
         """Return what kernels read (``cuda/triton/rows.py``)."""
-        capacity, mass, num_keys = self.keys[0].shape[1], (0, 0), self.last + 1
+        num_layers, _, capacity, _ = self.keys.shape
+        mass, num_keys = (0, 0), self.last + 1
         if self.mass is not None:
             row = self.mass.stride(0)
             # Where layer 0's would be.
@@ -78,9 +79,9 @@ class RowPlaces:
         numbers = [self.num_rows, capacity, self.first_counted, num_keys, *mass]
         for index in range(_MOST_TABLES):
             numbers += [part.data_ptr() for part in self.tables[min(index, len(self.tables) - 1)]]
-        for keys, values in zip(self.keys, self.values, strict=True):
-            numbers += [keys.data_ptr(), values.data_ptr()]
-        return numbers
+        firsts = self.keys.data_ptr(), self.values.data_ptr()
+        size = self.keys.stride(0) * self.keys.itemsize
+        return numbers + [first + index * size for index in range(num_layers) for first in firsts]
 
 
 class RowOperations(Protocol):
