@@ -229,6 +229,8 @@ class Hot:
         self.memory = chunk.memory.view(spec.dtype)
         self._source, self._chunk, self._tier, self._after = source, chunk, tier, after
         self._missing = set() if after is None else set(range(spec.num_layers))
+        # What it decodes is missing until it has told that all of it is sound.
+        self._undecoded = set(self._missing)
         self._copied = [] if chunk.written is None else [chunk.written]
         self._lock = threading.Lock()
 
@@ -240,13 +242,14 @@ class Hot:
     def note_decoded(self, layers: range, event: torch.cuda.Event) -> None:
         """Say that the card has decoded layers when it reaches an event."""
         with self._lock:
-            self._missing -= set(layers)
+            self._undecoded -= set(layers)
             self._copied = [event]
 
     def keep(self) -> None:
         """Let later prompts find what was decoded, if it is whole; it is known to be sound."""
         with self._lock:
-            if not self._missing and self._after is not None:
+            if not self._undecoded and self._after is not None:
+                self._missing.clear()
                 self._tier.keep(self._chunk, self._copied[-1])
 
     @property

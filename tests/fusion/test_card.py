@@ -460,6 +460,30 @@ def _plain(num_chunks: int) -> _Prompt:
     return _Prompt(spec, records, frozenset(), {}, {}, spans, {}, tables, num_rows)
 
 
+@pytest.mark.parametrize("room", [0, 10_000_000])
+def test_what_is_forged_is_refused_when_another_record_is_lost_before(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _plain(2)
+    prompt = replace(
+        plain,
+        codecs={("chunk-0", ()): ("transform", 0)},
+        damage={("chunk-0", ()): (0, "forged"), ("chunk-1", ()): (4, "flipped")},
+    )
+    expected = _loaded(prompt, SpanLoader(prompt.open_kv), None)[2]
+    assert expected.keys() == prompt.damage.keys()
+    queue = QueueDevice(0)
+    use(queue, monkeypatch)
+    memory = _Memory(room, queue), _Memory(0, None)
+    hot = HotRecords(memory[0].tier, memory[1].tier, torch.device("cpu"))
+    loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+    try:
+        assert _loaded(prompt, loader, queue)[2] == expected
+    finally:
+        loader.end()
+        hot.close()
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_same", [True, False])
 def test_nothing_leaves_or_is_found_before_its_copies_are_over(
