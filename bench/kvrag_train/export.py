@@ -1,7 +1,7 @@
 """Turn a run into the files that ship: ``python -m kvrag_train.export --run FOLDER``.
 
-Writes weights, configuration, tokenizer, chat template, log, curve, measured scores, model
-card and checksums into ``kvrag/models/tiny``.
+Writes weights, configuration, tokenizer, chat template, log, measured scores and checksums into
+``kvrag/models/tiny``. The model card there is written by hand, from the scores and the log.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from transformers import LlamaForCausalLM
 
 import kvrag
 from kvrag_corpus import generate_corpus
-from kvrag_train.card import Part, write_card
-from kvrag_train.curve import draw_curve
 from kvrag_train.evaluate import corpus_items, evaluate
 from kvrag_train.prompts import FORMATS, PLAIN, PromptFormat
 from kvrag_train.tiny import FIRST_PART, Trainer, TrainingOptions
@@ -63,7 +61,7 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     Parameters
     ----------
     run
-        A folder of `kvrag_train.tiny`; a ``notes.md`` in it goes to the card's end.
+        A folder of `kvrag_train.tiny`.
     folder
         Folder to write to.
     num_questions
@@ -86,20 +84,13 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     precision[f"{name} weights and arithmetic"] = overall(trainer.model, trainer, num_questions)
     table["by_precision"] = precision
     (folder / "scores.json").write_text(json.dumps(table, indent=1) + "\n")
-    parts = _read_parts(run)
     kept = [
         json.dumps({"part": number, **record})
-        for number, part in enumerate(parts, 1)
-        for record in part.records
+        for number, records in enumerate(_logs(run), 1)
+        for record in records
         if _is_kept(record)
     ]
     (folder / "training_log.jsonl").write_text("\n".join(kept) + "\n")
-    draw_curve([part.records for part in parts], folder / "training_curve.png")
-    write_card(folder / "README.md", parts, model, table, name)
-    notes = run / "notes.md"
-    if notes.exists():
-        with (folder / "README.md").open("a") as card:
-            card.write("\n" + notes.read_text())
     sums = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
         for path in sorted(folder.iterdir())
@@ -108,15 +99,13 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
 
 
-def _read_parts(run: Path) -> list[Part]:
-    """Return the parts of a run, the earliest first."""
+def _logs(run: Path) -> list[list[Mapping[str, float]]]:
+    """Return the log of each part of a run, the earliest first."""
     if not (run / "log.jsonl").exists():
         return []
-    options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
     # Steps repeated after a resumption count once, with their last record.
     by_step = {r["step"]: r for r in map(json.loads, (run / "log.jsonl").open())}
-    records = [by_step[step] for step in sorted(by_step)]
-    return [*_read_parts(run / FIRST_PART), Part(options, records)]
+    return [*_logs(run / FIRST_PART), [by_step[step] for step in sorted(by_step)]]
 
 
 def _is_kept(record: Mapping[str, float]) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.models.fast_modules import fast_modules
+from kvrag.models.linears import fast_modules
 from kvrag.models.precision import AUTO, COMPUTES, INT4, QUANTISED, check_compute
 from kvrag.models.quantised import is_quantised
 from kvrag.models.small import small_layers

@@ -43,7 +43,7 @@ from kvrag.models.families import (
     num_kv_heads,
     sliding_windows,
 )
-from kvrag.models.fast_modules import fast_modules
+from kvrag.models.linears import fast_modules
 from kvrag.models.loading import (
     check_tokenizer,
     has_bfloat16,

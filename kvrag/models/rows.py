@@ -37,7 +37,7 @@ from kvrag.models.caches import (
 from kvrag.models.cardlayers import CardLayers, RowsAsked
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.families import Family, base_of
-from kvrag.models.fast_modules import fast_modules
+from kvrag.models.linears import fast_modules
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.positions.rotary import RotaryTable
 

@@ -187,12 +187,15 @@ class Generation:
         self._queue = queue
         self._audits = audits
         self._audited: dict[int, Request] = {}
+        self._without_tokens: set[int] = set()
         self._events: asyncio.Queue[tuple[int, AnswerDelta | Exception]] = asyncio.Queue()
         self._jobs = []
         for number, given in enumerate(requests):
             request, is_audited = audits.chosen(given)
             if is_audited:
                 self._audited[number] = request
+                if given.logprobs is None:
+                    self._without_tokens.add(number)
             job = Job(tenant, partial(engine.astream, request), partial(self._tell, number))
             self._jobs.append(job)
         queue.submit(self._jobs)
@@ -216,10 +219,14 @@ class Generation:
         if self.ttft_seconds is None:
             self.ttft_seconds = time.perf_counter() - self._started
         self.num_pieces += 1
-        if event.answer is not None:
-            self.answers[number] = event.answer
-            if number in self._audited:
-                self._audits.add(self._audited.pop(number), event.answer)
+        answer = event.answer
+        if answer is not None and number in self._audited:
+            self._audits.add(self._audited.pop(number), answer)
+        if number in self._without_tokens:  # an answer looks the same whether it is verified or not
+            answer = None if answer is None else replace(answer, logprobs=())
+            event = replace(event, answer=answer, logprobs=())
+        if answer is not None:
+            self.answers[number] = answer
         return number, event
 
     @property

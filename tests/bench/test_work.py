@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kvrag.models.attention import MassObserver, RowMask, _row_attention
-from kvrag.models.fast_modules import fast_modules
+from kvrag.models.linears import fast_modules
 from kvrag_bench.work import operations_spent
 
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from kvrag.models.elements import element_forwards
-from kvrag.models.fast_modules import fast_modules
+from kvrag.models.linears import fast_modules
 
 pytestmark = pytest.mark.usefixtures("isa")
 

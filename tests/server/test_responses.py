@@ -11,10 +11,11 @@ from openai import OpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from kvrag.server.app import ServerOptions
 from tests.models.test_tools import TOOL
 from tests.server.test_openai_client import MESSAGES, PROMPT, QUESTION
 from tests.server.test_tools import CALL, script
-from tests.support.api_server import Served
+from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
 from tests.support.scripted import follow
 
@@ -116,6 +117,24 @@ def test_calls_and_their_results(
     )
     assert chat.usage is not None
     assert chat.usage.prompt_tokens == answer.usage.input_tokens
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_looks_the_same_whether_it_is_verified_or_not(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    follow(monkeypatch, rag, lambda prompt: CALL)
+    with (
+        serving(rag.index, ServerOptions(audit=1.0)) as served,
+        OpenAI(base_url=served.url, api_key="none needed", max_retries=0) as client,
+    ):
+        options: Any = {"tools": [SEARCH], "max_output_tokens": 120}
+        found = whole(client, is_streamed=is_streamed, **ASKED, **options)
+        assert [one.type for one in found.output] == ["function_call"]
+        likely: Any = {"include": ["message.output_text.logprobs"], "max_output_tokens": 3}
+        (message,) = whole(client, is_streamed=is_streamed, **ASKED, **likely).output
+    assert message.type == "message"
+    assert message.content[0].logprobs  # type: ignore[union-attr]
 
 
 def test_a_forced_call(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
