@@ -86,6 +86,8 @@ def check_quantised(reference: str, given: Any, device: torch.device) -> Any:
     try:
         if why is None:
             AutoHfQuantizer.from_config(given, pre_quantized=True).validate_environment()
+    except ModelLoadError:
+        raise
     except Exception as error:  # whatever a wrong description makes of it
         why = cut(str(error))
         if isinstance(error, ModuleNotFoundError):
