@@ -21,7 +21,7 @@ from tests.support.browser import PHONE, PICTURES, ask, browsing, picture, start
 def test_pictures_of_docs(tmp_path: Path) -> None:
     """Draw docs/page-*.png, over the index of examples/handbook that the environment names."""
     shutil.copytree(os.environ.get("KVRAG_PAGE_INDEX", "kvrag-index"), tmp_path / "handbook")
-    question = "How many days of paid leave do full-time staff have?"
+    question = "How long is lost property kept?"
     with (
         started() as browser,
         browsing(browser) as new_page,
@@ -29,7 +29,7 @@ def test_pictures_of_docs(tmp_path: Path) -> None:
         serving(index, ServerOptions(keeps_history=True), KVEngine(index, max_tokens=48)) as served,
     ):
         # What only the first question of a process pays is in no picture.
-        body = {"model": "rag:handbook", "messages": [{"role": "user", "content": question}]}
+        body = {"model": "rag:handbook", "messages": [{"role": "user", "content": "Who paints?"}]}
         httpx.post(f"{served.url}/chat/completions", json=body | {"max_tokens": 1}, timeout=300)
         page = new_page(viewport={"width": 1200, "height": 800})
         page.set_default_timeout(300_000)
