@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvrag.models.compiled import _KINDS
+from kvrag.models.elements import KINDS
 from kvrag.models.families import CORE, SEES, TESTED, WHY_NOT
 from kvrag.models.quantised import FORMATS
 from kvrag.weights.named import NAMED_MODELS
@@ -42,7 +42,7 @@ def _families() -> list[str]:
     compiled, modules, core = [], [], []
     for name in TESTED:
         stem = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name].removesuffix("ForCausalLM")
-        (compiled if stem in _KINDS else core if name in CORE else modules).append(name)
+        (compiled if stem in KINDS else core if name in CORE else modules).append(name)
     rows = [
         "| `model_type` | tokens of answers on the CPU | vLLM, tensor parallel |",
         "|---|---|---|",

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.decoding import make_decoder
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_bench.setting import require_room, temporary_index
 from kvrag_bench.shapes import chosen_model, random_text
 

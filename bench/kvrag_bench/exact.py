@@ -26,8 +26,8 @@ from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.regularfile import read_regular
 from kvrag.store.memory import MemoryStore
 from kvrag_bench.judge.bank import ChunkBank

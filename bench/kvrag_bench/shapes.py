@@ -16,7 +16,7 @@ from transformers import (
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import usable_device
+from kvrag.models.references import usable_device
 
 SHAPES: dict[str, dict[str, Any]] = {
     # The published configuration of Qwen2.5-0.5B.

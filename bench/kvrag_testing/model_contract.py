@@ -10,8 +10,9 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import Bench, bench_of, relative_difference
 from kvrag_testing.needs import pytest
 

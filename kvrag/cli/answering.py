@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrag.cli import console
 from kvrag.errors import IndexFormatError
 
 if TYPE_CHECKING:
-    from kvrag.engine.answer import Answer, Source
+    from kvrag.engine.answer import Answer, Source, Verdict
     from kvrag.engine.asking import Asking
     from kvrag.engine.base import Engine
     from kvrag.engine.request import Message, PlacedPrompt, Request
@@ -22,14 +23,27 @@ if TYPE_CHECKING:
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
 
 
+Say: TypeAlias = Callable[[str, str], None]
+"""Hears what happens while a question is answered: its kind and a text.
+
+``text`` is a piece of the answer, ``note`` a remark, ``search`` what is searched for instead of the
+question, ``working`` what takes a while.
+"""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A question, its answer, the time to find its chunks, and what was searched for instead."""
+    """A question, its answer, the time to find its chunks, and what was searched for instead.
+
+    `known` are the ids of chunks that the prompt had from earlier turns.
+    """
 
     question: str
     answer: Answer
     retrieval_seconds: float
     search: str | None = None
+    known: tuple[str, ...] = ()
+    verdict: Verdict | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with the answer's text under ``answer``."""
@@ -41,11 +55,33 @@ class Outcome:
             "answer": text,
             **fields,
             "retrieval_seconds": self.retrieval_seconds,
+            **({} if self.verdict is None else {"verdict": self.verdict}),
         }
 
 
+class Shown:
+    """Shows on the terminal what happens; of an answer that is printed elsewhere, only remarks."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.text = console.AnswerText(quiet=quiet)
+
+    def __call__(self, kind: str, text: str) -> None:
+        """Show it, as `Say` does."""
+        if kind == "text":
+            self.text(text)
+        elif kind == "search" and not self.text.quiet:
+            line = f"  searching for: {console.one_line(text)}"
+            console.out().print(line, style="dim", markup=False)
+        elif kind == "note" or (kind == "working" and sys.stderr.isatty()):
+            console.note(text)
+
+
 def retrieve(
-    index: Index, turns: Sequence[Message], asking: Asking, **options: Any
+    index: Index,
+    turns: Sequence[Message],
+    asking: Asking,
+    say: Say = lambda _kind, text: console.note(text),
+    **options: Any,
 ) -> tuple[Request, float]:
     """Return the request of a conversation's last question, and the seconds of the search.
 
@@ -54,7 +90,7 @@ def retrieve(
     started = time.perf_counter()
     request = asking.request(index, turns, **options)
     if not request.hints:
-        console.note(f"{_why_nothing(index, asking)}: the model answers without documents")
+        say("note", f"{_why_nothing(index, asking)}: the model answers without documents")
     return request, time.perf_counter() - started
 
 
@@ -92,15 +128,19 @@ def answer(
     return final
 
 
-def print_below(outcome: Outcome, known: Sequence[str] = ()) -> None:
-    """Print the sources, but those `known` by id, and the one-line report below an answer."""
+def print_below(outcome: Outcome) -> None:
+    """Print the sources, but those known, the one-line report and the verdict below an answer."""
     out = console.out()
     for number, source in enumerate(outcome.answer.sources, start=1):
-        if source.chunk_id in known:
+        if source.chunk_id in outcome.known:
             continue
         line = f"  [{number}] {_best(number)}{_source_line(source)}"
         out.print(line, style="dim", markup=False, no_wrap=True, overflow="ellipsis")
     out.print(f"  {report_line(outcome.answer)}", style="dim", markup=False, soft_wrap=True)
+    if (verdict := outcome.verdict) is not None:
+        out.print(f"  {verdict.one_line()}", style="dim", markup=False)
+        if verdict.instead is not None:
+            console.write(f"full prefill says: {console.harmless(verdict.instead)}\n")
 
 
 def _best(number: int) -> str:
@@ -198,9 +238,9 @@ def answer_plainly(
     import torch
 
     from kvrag.engine.text_stream import TextStream, end_ids
-    from kvrag.models.caches import CACHE_ARGUMENT
+    from kvrag.models.writers import CACHE_ARGUMENT
 
-    ends = end_ids(model.hf.generation_config, model.tokenizer)
+    ends = end_ids(model.decoder.generation_config, model.tokenizer)
     stream = TextStream(model.tokenizer, stop, stop_loops=True)
     num_new = 0
     started = time.perf_counter()

@@ -318,7 +318,7 @@ def _model(reference: str) -> list[Finding]:
         return [Finding("model", "problem", str(error), remedy)]
     spec = model.chunk_spec  # what is stored, whatever this processor computes in
     detail = (
-        f"{model.name}: {model.hf.config.model_type}, {spec.num_layers} layers, "
+        f"{model.name}: {model.decoder.config.model_type}, {spec.num_layers} layers, "
         f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "
         f"{console.format_bytes(spec.bytes_per_token)} of KV per token"
     )
@@ -332,10 +332,10 @@ def _compute(model: KVModel) -> Finding:
 
     own = model.compute
     try:
-        resolved_compute(model.hf, "float32" if own != "float32" else "bfloat16")
+        resolved_compute(model.decoder, "float32" if own != "float32" else "bfloat16")
     except ParameterError as error:
         return Finding("compute", "ok", str(error))
-    seconds = measured(model.hf)
+    seconds = measured(model.decoder)
     times = ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items())
     chosen = fastest(own, seconds)
     return Finding(

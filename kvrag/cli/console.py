@@ -84,20 +84,20 @@ class AnswerText:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self._begun = False
+        self.has_begun = False
 
     def __call__(self, text: str) -> None:
         """Write a piece."""
-        piece = text if self._begun else text.lstrip()
+        piece = text if self.has_begun else text.lstrip()
         if piece and not self.quiet:
             stream(piece)
-        self._begun = self._begun or bool(piece)
+        self.has_begun = self.has_begun or bool(piece)
 
     def end(self) -> None:
         """End the line; report an empty answer, which would otherwise look like a failure."""
         if self.quiet:
             return
-        if self._begun:
+        if self.has_begun:
             write("\n")
         else:
             note("(the model's answer is empty)")

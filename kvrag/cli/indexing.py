@@ -254,7 +254,7 @@ def _open_or_create(
 
 def _check_model(opened: Index, model: str) -> None:
     """Raise an error if a model is not the index's, even if nothing will be computed with it."""
-    from kvrag.models.loading import resolve_model
+    from kvrag.models.references import resolve_model
 
     # The recorded model is not loaded here: its weights are checked when they are loaded.
     if resolve_model(model) == opened.config.model or model == opened.config.model:

@@ -147,7 +147,7 @@ def check(
             for one in checks
         ),
     )
-    kind = model.hf.config.model_type
+    kind = model.decoder.config.model_type
     if why:
         console.note(why)
     if kind in TESTED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,11 +28,8 @@ _WHERE_MODULES_ARE = (
 
 def quiet_libraries() -> None:
     """Silence the progress bars and notes that Transformers writes while it loads a model."""
-    from transformers.utils import logging
-
-    quiet: Any = logging  # untyped in Transformers
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
+    # It and `kvrag.models.pretrained` read this when they load: many commands never import them.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def open_index(index: Path | str, *, embedding: str | None = None, **given: Any) -> Index:
@@ -40,7 +38,6 @@ def open_index(index: Path | str, *, embedding: str | None = None, **given: Any)
 
     made = None if embedding is None else load_object(embedding, "--embedding")
     opened = Index.open(index, embedding=made, **given)
-    # Imports the libraries, which takes seconds: an index that is not there is reported before.
     quiet_libraries()
     return opened
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,17 +13,18 @@ import typer
 from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.answering import Outcome, answer, answer_plainly, as_turn, print_below, retrieve
+from kvrag.cli.answering import Shown, answer_plainly, as_turn, print_below, retrieve
 from kvrag.cli.command import given
+from kvrag.cli.conversation import Asker
 from kvrag.cli.opening import warm_up
+from kvrag.cli.through import NoServerOption, ServerGoneError, connected
 from kvrag.errors import DocumentError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.engine.answer import Answer, Part
+    from kvrag.engine.answer import Part
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.request import Request
-    from kvrag.engine.verify import Verdict
 
 # Full prefill reads them; all others say how reused KV is repaired and how tokens are sampled.
 _OF_PLAIN = ("max_tokens", "session_bytes", "session_store_bytes")
@@ -46,6 +48,7 @@ def query(
             help="Then read the prompt in full, too, and say whether it says the same.",
         ),
     ] = False,
+    no_server: NoServerOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer one question from the index, and show the sources and a report."""
@@ -58,42 +61,36 @@ def query(
             "--plain answers by full prefill, greedily: it has no use for "
             f"{', '.join(useless)}; leave one or the other out"
         )
-    with opening.open() as opened:
-        asking = searching.asking()
-        engine = answering.engine(opened)
-        warm_up(opened)
-        request, seconds = retrieve(opened, [as_turn(question)], asking, **sampled.values)
-        if verify:
-            request = _to_verify(engine, request)
-        on_text = console.AnswerText(quiet=as_json)
-        if plain:
-            _answer_plainly(engine, question, request, seconds, on_text)
-            return
-        outcome = Outcome(question, answer(engine, request, on_text), seconds)
-        on_text.end()
-        verdict = _verdict(engine, request, outcome.answer) if verify else None
-        if as_json:
-            told = {} if verdict is None else {"verdict": verdict}
-            console.print_json({**outcome.to_dict(), **told})
-            return
+    show = Shown(quiet=as_json)
+    if plain:
+        with opening.open() as opened:
+            asking = searching.asking()
+            engine = answering.engine(opened)
+            warm_up(opened)
+            request, seconds = retrieve(opened, [as_turn(question)], asking, **sampled.values)
+            _answer_plainly(engine, question, request, seconds, show.text)
+        return
+    outcome = None
+    if not no_server:
+        try:
+            with ExitStack() as held:
+                if there := connected(held, opening, searching, answering):
+                    outcome = there.ask(question, show, sampled.values, verifies=verify)
+        except ServerGoneError as error:
+            if show.text.has_begun and not as_json:
+                raise
+            console.note(f"{error}; loading the model here")
+    if outcome is None:
+        with opening.open() as opened:
+            asking = searching.asking()
+            engine = answering.engine(opened)
+            warm_up(opened)
+            outcome = Asker(engine, asking).ask(question, show, sampled.values, verifies=verify)
+    show.text.end()
+    if as_json:
+        console.print_json(outcome.to_dict())
+    else:
         print_below(outcome)
-        if verdict is not None:
-            console.out().print(f"  {verdict.one_line()}", style="dim", markup=False)
-            if verdict.instead is not None:
-                console.write(f"full prefill says: {console.harmless(verdict.instead)}\n")
-
-
-def _to_verify(engine: KVEngine, request: Request) -> Request:
-    from kvrag.engine.verify import to_verify
-
-    return to_verify(request.over(engine.defaults))
-
-
-def _verdict(engine: KVEngine, request: Request, answer: Answer) -> Verdict:
-    from kvrag.engine.verify import verify
-
-    with console.working("computing the prompt in full"):
-        return verify(engine, request, answer)
 
 
 def _not_plain(answering: o.Answering, sampled: o.Sampled) -> list[str]:

@@ -196,6 +196,8 @@ def serve(
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
+    from kvrag.cli.through import listening
+    from kvrag.engine.idle import Idle
     from kvrag.server.app import make_app
     from kvrag.server.running import Server, log_to_stderr
 
@@ -204,11 +206,12 @@ def serve(
         warm_up(opened)
         opened.follow(refresh)
         log_to_stderr()
-        app = traced(make_app(made, options))
+        idle = Idle()
+        app = traced(make_app(made, options, idle))
         server = Server(app, host, port, grace_seconds=grace)
-        until_told(
-            server.serve_forever, server.stop, f"{server.url}/v1\n{server.url}/  (a page to ask in)"
-        )
+        said = f"{server.url}/v1\n{server.url}/  (a page to ask in)"
+        with listening(made, idle, opening, answering, grace):
+            until_told(server.serve_forever, server.stop, said)
 
 
 @contextmanager

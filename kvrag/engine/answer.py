@@ -135,6 +135,50 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """An answer from reused KV beside full prefill, which reads the same tokens.
+
+    Attributes
+    ----------
+    policy
+        The recompute policy, without its parameters.
+    num_tokens
+        Tokens of the answer, and its end if the model chose it.
+    num_agreed
+        Those of them for which the likeliest token is the same.
+    num_same
+        Those of them before the first that differs.
+    kl
+        KL(full prefill || reused KV), the mean over all these tokens, in nats.
+    instead
+        What full prefill writes; None if it writes the same, or the answer was not greedy: drawn,
+        penalised, of a form, or with tools.
+    """
+
+    policy: str
+    num_tokens: int
+    num_agreed: int
+    num_same: int
+    kl: float
+    instead: str | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the likeliest token is the same everywhere."""
+        return self.num_agreed == self.num_tokens
+
+    def one_line(self) -> str:
+        """Return the verdict as a sentence."""
+        kl = f"KL {self.kl:.2g}"
+        if self.is_same:
+            return f"full prefill says the same: all {self.num_tokens} tokens, {kl}"
+        return (
+            f"full prefill differs from token {self.num_same + 1}, and agrees on "
+            f"{self.num_agreed} of {self.num_tokens}, {kl}"
+        )
+
+
+@dataclass(frozen=True)
 class AnswerDelta:
     """A piece of a streamed answer; only the last piece carries the whole `answer`.
 

@@ -329,9 +329,7 @@ class Allowed:
 
 def _own_tokenizer(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> LLTokenizer:
     """Return the library's form of a tokenizer, made once: that takes about a second."""
-    _library()
-    from llguidance import hf
-
+    library = _library()
     with _making:
         made = _tokenizers.setdefault(tokenizer, {})
         if num_tokens not in made:
@@ -339,8 +337,13 @@ def _own_tokenizer(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> LLTok
                 raise ParameterError(
                     "constraint: this model's tokenizer is not a fast one, which llguidance needs"
                 )
-            fast: Any = tokenizer
-            made[num_tokens] = hf.from_tokenizer(fast, n_vocab=num_tokens)
+            ends: Any = tokenizer.eos_token_id
+            # As `llguidance.hf` does, which imports Transformers.
+            definition = json.loads(tokenizer.backend_tokenizer.to_str())
+            definition["padding"] = definition["truncation"] = None
+            made[num_tokens] = library.LLTokenizer(
+                json.dumps(definition), n_vocab=num_tokens, eos_token=ends
+            )
         return made[num_tokens]
 
 

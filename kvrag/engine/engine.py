@@ -32,7 +32,6 @@ from kvrag.engine.request import (
 from kvrag.engine.scheduler import Scheduler, Start
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
-from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.fuser import FusedPrompt
@@ -416,6 +415,8 @@ class KVEngine(OfProcess):
         choice = self._choice(request)
         evicts = request.eviction_policy is not None
         if evicts:
+            from kvrag.eviction.cache import check_evictable
+
             check_evictable(self.index.model.hf)
         with working():
             laid_out = self._reader.lay_out(request, self._fuser.early(request))
@@ -438,8 +439,8 @@ class KVEngine(OfProcess):
         if request.constraint is None:
             return None
         model = self.index.model
-        num_tokens = model.hf.config.get_text_config().vocab_size
-        ends = end_ids(model.hf.generation_config, model.tokenizer)
+        num_tokens = model.decoder.config.get_text_config().vocab_size
+        ends = end_ids(model.decoder.generation_config, model.tokenizer)
         return Allowed(request.constraint, model.tokenizer, num_tokens, ends)
 
     def _reading(self, prompt: Prompt | Request, options: Mapping[str, Any]) -> Future[Start]:

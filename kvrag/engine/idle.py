@@ -46,7 +46,7 @@ class Idle:
     """
 
     def __init__(self, *jobs: IdleJob) -> None:
-        self._jobs = list(jobs)
+        self.jobs = list(jobs)
         self._changed = threading.Condition()
         self._num_asking = 0
         self._num_asked = 0
@@ -87,9 +87,9 @@ class Idle:
         return not (self._is_stopped or self._num_asking)
 
     def _run(self) -> None:
-        while self._jobs and (num_asked := self._idle()) is not None:
+        while self.jobs and (num_asked := self._idle()) is not None:
             with contextlib.suppress(InterruptedWorkError):
-                for job in [*self._jobs]:
+                for job in [*self.jobs]:
                     self._do(job)
                 self._wait_for_another(num_asked)
 
@@ -100,7 +100,7 @@ class Idle:
             raise
         except Exception as error:  # no answer depends on it, and nobody waits for it
             logger.warning("%s: %s", job.if_it_fails, error)
-            self._jobs.remove(job)
+            self.jobs.remove(job)
 
     def _idle(self) -> int | None:
         """Wait until nobody has asked for a while; return how many have, or None at the end."""

@@ -90,7 +90,7 @@ class OpenAnswer:
         self._timeout_seconds = request.timeout_seconds
         assert request.max_tokens is not None  # the engine's defaults set it
         self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)
-        self._ends = end_ids(model.hf.generation_config, model.tokenizer)
+        self._ends = end_ids(model.decoder.generation_config, model.tokenizer)
         device = fused.logits.device
         self._sampler = Sampler(request.sampling, device, allowed)
         self._text = TextStream(

@@ -176,7 +176,7 @@ def _seconds(model: KVModel, num_rows: int) -> tuple[float, float]:
 
 
 def _vocabulary(model: KVModel) -> int:
-    return int(model.hf.config.get_text_config().vocab_size)
+    return int(model.decoder.config.get_text_config().vocab_size)
 
 
 def _nothing(chunk_id: str, context_ids: tuple[int, ...]) -> None:

@@ -1,4 +1,7 @@
-"""Sampling the next token from logits: greedily, or with Transformers' warpers and a seed."""
+"""Sampling the next token from logits: greedily, or as Transformers does, with a seed.
+
+Its warpers are written down here, because importing them takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,12 @@ from collections import Counter
 from concurrent.futures import Future
 
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.options import Sampling
 
 
-class _CountedPenalty(LogitsProcessor):
+class _CountedPenalty:
     """Frequency and presence penalties of one answer, by its own tokens alone."""
 
     def __init__(self, frequency: float, presence: float) -> None:
@@ -30,7 +24,7 @@ class _CountedPenalty(LogitsProcessor):
     def note(self, token: int) -> None:
         self._counts[token] += 1
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         if not self._counts:
             return scores
         tokens = torch.tensor(list(self._counts), device=scores.device)
@@ -38,6 +32,30 @@ class _CountedPenalty(LogitsProcessor):
         penalised = scores.clone()
         penalised[..., tokens] -= counts * self._frequency + self._presence
         return penalised
+
+
+def _less_repeated(scores: torch.Tensor, token_ids: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Make tokens that were there before less likely (Keskar et al., CTRL, arXiv 1909.05858)."""
+    found = scores[token_ids]
+    return scores.scatter(0, token_ids, torch.where(found < 0, found * penalty, found / penalty))
+
+
+def _likely(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Leave the likely tokens: by temperature, then top-k, top-p, min-p, as in Transformers."""
+    never = -torch.inf
+    scores = scores / float(sampling.temperature)
+    if sampling.top_k:
+        least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
+        scores = scores.masked_fill(scores < least, never)
+    if sampling.top_p < 1.0:
+        ascending, places = scores.sort()
+        left_out = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        left_out[-1] = False
+        scores = scores.masked_fill(left_out.scatter(0, places, left_out), never)
+    if sampling.min_p:
+        shares = scores.softmax(-1)
+        scores = scores.masked_fill(shares < sampling.min_p * shares.max(), never)
+    return scores
 
 
 class Sampler:
@@ -58,22 +76,10 @@ class Sampler:
     ) -> None:
         self._allowed = allowed
         self._greedy = sampling.temperature == 0.0
-        self._processors = LogitsProcessorList()
-        if sampling.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        self._sampling = sampling
         self._counted: _CountedPenalty | None = None
         if sampling.frequency_penalty or sampling.presence_penalty:
             self._counted = _CountedPenalty(sampling.frequency_penalty, sampling.presence_penalty)
-            self._processors.append(self._counted)
-        if not self._greedy:
-            # The same order as in Transformers: temperature, then top-k, top-p, min-p.
-            self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-            if sampling.top_k:
-                self._processors.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1.0:
-                self._processors.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p:
-                self._processors.append(MinPLogitsWarper(sampling.min_p))
         # A separate generator, independent of other requests and of torch's global state.
         self._generator = torch.Generator(device)
         if sampling.seed is None:
@@ -105,10 +111,14 @@ class Sampler:
         if self._allowed is not None:
             # First, so that top-k and top-p choose among tokens that may follow.
             scores = self._allowed.only(scores)
-        scores = self._processors(token_ids[None], scores[None])[0]  # type: ignore[arg-type]
+        if self._sampling.repetition_penalty != 1.0:
+            scores = _less_repeated(scores, token_ids, self._sampling.repetition_penalty)
+        if self._counted is not None:
+            scores = self._counted(scores)
         if self._greedy:
             token = int(scores.argmax())
         else:
+            scores = _likely(scores, self._sampling)
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
         if self._allowed is not None:
             self._allowed.follow(token)

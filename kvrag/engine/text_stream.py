@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from kvrag.models.tokens import num_continued
 from kvrag.models.tools import CALL_MARKERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
 

@@ -8,11 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from kvrag.engine.answer import Answer
+from kvrag.engine.answer import Answer, Verdict
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.idle import Idle, IdleJob
 from kvrag.engine.request import Request
@@ -26,50 +26,6 @@ logger = logging.getLogger("kvrag")
 
 _MOST_WAITING = 16
 _MOST_TRIES = 3
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """An answer from reused KV beside full prefill, which reads the same tokens.
-
-    Attributes
-    ----------
-    policy
-        The recompute policy, without its parameters.
-    num_tokens
-        Tokens of the answer, and its end if the model chose it.
-    num_agreed
-        Those of them for which the likeliest token is the same.
-    num_same
-        Those of them before the first that differs.
-    kl
-        KL(full prefill || reused KV), the mean over all these tokens, in nats.
-    instead
-        What full prefill writes; None if it writes the same, or the answer was not greedy: drawn,
-        penalised, of a form, or with tools.
-    """
-
-    policy: str
-    num_tokens: int
-    num_agreed: int
-    num_same: int
-    kl: float
-    instead: str | None = None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether the likeliest token is the same everywhere."""
-        return self.num_agreed == self.num_tokens
-
-    def one_line(self) -> str:
-        """Return the verdict as a sentence."""
-        kl = f"KL {self.kl:.2g}"
-        if self.is_same:
-            return f"full prefill says the same: all {self.num_tokens} tokens, {kl}"
-        return (
-            f"full prefill differs from token {self.num_same + 1}, and agrees on "
-            f"{self.num_agreed} of {self.num_tokens}, {kl}"
-        )
 
 
 def to_verify(request: Request) -> Request:
@@ -185,7 +141,7 @@ def _going_on(
 ) -> str:
     """Return the text that full prefill writes, of which the first tokens are known."""
     model = engine.index.model
-    ends = end_ids(model.hf.generation_config, model.tokenizer)
+    ends = end_ids(model.decoder.generation_config, model.tokenizer)
     text = TextStream(model.tokenizer, request.stop, stop_loops=request.stop_loops)
     decoder = make_decoder(model, full, None)
     most = min(request.max_tokens or 1, model.max_positions - full.layout.end_position)

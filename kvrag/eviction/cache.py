@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrag.errors import ParameterError, UnsupportedModelError
@@ -23,6 +22,9 @@ from kvrag.models.implementations import (
     attending_by,
     register_around,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Attention over the keys that an evicting cache has left, inside unmodified decoder layers.
 #

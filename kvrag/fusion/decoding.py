@@ -11,13 +11,12 @@ import torch
 
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.report import EvictionReport
-from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.batch import BatchRow
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.captured import uses_graphs
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowPass
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.native import MAX_ROWS
 
 
@@ -43,6 +42,8 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
         See `EvictingDecoder`.
     """
     if eviction is not None:
+        from kvrag.fusion.evicting import EvictingDecoder
+
         return EvictingDecoder(model, fused, eviction)
     has_gaps = fused.layout.positions is not None
     if not model.has_batches:
@@ -105,6 +106,8 @@ class CacheDecoder(Decoder):
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt) -> None:
+        from kvrag.models.caches import FusedCache
+
         self._model = model
         self._fused = fused
         self._cache = FusedCache(fused.kv, fused.kv.num_tokens)

@@ -17,9 +17,9 @@ from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.models.attention import RowMask
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
+from kvrag.models.writers import CACHE_ARGUMENT
 
 
 def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> EvictingCache:

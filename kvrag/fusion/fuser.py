@@ -36,10 +36,10 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import EncodedScope, last_row, rows_on
-from kvrag.models.caches import CACHE_ARGUMENT, Deviation, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass
+from kvrag.models.writers import CACHE_ARGUMENT, Deviation
 from kvrag.positions.rotary import RotaryTable
 
 FOUND = "found, but computed"
@@ -84,7 +84,9 @@ class FusedPrompt:
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
         """Let the model's own forward passes use the prompt's adapter."""
-        adapting = without_adapters(model.hf) if self.links is None else self.links.answering(model)
+        adapting = (
+            without_adapters(model.decoder) if self.links is None else self.links.answering(model)
+        )
         with model.lock, adapting:
             yield
 
@@ -106,6 +108,8 @@ class FusedPrompt:
                 "this prompt's positions have gaps, which Transformers' generate does not support: "
                 "answer it with KVEngine"
             )
+        from kvrag.models.caches import FusedCache
+
         num_rows = self.kv.num_tokens
         token_ids = self.layout.plain_token_ids[-num_rows:]
         added = token_ids[:1] * (num_rows - len(token_ids))

@@ -179,14 +179,14 @@ class LinkTokens:
                 "with 'kvrag train links' (the element type counts: the same weights in another "
                 "type are another model), or pass links='off'"
             )
-        shape = (header.num_rows, model.hf.config.hidden_size)
+        shape = (header.num_rows, model.decoder.config.hidden_size)
         if embeddings is not None and tuple(embeddings.shape) != shape:
             raise LinksError(
                 f"links: embeddings of shape {tuple(embeddings.shape)}, expected {shape} for "
                 f"{model.name}; train them again"
             )
         if self.adapter is not None:
-            layers = linear_layers(model.hf)
+            layers = linear_layers(model.decoder)
             for name, down in self.adapter.down.items():
                 layer = layers.get(name)
                 up = self.adapter.up[name]
@@ -223,9 +223,8 @@ class LinkTokens:
         It acts only on rows that the caller forwards, not on what kvrag itself indexes, fuses or
         answers meanwhile.
         """
-        acting = (
-            without_adapters(model.hf) if self.adapter is None else self.adapter.acting(model.hf)
-        )
+        adapter, decoder = self.adapter, model.decoder
+        acting = without_adapters(decoder) if adapter is None else adapter.acting(decoder)
         with model.lock, acting:
             yield
 

@@ -11,10 +11,10 @@ from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
 from kvrag.models.attention import EncodedScope, host_rows, known_rows, rows_on
-from kvrag.models.caches import Deviation
 from kvrag.models.cardlayers import CardLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowPass
+from kvrag.models.writers import Deviation
 
 
 class Selection:

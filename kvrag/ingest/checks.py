@@ -45,7 +45,7 @@ def check_device(device: str | None, model: KVModel | None = None) -> None:
     if not isinstance(device, str):
         raise ParameterError(f"device {shown(device)}: expected a name such as 'cpu' or 'cuda'")
     # Imported late: without a device, the model's library is not needed yet.
-    from kvrag.models.loading import usable_device
+    from kvrag.models.references import usable_device
 
     wanted = usable_device(device)
     if model is not None and model.device != wanted:

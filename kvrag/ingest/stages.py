@@ -35,6 +35,7 @@ from kvrag.ingest.plan import STAYS, Plan, PlannedDocument, Sources, document_di
 from kvrag.ingest.report import FailedDocument, IngestProgress
 from kvrag.ingest.rows import Change, ChunkRow, KeyOf
 from kvrag.ingest.storage import Storage
+from kvrag.process import working
 from kvrag.store.base import Store
 
 if TYPE_CHECKING:
@@ -447,7 +448,8 @@ class BackgroundWriter:
         while (task := self._tasks.get()) is not None:
             try:
                 if self._error is None and not self._stopped:
-                    task()
+                    with working():
+                        task()
             except BaseException as error:  # raised again by the submitting thread
                 self._error = error
             finally:

@@ -11,13 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from kvrag.models.decoders import Model
 from kvrag.models.families import base_of, find_family
+
+if TYPE_CHECKING:
+    pass
 
 Gate = Callable[[], torch.Tensor | None]
 """Returns which of the current rows the adapter acts on, bool ``[n]``; None: on all."""
@@ -34,7 +37,7 @@ _innermost = _Innermost()
 
 
 @contextmanager
-def without_adapters(hf: PreTrainedModel, instead: object = None) -> Iterator[None]:
+def without_adapters(hf: Model, instead: object = None) -> Iterator[None]:
     """Suspend surrounding adapters in the calling thread's forwards of a model.
 
     A forward then gives what it gives without an adapter, so indexing and fusing stay right
@@ -81,7 +84,7 @@ class RowAdapter:
         return next(iter(self.down.values())).shape[0]
 
     @contextmanager
-    def acting(self, hf: PreTrainedModel, gate: Gate = lambda: None) -> Iterator[None]:
+    def acting(self, hf: Model, gate: Gate = lambda: None) -> Iterator[None]:
         """Add to the layers' outputs in the calling thread's forwards. Hold the model's lock.
 
         Inside another adapter's `acting`, this adapter replaces that one.
@@ -115,11 +118,11 @@ class RowAdapter:
         return add
 
 
-def _acts(hf: PreTrainedModel, name: object) -> bool:
+def _acts(hf: Model, name: object) -> bool:
     return _innermost.by_model.get(id(hf)) is name
 
 
-def linear_layers(hf: PreTrainedModel) -> dict[str, nn.Linear]:
+def linear_layers(hf: Model) -> dict[str, nn.Linear]:
     """Return the linear layers inside the decoder layers, by their names in `hf`."""
     layers: Any = getattr(base_of(hf), find_family(hf).layers)
     inside = {id(module) for layer in layers for module in layer.modules()}

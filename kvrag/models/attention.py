@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvrag.models.decoders import Model
 from kvrag.models.families import Chunked, inside
 from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.implementations import (
@@ -39,6 +38,7 @@ from kvrag.models.implementations import (
     eager_function,
     register_around,
     register_attention,
+    sdpa_of_transformers,
 )
 from kvrag.native import ATTENTION_TYPES, Mass, Scores, attend
 from kvrag.positions.rotary import RotaryTable
@@ -47,7 +47,7 @@ from kvrag.process import TurnLock, after_fork
 _NAME = "kvrag_rows"
 _WHOLE_NAME = "kvrag_whole"
 
-_locks: WeakKeyDictionary[PreTrainedModel, TurnLock] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[Model, TurnLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
 
 
@@ -349,7 +349,7 @@ def _row_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(attention_mask, RowMask):
-        return sdpa_attention_forward(
+        return sdpa_of_transformers(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     if kwargs.get("s_aux") is not None:  # only the family's own function knows sinks
@@ -368,7 +368,7 @@ def _row_attention(
         # Soft-capping stays as in the plain pipeline, whatever the installed Transformers does with
         # it here (older ones ignore it, newer ones refuse it).
         mask = attention_mask.dense(key.shape[2])[None, None]
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+        return sdpa_of_transformers(module, query, key, value, mask, scaling=scaling, **kwargs)
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
     num_groups = num_heads // num_kv_heads
@@ -478,10 +478,16 @@ register_attention(
 register_around(_WHOLE_NAME, _whole_attention)
 
 
-def lock_of(model: PreTrainedModel) -> TurnLock:
+def lock_of(model: Model) -> TurnLock:
     """Return the lock of a loaded model; all `KVModel`s over it share this lock."""
     with _making_locks:
         return _locks.setdefault(model, TurnLock())
+
+
+def share_lock(model: Model, lock: TurnLock) -> None:
+    """Let a loaded model have another one's lock, over whose weights it is."""
+    with _making_locks:
+        _locks[model] = lock
 
 
 def _forget() -> None:
@@ -495,14 +501,14 @@ after_fork(_forget)
 
 
 @contextmanager
-def row_attention(model: PreTrainedModel) -> Iterator[None]:
+def row_attention(model: Model) -> Iterator[None]:
     """Make `model` use row attention inside the block. Hold `lock_of` the model."""
     with attending_by(model, _NAME):
         yield
 
 
 @contextmanager
-def whole_attention(model: PreTrainedModel) -> Iterator[None]:
+def whole_attention(model: Model) -> Iterator[None]:
     """Make `model` attend in the compiled kernel inside the block, where the kernel can.
 
     The forward passes in the block are causal, over sequences whose padding is on the right and

@@ -17,9 +17,9 @@ from torch import nn
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import RowMask
-from kvrag.models.caches import write_rows
 from kvrag.models.families import Chunked
 from kvrag.models.implementations import AttentionFunction, OwnMask
+from kvrag.models.writers import write_rows
 from kvrag.native import ATTENTION_TYPES, Buffers, Scores, attend_each
 
 # A captured step attends to whole blocks of keys, of which the last are masked.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import ChunkKV
 from kvrag.models.adapter import without_adapters
-from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.caches import CaptureCache
 from kvrag.models.families import Chunked, base_of, sliding_windows
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A boolean mask in the shape that a model takes.
 

@@ -16,14 +16,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from kvrag.kvcache import FusedKV
 from kvrag.models.batch import KEY_BLOCK, BatchRow, BatchRows
+from kvrag.models.decoders import Model
 from kvrag.models.elements import state_of
+
+if TYPE_CHECKING:
+    pass
 
 VARIABLE = "KVRAG_CUDA_GRAPHS"
 
@@ -169,7 +172,7 @@ class CapturedSteps:
         Each layer's sliding window in tokens, None if it sees everything.
     """
 
-    def __init__(self, hf: PreTrainedModel, windows: Sequence[int | None]) -> None:
+    def __init__(self, hf: Model, windows: Sequence[int | None]) -> None:
         self._hf = hf
         self._windows = windows
         self._steps: dict[_Key, CapturedStep] = {}

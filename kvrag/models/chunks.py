@@ -9,7 +9,7 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec, packed
-from kvrag.models.caches import CaptureCache
+from kvrag.models.writers import Captured
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -31,7 +31,7 @@ def shifted_positions(
 
 
 def take_chunk(
-    cache: CaptureCache, tables: Sequence[RotaryTable], spec: KVSpec, index: int, rows: slice
+    cache: Captured, tables: Sequence[RotaryTable], spec: KVSpec, index: int, rows: slice
 ) -> ChunkKV:
     """Return the position-free KV of one sequence's rows, on the CPU.
 

@@ -16,7 +16,16 @@ from torch import nn
 from kvrag.errors import ParameterError
 from kvrag.models.attention import RowMask
 from kvrag.models.batch import BatchRows
-from kvrag.models.elements import ACTIVATIONS, HOME, NORMS, has_global_hooks, is_replaced
+from kvrag.models.decoders import MLP, DecoderLayer, RMSNorm
+from kvrag.models.elements import (
+    ACTIVATIONS,
+    HOME,
+    KINDS,
+    NORMS,
+    Kind,
+    has_global_hooks,
+    is_replaced,
+)
 from kvrag.models.linears import most_rows, quantised_layer
 from kvrag.models.quantised import is_plain
 from kvrag.models.small import SmallLinear
@@ -24,40 +33,6 @@ from kvrag.native import IS_COMPILED, Mass, RowLayers, Scores
 from kvrag.native.gpu.rows import Norm
 from kvrag.positions.rotary import RotaryTable
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """How a family's layers are put together.
-
-    Attributes
-    ----------
-    norms
-        A layer's norms, in the order in which they are used.
-    head_norms
-        Whether attention has norms of queries and keys.
-    caps
-        Whether attention caps its scores as its ``attn_logit_softcapping`` says.
-    """
-
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    head_norms: bool = False
-    caps: bool = False
-
-
-_FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_KINDS = {
-    "Llama": _Kind(),
-    "Mistral": _Kind(),
-    "Qwen2": _Kind(),
-    "Qwen3": _Kind(head_norms=True),
-    "Gemma2": _Kind(norms=_FOUR_NORMS, caps=True),
-    "Gemma3": _Kind(norms=_FOUR_NORMS, head_norms=True),
-}
 _LAYER = "DecoderLayer"
 _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -147,7 +122,7 @@ def describe_layers(
         return None
     if not len(layers) == len(windows) == len(tables) or has_global_hooks():
         return None
-    if not all(_is_known(layer) for layer in layers):
+    if not all(map(is_known, layers)):
         return None
     numbers: dict[int, int] = {}
     for table in tables:
@@ -158,7 +133,8 @@ def describe_layers(
     asked, given = attention.q_proj.out_features, attention.k_proj.out_features
     width = attention.q_proj.in_features
     head_dim: int = attention.head_dim
-    kind = _KINDS[type(first).__name__.removesuffix(_LAYER)]
+    kind = _kind_of(first)
+    assert kind is not None
     widths = {
         **dict.fromkeys((HIDDEN, "normed", "moved"), width),
         **dict.fromkeys(("query", "gathered"), asked),
@@ -183,11 +159,11 @@ def describe_layers(
 
 
 def _operations(layer: Any, window: int | None, table: int, width: int) -> Iterator[Operation]:
-    kind = _KINDS[type(layer).__name__.removesuffix(_LAYER)]
+    kind = _kind_of(layer)
+    assert kind is not None
     attention, mlp = layer.self_attn, layer.mlp
     norms = [_norm_of(getattr(layer, name), width) for name in kind.norms]
-    is_around = len(norms) == len(_FOUR_NORMS)
-    before, after = (norms[::2], norms[1::2]) if is_around else (norms, [None, None])
+    before, after = kind.around(norms)
     yield RowNorm(before[0], HIDDEN, "normed")
     for linear, slot in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
         yield Linear(getattr(attention, linear), "normed", slot)
@@ -203,7 +179,8 @@ def _operations(layer: Any, window: int | None, table: int, width: int) -> Itera
     yield RowNorm(before[1], HIDDEN, "normed")
     yield Linear(mlp.gate_proj, "normed", "gate")
     yield Linear(mlp.up_proj, "normed", "up")
-    yield Gate(ACTIVATIONS[type(mlp.act_fn).__name__])
+    is_gelu = mlp.is_gelu if isinstance(mlp, MLP) else ACTIVATIONS[type(mlp.act_fn).__name__]
+    yield Gate(is_gelu)
     yield from _added(mlp.down_proj, "gate", after[1])
 
 
@@ -217,7 +194,8 @@ def _added(linear: nn.Linear, source: str, norm: Norm | None) -> Iterator[Operat
 
 
 def _norm_of(module: Any, width: int) -> Norm:
-    adds_one, epsilon = NORMS[type(module).__name__]
+    is_own = isinstance(module, RMSNorm)
+    adds_one, epsilon = (module.adds_one, "epsilon") if is_own else NORMS[type(module).__name__]
     if module.weight.shape != (width,):
         raise ParameterError(f"weight: expected {width}, found {list(module.weight.shape)}")
     return Norm(module.weight, getattr(module, epsilon), adds_one)
@@ -242,10 +220,17 @@ def compile_layers(
         return None  # weights of another type, or in another order
 
 
-def _is_known(layer: nn.Module) -> bool:
+def _kind_of(layer: nn.Module) -> Kind | None:
+    if isinstance(layer, DecoderLayer):
+        return layer.kind
+    return KINDS.get(type(layer).__name__.removesuffix(_LAYER))
+
+
+def is_known(layer: nn.Module) -> bool:
     """Return whether a layer is made of exactly the modules that are known here."""
-    family = type(layer).__name__.removesuffix(_LAYER)
-    kind = _KINDS.get(family)
+    if type(layer) is DecoderLayer:
+        return not any(map(is_replaced, layer.modules()))
+    family, kind = type(layer).__name__.removesuffix(_LAYER), _kind_of(layer)
     if kind is None or type(layer).__name__ != family + _LAYER or layer.training:
         return False
     head_norms = ("q_norm", "k_norm") if kind.head_norms else ()

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+from kvrag.models.decoders import Model
 from kvrag.models.linears import fast_modules
 from kvrag.models.precision import AUTO, COMPUTES, INT4, QUANTISED, check_compute
 from kvrag.models.quantised import is_quantised
@@ -26,7 +26,7 @@ _NUM_ROWS = 64
 _REPEATS = 5
 
 
-def resolved_compute(hf: PreTrainedModel, compute: str | None) -> str:
+def resolved_compute(hf: Model, compute: str | None) -> str:
     """Return the precision that a loaded model's linear layers compute in.
 
     Parameters
@@ -87,7 +87,7 @@ def fastest(own: str, seconds: Mapping[str, float]) -> str:
     return chosen
 
 
-def measured(hf: PreTrainedModel) -> dict[str, float]:
+def measured(hf: Model) -> dict[str, float]:
     """Return the seconds that one of a model's linear layers takes, in each precision.
 
     That is the largest one inside the decoder, or as much of it as a few milliseconds allow. The
@@ -115,12 +115,12 @@ def measured(hf: PreTrainedModel) -> dict[str, float]:
     return seconds
 
 
-def _linears(hf: PreTrainedModel) -> list[nn.Linear]:
+def _linears(hf: Model) -> list[nn.Linear]:
     base: nn.Module = hf.base_model
     return [one for one in base.modules() if type(one) is nn.Linear]
 
 
-def _part_of_largest(hf: PreTrainedModel) -> nn.Linear:
+def _part_of_largest(hf: Model) -> nn.Linear:
     """Return a layer that shares weights with the largest linear layer inside the decoder."""
     weight = max((one.weight for one in _linears(hf)), key=torch.Tensor.numel).detach()
     num_inputs = weight.shape[1]

@@ -6,8 +6,9 @@ so. They are known by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -16,10 +17,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from kvrag.native import ATTENTION_TYPES, gated, rms_norm
 
+_T = TypeVar("_T")
 _Forward = Callable[..., torch.Tensor]
 
 HOME = "transformers.models."
 """Where the classes are from."""
+_AUTHORS = ("transformers.", "torch.", "kvrag.models.decoders", "kvrag.models.small")
 
 NORMS = {
     **dict.fromkeys(
@@ -29,6 +32,46 @@ NORMS = {
     **dict.fromkeys(("Gemma2RMSNorm", "Gemma3RMSNorm"), (True, "eps")),
 }
 """Whether a norm adds 1 to its weights, and how its epsilon is called."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a family's layers are put together.
+
+    Attributes
+    ----------
+    norms
+        A layer's norms, in the order in which they are used.
+    head_norms
+        Whether attention has norms of queries and keys.
+    caps
+        Whether attention caps its scores as its ``attn_logit_softcapping`` says.
+    """
+
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    head_norms: bool = False
+    caps: bool = False
+
+    def around(self, norms: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T | None]]:
+        """Return the norms before attention and MLP, and those after them, if there are any."""
+        return (norms[::2], norms[1::2]) if len(norms) > 2 else (norms, [None, None])
+
+
+_FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+KINDS = {
+    "Llama": Kind(),
+    "Mistral": Kind(),
+    "Qwen2": Kind(),
+    "Qwen3": Kind(head_norms=True),
+    "Gemma2": Kind(norms=_FOUR_NORMS, caps=True),
+    "Gemma3": Kind(norms=_FOUR_NORMS, head_norms=True),
+}
+"""The families whose layers are known, by the beginning of their classes' names."""
 
 _MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP"}
 ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
@@ -159,7 +202,7 @@ def is_patched(kind: type[nn.Module]) -> bool:
     # A wrapper may bear the name of what it wraps. Decorators of Transformers and torch wrap, too.
     while function is not None:
         written = getattr(function, "__globals__", {}).get("__name__") or ""
-        if not written.startswith(("transformers.", "torch.", "kvrag.models.small")):
+        if not written.startswith(_AUTHORS):
             return True
         function = getattr(function, "__wrapped__", None)
     return False

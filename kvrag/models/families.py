@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import Latent
-from kvrag.models.caches import CACHE_ARGUMENT
+from kvrag.models.decoders import Decoder, Model
+from kvrag.models.writers import CACHE_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,18 @@ def inside(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> tor
     return keys > queries - window
 
 
-def base_of(model: PreTrainedModel) -> Any:
+def base_of(model: Model) -> Any:
     """Return a model without its head."""
     base = model.base_model
     # Llama-4's text model has it under another name than it says.
     return getattr(model, "model", base) if base is model else base
 
 
-def find_family(model: PreTrainedModel) -> Family:
+def find_family(model: Model) -> Family:
     """Return a model's family. Raises UnsupportedModelError that names what is missing."""
     model_type = model.config.model_type
+    if isinstance(model, Decoder):
+        return Family(rotary_per_layer_type=model.has_rope_types)
     refuse_config(model.config)
     base = base_of(model)
     home: Any = sys.modules[type(base).__module__]
@@ -182,7 +184,7 @@ INSTEAD = (
 )
 
 
-def refuse_config(config: PreTrainedConfig) -> None:
+def refuse_config(config: Any) -> None:
     """Raise UnsupportedModelError for a model whose configuration alone says that it cannot be."""
     model_type = config.model_type
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
@@ -205,14 +207,14 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if getattr(module, name, None) is not None), None)
 
 
-def has_alibi(config: PreTrainedConfig) -> bool:
+def has_alibi(config: Any) -> bool:
     """Return whether a model encodes positions as a bias of its attention."""
     if config.model_type == "mpt":
         return bool(config.attn_config.alibi)
     return config.model_type == "bloom" or bool(getattr(config, "alibi", False))
 
 
-def num_kv_heads(config: PreTrainedConfig) -> int:
+def num_kv_heads(config: Any) -> int:
     """Return H, the number of key heads in a model's cache."""
     if config.model_type == "falcon":
         # With the new architecture its layers cache every key head once for each query head.
@@ -221,7 +223,7 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def latent_of(config: PreTrainedConfig) -> Latent | None:
+def latent_of(config: Any) -> Latent | None:
     """Return how layers of multi-head latent attention keep tokens; None for other layers."""
     size, rotated = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
     return Latent(size, rotated) if size and rotated else None
@@ -231,7 +233,7 @@ _BLOOM_WINDOW = 2048
 """BLOOM's trained length; its configurations give it as ``seq_length`` or not at all."""
 
 
-def context_window(config: PreTrainedConfig) -> int:
+def context_window(config: Any) -> int:
     """Return the number of positions that a model supports."""
     if config.model_type == "mpt":
         return int(config.max_seq_len)
@@ -244,7 +246,7 @@ def context_window(config: PreTrainedConfig) -> int:
     return length
 
 
-def _short_length(config: PreTrainedConfig) -> int | None:
+def _short_length(config: Any) -> int | None:
     """Return the length up to which longrope has one set of frequencies; None without longrope."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
@@ -262,8 +264,10 @@ def _short_length(config: PreTrainedConfig) -> int | None:
     return int(min(lengths))
 
 
-def sliding_windows(model: PreTrainedModel) -> list[int | None]:
+def sliding_windows(model: Model) -> list[int | None]:
     """Return each layer's attention window in tokens, None if it sees everything."""
+    if isinstance(model, Decoder):
+        return model.windows
     config = model.config
     if not find_family(model).windowed:
         return [None] * config.num_hidden_layers
@@ -276,9 +280,9 @@ def sliding_windows(model: PreTrainedModel) -> list[int | None]:
     return [kinds.get(kind) for kind in layer_types]
 
 
-def project_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+def project_logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
     """Return logits ``[..., vocabulary]`` of normed hidden states, as the model's forward does."""
-    head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: nn.Module = model.get_output_embeddings()
     logits: torch.Tensor = head(hidden)
     divisor: float | None = getattr(model.config, "logits_scaling", None)
     factor: float | None = getattr(model, "logit_scale", None)

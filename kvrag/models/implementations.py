@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _plain: dict[str, str] = {}
+_functions: dict[str, AttentionFunction] = {}
+_told: set[str] = set()
 
 
 class OwnMask(ABC):
@@ -52,17 +51,37 @@ class OwnMask(ABC):
         """
 
 
+def sdpa_of_transformers(*given: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as Transformers does."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(*given, **kwargs)
+
+
 def register_attention(
     name: str, over_sdpa: AttentionFunction, over_eager: AttentionFunction
 ) -> None:
     """Register an implementation as `name` and as ``name_eager``."""
-    for own, plain, function, mask in (
-        (name, "sdpa", over_sdpa, sdpa_mask),
-        (f"{name}_eager", "eager", over_eager, eager_mask),
-    ):
-        _plain[own] = plain
-        AttentionInterface.register(own, function)
-        AttentionMaskInterface.register(own, mask)
+    _plain.update({name: "sdpa", f"{name}_eager": "eager"})
+    _functions.update({name: over_sdpa, f"{name}_eager": over_eager})
+
+
+def _tell_transformers() -> None:
+    """Let Transformers know our implementations, before one of its models attends by them."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    for name, function in _functions.items():
+        if name not in _told:
+            AttentionInterface.register(name, function)
+            mask = sdpa_mask if _plain[name] == "sdpa" else eager_mask
+            AttentionMaskInterface.register(name, mask)
+            _told.add(name)
+
+
+def own_attention(config: Any) -> AttentionFunction:
+    """Return the implementation that a configuration names, which is one of ours."""
+    return _functions[config._attn_implementation]
 
 
 class AttentionCall(NamedTuple):
@@ -97,7 +116,7 @@ def register_around(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plain = sdpa_attention_forward
+        plain = sdpa_of_transformers
         given = module, query, key, value, attention_mask, scaling
         return attend(AttentionCall(plain, *given, kwargs))
 
@@ -123,8 +142,10 @@ def plain_implementation(name: str) -> str:
 
 
 @contextmanager
-def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
+def attending_by(model: Any, name: str) -> Iterator[None]:
     """Make `model` attend with the implementation registered as `name`. Hold its lock."""
+    if len(_told) < len(_functions) and "transformers.modeling_utils" in sys.modules:
+        _tell_transformers()
     config = model.config
     original = config._attn_implementation
     plain = plain_implementation(original)

@@ -15,24 +15,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag import foreign
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
-from kvrag.models import proof
 from kvrag.models.adapter import without_adapters
-from kvrag.models.attention import lock_of, whole_attention
-from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.attention import lock_of, share_lock, whole_attention
 from kvrag.models.captured import CapturedSteps
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
+from kvrag.models.decoders import Decoder, Model
 from kvrag.models.families import (
     TESTED,
     Chunked,
@@ -45,24 +43,30 @@ from kvrag.models.families import (
 )
 from kvrag.models.linears import fast_modules
 from kvrag.models.loading import (
-    check_tokenizer,
     has_bfloat16,
+    is_transformers,
+    load_model,
     load_tokenizer,
-    load_weights,
     model_fingerprint,
-    resolve_model,
     shared_prefix_ids,
-    tokenizer_fingerprint,
 )
 from kvrag.models.packed import ROWS_STEP
 from kvrag.models.precision import check_compute
 from kvrag.models.quantised import is_quantised, unpack
 from kvrag.models.ranks import ALONE, Ranks
+from kvrag.models.references import resolve_model
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowRunner
 from kvrag.models.schemes import find_positions
+from kvrag.models.tokenizer import Tokenizer, check_tokenizer, tokenizer_fingerprint
+from kvrag.models.writers import CACHE_ARGUMENT, Captured, CapturedKV
 from kvrag.native import IS_COMPILED
 from kvrag.process import after_fork, working
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvrag.models import proof
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class EncodedPrefix:
     """A prefix with its KV, from `KVModel.encode_prefix`; belongs to that model."""
 
     token_ids: tuple[int, ...]
-    cache: CaptureCache
+    cache: Captured
 
 
 _loaded: WeakValueDictionary[tuple[str, str, str, str | None], KVModel] = WeakValueDictionary()
@@ -134,7 +138,7 @@ class KVModel(RowMethods):
 
     def __init__(
         self,
-        hf: PreTrainedModel,
+        hf: Model,
         tokenizer: PreTrainedTokenizerBase | str | Path,
         *,
         name: str = "",
@@ -142,18 +146,21 @@ class KVModel(RowMethods):
         chunk_dtype: torch.dtype | None = None,
         proves: bool = True,
     ) -> None:
-        config = hf.config
+        config: Any = hf.config
         self.family = find_family(hf)
         if hf.dtype not in DTYPES.values():
             raise UnsupportedModelError(
                 f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
             )
-        self.hf = hf
         if is_quantised(hf):
-            _ = self.fingerprint  # before computing lays bytes out otherwise
+            # Before computing lays bytes out otherwise.
+            self.__dict__["fingerprint"] = model_fingerprint(hf)
             unpack(hf)
+        self.tokenizer: PreTrainedTokenizerBase
         if isinstance(tokenizer, str | Path):
             self.tokenizer = load_tokenizer(tokenizer)
+        elif isinstance(tokenizer, Tokenizer):
+            self.tokenizer = tokenizer
         else:
             # A copy: fast tokenizers keep the truncation and padding of their last call, and
             # another thread using the caller's object would shorten our prompts.
@@ -173,21 +180,49 @@ class KVModel(RowMethods):
         self.lock = lock_of(hf)
         self.ranks: Ranks = ALONE
         self.layer_stop = self.spec.num_layers
-        self._base: Any = base_of(hf)
-        self._windows = sliding_windows(hf)
         self.compute = resolved_compute(hf, compute)
-        self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
-        self._positions = find_positions(hf, self.family, self.spec)
-        self._captured = CapturedSteps(hf, self._windows)
-        self._compiled: CompiledLayers | None = None
+        self._take(hf)
         if proves and config.model_type not in TESTED:
+            from kvrag.models import proof
+
             proof.require(self, self.fingerprint, self._like)
+
+    def _take(self, decoder: Model) -> None:
+        """Compute with a loaded model from now on."""
+        self.decoder: Model = decoder
+        self.family = find_family(decoder)
+        self._base: Any = base_of(decoder)
+        self._windows = sliding_windows(decoder)
+        self._rows = RowRunner(
+            decoder, self.family, self.name, self.spec, self._windows, self.compute
+        )
+        self._positions = find_positions(decoder, self.family, self.spec)
+        self._captured = CapturedSteps(decoder, self._windows)
+        self._compiled: CompiledLayers | None = None
+
+    @property
+    def hf(self) -> PreTrainedModel:
+        """The model as Transformers' own object, which this model computes with from then on.
+
+        Where kvrag's modules computed instead, it is made over their weights at its first use.
+        """
+        if isinstance(self.decoder, Decoder):
+            from kvrag.models.pretrained import over_weights
+
+            with self.lock:
+                if isinstance(self.decoder, Decoder):
+                    made = over_weights(self.decoder)
+                    share_lock(made, self.lock)
+                    self._take(made)
+        return cast("PreTrainedModel", self.decoder)
 
     def _like(self, hf: PreTrainedModel) -> KVModel:
         return KVModel(hf, self.tokenizer, proves=False)
 
     def prove(self) -> tuple[list[proof.Check], str]:
         """Run the self-test; return what `kvrag.models.proof.prove` does."""
+        from kvrag.models import proof
+
         return proof.prove(self, self._like)
 
     @classmethod
@@ -233,7 +268,7 @@ class KVModel(RowMethods):
         check_compute(compute)
         if isinstance(model, KVModel):
             return model._computing_in(compute)
-        if isinstance(model, PreTrainedModel):
+        if is_transformers(model):
             folder = str(getattr(model.config, "_name_or_path", ""))
             given = folder if tokenizer is None else tokenizer
             if not given:
@@ -247,7 +282,9 @@ class KVModel(RowMethods):
                 raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
             dtype = DTYPES[dtype]
         is_small = IS_COMPILED and compute is None and str(device) in ("None", "cpu")
-        path = resolve_model(model, is_small=is_small and dtype in (None, torch.bfloat16))
+        path = resolve_model(
+            cast("str | Path", model), is_small=is_small and dtype in (None, torch.bfloat16)
+        )
         if tokenizer is not None:
             return cls._loaded(path, tokenizer, str(model), dtype, device, compute)
         with _loading:
@@ -271,13 +308,13 @@ class KVModel(RowMethods):
         compute: str | None,
     ) -> KVModel:
         """Load weights, and widen those that this processor does not multiply."""
-        hf = load_weights(path, dtype, device)
+        hf = load_model(path, dtype, device)
         own, fingerprint = hf.dtype, None
         slow = own == torch.bfloat16 and hf.device.type == "cpu" and not has_bfloat16()
         if slow and compute != "bfloat16" and not is_quantised(hf):
             # That of the checkpoint, so that an index is the same on all processors.
             fingerprint = model_fingerprint(hf)
-            hf.float()  # type: ignore[no-untyped-call]
+            hf.float()
         try:
             model = cls(hf, tokenizer, name=name, compute=compute, chunk_dtype=own)
         except BaseException as error:
@@ -291,10 +328,10 @@ class KVModel(RowMethods):
 
     def _computing_in(self, compute: str | None) -> KVModel:
         """Return this model, or one over the same weights that computes in another precision."""
-        if compute is None or (wanted := resolved_compute(self.hf, compute)) == self.compute:
+        if compute is None or (wanted := resolved_compute(self.decoder, compute)) == self.compute:
             return self
         other = KVModel(
-            self.hf,
+            self.decoder,
             self.tokenizer,
             name=self.name,
             compute=wanted,
@@ -309,13 +346,13 @@ class KVModel(RowMethods):
     def folder(self) -> Path | None:
         """The folder that it was loaded from; None for a hub's model or one made in memory."""
         # A hub name is not a folder, even if the working directory has one of that name.
-        path = Path(getattr(self.hf, "name_or_path", ""))
+        path = Path(getattr(self.decoder, "name_or_path", ""))
         return path if path.is_absolute() else None
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of weights and config (see `model_fingerprint`)."""
-        return model_fingerprint(self.hf)
+        return model_fingerprint(self.decoder)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -375,15 +412,20 @@ class KVModel(RowMethods):
         list of ChunkKV
             In the order given, on the CPU.
         """
-        cache, num_prefix = self._capture(prefix, chunks, starts, step=ROWS_STEP, check=check)
-        width = num_prefix + max(map(len, chunks))
-        tables = self._positions.tables(torch.arange(width, device=self.device))
-        return [
-            take_chunk(
-                cache, tables, self.chunk_spec, index, slice(num_prefix, num_prefix + len(chunk))
-            )
-            for index, chunk in enumerate(chunks)
-        ]
+        with working():
+            cache, num_prefix = self._capture(prefix, chunks, starts, step=ROWS_STEP, check=check)
+            width = num_prefix + max(map(len, chunks))
+            tables = self._positions.tables(torch.arange(width, device=self.device))
+            return [
+                take_chunk(
+                    cache,
+                    tables,
+                    self.chunk_spec,
+                    index,
+                    slice(num_prefix, num_prefix + len(chunk)),
+                )
+                for index, chunk in enumerate(chunks)
+            ]
 
     @torch.no_grad()
     def _capture(
@@ -394,7 +436,7 @@ class KVModel(RowMethods):
         *,
         step: int = 1,
         check: Callable[[], None] | None = None,
-    ) -> tuple[CaptureCache, int]:
+    ) -> tuple[Captured, int]:
         """Return the K/V of chunks after a prefix, and the number of the prefix's tokens.
 
         Rows after a chunk's fill up a multiple of `step`, as far as the context window goes. Their
@@ -420,7 +462,10 @@ class KVModel(RowMethods):
         if starts is not None and self.is_position_bound:
             positions = shifted_positions(len(prefix_ids), lengths, starts, self.max_positions)
         held = ExitStack()
-        cache = CaptureCache(self.spec.num_layers, before, partial(self._between, held, check))
+        kind: type[Any] = CapturedKV
+        if not isinstance(self.decoder, Decoder):
+            from kvrag.models.caches import CaptureCache as kind  # noqa: N813
+        cache = kind(self.spec.num_layers, before, partial(self._between, held, check))
         rows = slice(begin, width)
         given: dict[str, Any] = {}
         if positions is not None:
@@ -438,14 +483,14 @@ class KVModel(RowMethods):
     def _hold(self, held: ExitStack) -> None:
         """Hold the model for a pass over whole sequences, until the stack ends."""
         held.enter_context(self.lock)
-        held.enter_context(without_adapters(self.hf))
+        held.enter_context(without_adapters(self.decoder))
         # Families that attend in their own code have no other implementation, and the kernel has
         # no windows that begin again.
         in_chunks = any(isinstance(one, Chunked) for one in self._windows)
         if not (self.family.attends_itself or in_chunks):
-            held.enter_context(whole_attention(self.hf))
+            held.enter_context(whole_attention(self.decoder))
         # In the weights' own type: what is stored must not depend on how this process answers.
-        held.enter_context(fast_modules(self.hf, str(self.spec.dtype).removeprefix("torch.")))
+        held.enter_context(fast_modules(self.decoder, str(self.spec.dtype).removeprefix("torch.")))
 
     def _between(self, held: ExitStack, check: Callable[[], None] | None) -> None:
         """Let others who wait for the model compute, such as tokens of answers; in each layer."""

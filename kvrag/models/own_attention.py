@@ -7,19 +7,20 @@ them as a mask in the shape that their own forward passes to their layers.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvrag.models.attention import AttentionObserver, RowMask
+from kvrag.models.decoders import Model
 from kvrag.positions.rotary import RotaryTable
 from kvrag.positions.unrotated import AlibiTable
 
+if TYPE_CHECKING:
+    pass
 
-def layer_arguments(
-    hf: PreTrainedModel, mask: RowMask, num_keys: int, table: RotaryTable
-) -> dict[str, Any]:
+
+def layer_arguments(hf: Model, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
     """Return a decoder layer's arguments besides hidden states and cache.
 
     Parameters

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvrag.errors import ParameterError
 from kvrag.native import instruction_set
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The layout is chosen for this many rows; other numbers work too.
 _NUM_ROWS = 128

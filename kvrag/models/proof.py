@@ -26,11 +26,12 @@ from kvrag.arguments import shown
 from kvrag.errors import KVRagError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import FusedKV, packed
 from kvrag.models.batch import BatchRow
-from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.caches import CaptureCache
 from kvrag.models.families import INSTEAD, context_window
 from kvrag.models.quantised import is_quantised
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowPass
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.process import working
 
 _HEAD, _FIRST, _SECOND, _QUESTION = 3, 28, 25, 8

@@ -10,16 +10,17 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from kvrag.arguments import cut, shown
 from kvrag.errors import ModelLoadError
 from kvrag.weights.packing import METHOD
+
+if TYPE_CHECKING:
+    from kvrag.models.decoders import Model
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ def check_quantised(reference: str, given: Any, device: torch.device) -> Any:
         _log.info("the CPU has no kernel for %s: its weights are loaded in 16 bits", method)
     try:
         if why is None:
+            from transformers.quantizers.auto import AutoHfQuantizer
+
             AutoHfQuantizer.from_config(given, pre_quantized=True).validate_environment()
     except ModelLoadError:
         raise
@@ -105,14 +108,14 @@ def _refused(reference: str, method: str | None, why: str) -> ModelLoadError:
     )
 
 
-def is_quantised(model: PreTrainedModel) -> bool:
+def is_quantised(model: Model) -> bool:
     """Return whether a model's own modules compute with quantised weights."""
     return getattr(model, "hf_quantizer", None) is not None and bool(
         getattr(model, "is_quantized", False)
     )
 
 
-def unpack(model: PreTrainedModel) -> None:
+def unpack(model: Model) -> None:
     """Let a model's layers compute one by one, where a format waits for the whole to be called."""
     quantizer: Any = model.hf_quantizer
     if hasattr(model, "ct_decompress_hook"):

@@ -6,27 +6,30 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvrag.kvcache import KVSpec
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
-from kvrag.models.caches import Deviation, RowsChanged
 from kvrag.models.captured import CapturedSteps
 from kvrag.models.cardlayers import CardLayers, Slots, on_card
 from kvrag.models.compiled import CompiledLayers, Description, compile_layers, describe_layers
+from kvrag.models.decoders import Model
 from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
 from kvrag.models.precision import QUANTISED
 from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
 from kvrag.models.rows import ALL_BEFORE, Attending, RowPass, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
+from kvrag.models.writers import Deviation, RowsChanged
 from kvrag.positions.rotary import RotaryTable
 from kvrag.process import TurnLock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LARGE_BYTES = 1 << 20
 
@@ -34,7 +37,7 @@ _LARGE_BYTES = 1 << 20
 class RowMethods:
     """The part of `KVModel` that computes rows of a prompt."""
 
-    hf: PreTrainedModel
+    decoder: Model
     family: Family
     spec: KVSpec
     _base: Any
@@ -55,6 +58,11 @@ class RowMethods:
     lock: TurnLock
 
     @property
+    def hf(self) -> PreTrainedModel:
+        """The model as Transformers' own object."""
+        raise NotImplementedError
+
+    @property
     def windows(self) -> list[int | None]:
         """Each layer's sliding window in tokens, None if it sees everything."""
         return self._windows
@@ -67,7 +75,7 @@ class RowMethods:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.hf.device
+        return self.decoder.device
 
     @contextmanager
     def computing_rows(
@@ -114,7 +122,7 @@ class RowMethods:
             getattr(self._base, family.position_embedding) if family.position_embedding else None
         )
         factor = getattr(self._base, "embedding_multiplier", None)
-        width = self.hf.config.hidden_size
+        width = self.decoder.config.hidden_size
         hidden = _scratch(len(token_ids), width, self.spec.dtype, self.device)
         size = rows_at_once(self.device)
         for begin in range(0, len(token_ids), size):
@@ -334,7 +342,7 @@ class RowMethods:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""
         norm = getattr(self._base, self.family.final_norm)
-        return project_logits(self.hf, norm(hidden))
+        return project_logits(self.decoder, norm(hidden))
 
 
 def _scratch(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvrag.kvcache import FusedKV, KVSpec, packed
 from kvrag.models.adapter import RowAdapter, without_adapters
@@ -26,7 +25,13 @@ from kvrag.models.attention import (
     row_attention,
 )
 from kvrag.models.batch import BatchRows
-from kvrag.models.caches import (
+from kvrag.models.cardlayers import CardLayers, RowsAsked
+from kvrag.models.compiled import CompiledLayers
+from kvrag.models.decoders import Model
+from kvrag.models.families import Family, base_of
+from kvrag.models.linears import fast_modules
+from kvrag.models.own_attention import layer_arguments, show_weights
+from kvrag.models.writers import (
     Deviation,
     ProjectionDone,
     ProjectionProbe,
@@ -34,11 +39,6 @@ from kvrag.models.caches import (
     RowWriter,
     write_rows,
 )
-from kvrag.models.cardlayers import CardLayers, RowsAsked
-from kvrag.models.compiled import CompiledLayers
-from kvrag.models.families import Family, base_of
-from kvrag.models.linears import fast_modules
-from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.positions.rotary import RotaryTable
 
 # Rows that a layer computes at once: few enough that a block's MLP activations stay small beside
@@ -148,7 +148,7 @@ class RowRunner:
 
     def __init__(
         self,
-        hf: PreTrainedModel,
+        hf: Model,
         family: Family,
         name: str,
         spec: KVSpec,

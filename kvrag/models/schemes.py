@@ -6,19 +6,22 @@ How layers use what the rotary module gives is measured, not looked up by a fami
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import KVSpec, packed
-from kvrag.models.caches import ProjectionDone, ProjectionProbe
+from kvrag.models.decoders import Model
 from kvrag.models.families import INSTEAD, Family, base_of, has_alibi
+from kvrag.models.writers import ProjectionDone, ProjectionProbe
 from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable
 from kvrag.positions.unrotated import UnrotatedPositions
+
+if TYPE_CHECKING:
+    pass
 
 _IN_HALVES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "falcon"}
 """Types that are known to rotate all layers in halves: nothing is measured when they are loaded."""
@@ -34,7 +37,7 @@ class Positions(Protocol):
         ...
 
 
-def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positions:
+def find_positions(hf: Model, family: Family, spec: KVSpec) -> Positions:
     """Return the positions of a model. Raises UnsupportedModelError as `RotaryPositions` does."""
     if has_alibi(hf.config):
         return UnrotatedPositions(spec.num_layers, spec.head_dim, _alibi(hf))
@@ -57,7 +60,7 @@ def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positio
 
 @torch.no_grad()
 def _layout_of(
-    hf: PreTrainedModel,
+    hf: Model,
     family: Family,
     spec: KVSpec,
     index: int,
@@ -110,7 +113,7 @@ def _layout_of(
     return best
 
 
-def _alibi(hf: PreTrainedModel) -> Callable[[int], torch.Tensor]:
+def _alibi(hf: Model) -> Callable[[int], torch.Tensor]:
     """Return the model's own bias function, number of positions to ``[heads, positions]``."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor as of_bloom
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_falcon

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.models.families import CORE, find_family, num_kv_heads
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_weights, model_fingerprint
+from kvrag.models.loading import model_fingerprint
 from kvrag.models.packed import pack_linears
+from kvrag.models.pretrained import load_weights
 from kvrag.models.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _OUTPUTS, _INPUTS = "colwise", "rowwise"
 

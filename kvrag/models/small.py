@@ -1,7 +1,8 @@
 """Weights that stay small: a GGUF file's bits, in the order that kernels on the CPU read them.
 
 `kvrag.weights.convert` writes the folders. Their ``config.json`` names each such weight, as a kind
-of quantisation that Transformers learns here; the bytes are mapped from the file.
+of quantisation that Transformers learns in `kvrag.models.pretrained`; the bytes are mapped from
+the file.
 """
 
 from __future__ import annotations
@@ -12,14 +13,9 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvrag.errors import ModelLoadError
-from kvrag.native import ATTENTION_TYPES, IS_COMPILED, GroupedLinear, GroupedWeight
-from kvrag.weights.packing import METHOD, VERSION
+from kvrag.native import ATTENTION_TYPES, GroupedLinear, GroupedWeight
 
 
 class _Small:
@@ -117,52 +113,3 @@ class SmallEmbedding(_Small, nn.Embedding):
 def small_layers(model: nn.Module) -> dict[str, _Small]:
     """Return a model's layers over a GGUF file's bits, by name."""
     return {name: one for name, one in model.named_modules() if isinstance(one, _Small)}
-
-
-@register_quantization_config(METHOD)
-class _Config(QuantizationConfigMixin):
-    """What ``config.json`` says of such weights."""
-
-    def __init__(self, *, version: int, weights: dict[str, dict[str, Any]], **_: object) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]  # a name of ours
-        self.version, self.weights = version, weights
-
-
-@register_quantizer(METHOD)
-class _Quantizer(HfQuantizer):
-    """Puts layers over a GGUF file's bits in place of a model's own, while it is loaded."""
-
-    requires_calibration = False
-    quantization_config: _Config
-
-    def validate_environment(self, *_: object, **__: object) -> None:
-        if self.quantization_config.version != VERSION:
-            raise ModelLoadError(
-                f"this GGUF file was converted by another version of kvrag (format "
-                f"{self.quantization_config.version}, expected {VERSION}); convert it again: kvrag "
-                "models rm NAME"
-            )
-        if not IS_COMPILED:
-            raise ModelLoadError("weights by groups need kvrag's compiled kernels: 'kvrag doctor'")
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
-        for name, described in self.quantization_config.weights.items():
-            layer: Any = model.get_submodule(name)
-            made = SmallEmbedding if isinstance(layer, nn.Embedding) else SmallLinear
-            model.set_submodule(name, made(layer, described))
-
-    def _process_model_after_weight_loading(
-        self, model: PreTrainedModel, **_: object
-    ) -> PreTrainedModel:
-        # A fingerprint has the configuration without it, and other numbers may change their type.
-        loaded: Any = model
-        del loaded.config.quantization_config
-        loaded.is_quantized = False
-        return model
-
-    def is_serializable(self, *_: object) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, overload
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
 from kvrag.foreign import reason
+from kvrag.models.tokenizer import Tokenizer
 from kvrag.process import working
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ def encode(
     """
     try:
         with working():
+            if isinstance(tokenizer, Tokenizer):
+                return [
+                    Tokens(tuple(one.ids), one.offsets)
+                    for one in tokenizer.backend_tokenizer.encode_batch(
+                        list(texts), add_special_tokens=add_special_tokens
+                    )
+                ]
             encoded = tokenizer(
                 list(texts),
                 add_special_tokens=add_special_tokens,
@@ -132,9 +140,10 @@ def encode(
 
 def byte_characters() -> dict[int, str]:
     """Return how tokenizers of GPT-2's kind write each byte."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return dict(bytes_to_unicode())  # type: ignore[no-untyped-call]
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    named = {byte: chr(0x100 + number) for number, byte in enumerate(hidden)}
+    return {byte: named.get(byte, chr(byte)) for byte in (*sorted(shown), *hidden)}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:

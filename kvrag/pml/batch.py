@@ -92,7 +92,7 @@ def generate_batch(
         return passages[chunk_id, context_ids](chunk_id, context_ids)
 
     shared = SharedPrompts(model, layouts, open_kv, room)
-    ends = end_ids(model.hf.generation_config, model.tokenizer)
+    ends = end_ids(model.decoder.generation_config, model.tokenizer)
     sampling = Sampling(temperature=temperature, seed=seed)
     samplers = [Sampler(sampling, shared.logits.device) for _ in layouts]
     said = [torch.tensor(layout.token_ids, device=shared.logits.device) for layout in layouts]

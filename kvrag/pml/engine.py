@@ -16,9 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta
@@ -33,6 +31,9 @@ from kvrag.pml.parser import parse_schema
 from kvrag.pml.prompt import Import, Prompt, parse_prompt, schema_name
 from kvrag.pml.schema import Path, Schema, Text
 from kvrag.process import OfProcess
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Lays a prompt over its schema: each row's token, position, and where its KV is stored.
 #

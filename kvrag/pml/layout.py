@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from kvrag.errors import PMLError
 from kvrag.models import templates
 from kvrag.models.chat import PromptText, hide_message
 from kvrag.models.control import ControlTokens
 from kvrag.models.hidden import HiddenStrings
-from kvrag.models.tokens import num_equal
+from kvrag.models.tokens import encode, num_equal
 from kvrag.pml.schema import (
     Location,
     Module,
@@ -36,6 +35,9 @@ from kvrag.pml.schema import (
     flat,
     turns,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Renders the turns of a conversation as text, with the model's own chat template.
 #
@@ -341,7 +343,7 @@ def lay_out_schema(
         begin = arranger.take_prefix(children, prefix)
     else:
         # What the plain pipeline would put before a string.
-        begin = num_equal(tokenizer("")["input_ids"], prefix)
+        begin = num_equal(encode(tokenizer, [""], True)[0].token_ids, prefix)
     end = arranger.arrange((), children, begin)
     arranger.extents[()] = (begin, end)
     return SchemaLayout(
@@ -446,8 +448,7 @@ def token_ids_of(
         return []
     if control is not None:
         return [list(tokens.token_ids) for tokens in control.documents(texts)]
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
-    return [list(ids) for ids in encoded["input_ids"]]
+    return [list(tokens.token_ids) for tokens in encode(tokenizer, texts, False)]
 
 
 def _groups(

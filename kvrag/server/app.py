@@ -181,7 +181,9 @@ class ServerOptions:
     reranker: Reranker | None = None
 
 
-def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGIApp:
+def make_app(
+    engine: KVEngine, options: ServerOptions = ServerOptions(), idle: Idle | None = None
+) -> ASGIApp:
     """Return the application that serves an engine's index.
 
     Parameters
@@ -190,6 +192,8 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         What answers. The caller closes its index after the application's end.
     options
         How to serve.
+    idle
+        What does work between requests; None makes one.
     """
     queue = AnswerQueue(lambda: engine.moved, options.max_streams, options.max_waiting)
     metrics = ServerMetrics(engine.index, queue)
@@ -199,7 +203,8 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     documents = Documents(engine.index, can_write=options.can_upload)
 
     places = [FirstPlaces(engine.index)] if options.prepares else []
-    idle = Idle(*places, *([audits] if options.audit else []))
+    idle = idle or Idle()
+    idle.jobs += [*places, *([audits] if options.audit else [])]
 
     async def end_answers() -> None:
         documents.stop()

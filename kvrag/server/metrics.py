@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvrag.engine.answer import Verdict
 from kvrag.engine.metrics import IndexCollector
-from kvrag.engine.verify import Verdict
 from kvrag.ingest.index import Index
 from kvrag.server.queue import AnswerQueue
 

@@ -500,8 +500,8 @@ def _loaded(service: Service, asked: Answered, **said: Any) -> Response:
 def _described(service: Service) -> dict[str, dict[str, Any]]:
     """Return what there is to say of each model, by name."""
     model = service.index.model
-    weights = sum(tensor.nbytes for tensor in model.hf.state_dict().values())
-    digest, family = service.index.config.model_fingerprint, model.hf.config.model_type
+    weights = sum(tensor.nbytes for tensor in model.decoder.state_dict().values())
+    digest, family = service.index.config.model_fingerprint, model.decoder.config.model_type
     found = {}
     for one in service.names.listed.data:
         # Nothing is known of the embedding's file.
@@ -527,7 +527,7 @@ def _described(service: Service) -> dict[str, dict[str, Any]]:
 
 def _shown(service: Service, name: str) -> dict[str, Any]:
     model = service.index.model
-    family = model.hf.config.model_type
+    family = model.decoder.config.model_type
     answers = name in (service.names.model, service.names.rag)
     return {
         "modelfile": "",
@@ -539,7 +539,7 @@ def _shown(service: Service, name: str) -> dict[str, Any]:
             f"{family}.context_length": model.max_positions,
             f"{family}.embedding_length": service.index.embedding.dim
             if not answers
-            else model.hf.config.hidden_size,
+            else model.decoder.config.hidden_size,
         },
     }
 

@@ -28,6 +28,7 @@ from kvrag.ingest.ranking import CosineRanker, Reranker
 from kvrag.ingest.turns import before_turn
 from kvrag.llms.shape import Shape as Form
 from kvrag.models.messages import merged
+from kvrag.models.tokens import encode
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.about import about
@@ -304,7 +305,7 @@ class Service:
             num_tokens = 0
             for text in texts:
                 before_turn.get()()
-                num_tokens += len(tokenizer(text, add_special_tokens=False)["input_ids"])
+                num_tokens += len(encode(tokenizer, [text], False)[0].token_ids)
             return num_tokens
 
         num_tokens = await self._batches.run(http, counted)
@@ -463,7 +464,7 @@ def _refuse_retrieving(asked: Generating) -> None:
 def prompts_of(tokenizer: Any, given: Sequence[str | list[int]]) -> list[str]:
     """Return prompts as texts, without the token that the tokenizer puts first by itself."""
     first = tokenizer.bos_token_id
-    is_added = first is not None and list(tokenizer("")["input_ids"])[:1] == [first]
+    is_added = first is not None and encode(tokenizer, [""], True)[0].token_ids[:1] == (first,)
     ids = [
         one[1:] if is_added and not isinstance(one, str) and one[0] == first else one
         for one in given

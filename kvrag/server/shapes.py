@@ -9,9 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
@@ -23,6 +21,9 @@ from kvrag.server import responses as r
 from kvrag.server.answering import citations, cited
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import ChatRequest, Generating
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Shape(ABC):

@@ -26,9 +26,10 @@ from kvrag.fusion.repair import make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import StoredRows
 from kvrag.loading.pace import fit_prices
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.tune.bootstrap import mean_interval
 from kvrag.tune.loading import measure_loading
 
@@ -222,7 +223,7 @@ def _ask(engine: KVEngine, request: Request, tried: Sequence[_Tried]) -> None:
 
 def _answer(model: KVModel, fused: FusedPrompt, most: int) -> list[int]:
     """Return the greedy answer to a prompt, with the end token if there is one."""
-    ends = end_ids(model.hf.generation_config, model.tokenizer)
+    ends = end_ids(model.decoder.generation_config, model.tokenizer)
     most = min(most, model.max_positions - fused.layout.end_position)
     answer = [int(fused.logits.argmax())]
     while answer[-1] not in ends and len(answer) < most:

@@ -18,8 +18,9 @@ from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.judge.bank import ChunkBank
 from kvrag_bench.judge.judgements import Contestant

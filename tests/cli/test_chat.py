@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvrag
-from kvrag.cli.chat import first_line, is_usable
+from kvrag.cli.conversation import first_line, is_usable
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.ingest.index import Index

@@ -19,8 +19,8 @@ from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.pml.engine import PMLEngine
 from kvrag_testing.bench_top import TEXTS
 from tests.engine.test_links import PROMPT

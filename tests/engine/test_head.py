@@ -14,8 +14,9 @@ from kvrag.engine.request import Prompt
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
-from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.caches import CaptureCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 

@@ -14,8 +14,9 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer

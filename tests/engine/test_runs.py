@@ -18,8 +18,8 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.reasons import ABSENT, SPACE
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from tests.support.models import make_model, make_tokenizer
 
 NAMES = [

@@ -13,7 +13,7 @@ from transformers.masking_utils import eager_mask
 from kvrag.errors import ParameterError
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.registry import make_eviction
-from kvrag.models.caches import CACHE_ARGUMENT
+from kvrag.models.writers import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll, SlowCorm
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model
 

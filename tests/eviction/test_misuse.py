@@ -13,7 +13,7 @@ from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.eviction.base import HeldKeys
 from kvrag.eviction.cache import EvictingCache, Score, attend_ragged
 from kvrag.eviction.ragged import RaggedKV
-from kvrag.models.caches import CACHE_ARGUMENT
+from kvrag.models.writers import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll
 from tests.eviction.test_cache import PAD, evicting, generate, model_of, prompts
 from tests.support.models import OTHER_POSITIONS, make_model

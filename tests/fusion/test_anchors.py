@@ -23,8 +23,8 @@ from kvrag.fusion.compression.anchors import (
 )
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression, parse_compression
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
 

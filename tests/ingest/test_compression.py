@@ -15,8 +15,8 @@ from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
-from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
 

@@ -79,7 +79,7 @@ def test_a_model_can_be_had_in_several_precisions() -> None:
     assert (own.compute, rough.compute) == ("float32", "int8")
     assert KVModel.load("kvrag-tiny", compute="int8") is rough
     also = KVModel.load(own, compute="int8")
-    assert also.hf is own.hf
+    assert also.decoder is own.decoder
     assert also.compute == "int8"
     assert also.fingerprint == own.fingerprint == rough.fingerprint
     assert KVModel.load(own) is own

@@ -18,7 +18,8 @@ from kvrag.ingest.ranking import Reranker
 from kvrag.models import templates
 from kvrag.models.chat import render_messages
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, resolve_model
+from kvrag.models.loading import load_tokenizer
+from kvrag.models.references import resolve_model
 from kvrag.models.tokens import encode
 from tests.support import tool_templates
 from tests.support.models import make_tokenizer

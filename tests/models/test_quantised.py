@@ -18,7 +18,8 @@ from kvrag.fusion.decoding import make_decoder, step_all
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.models import quantised, weightfiles
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_weights, model_fingerprint
+from kvrag.models.loading import model_fingerprint
+from kvrag.models.pretrained import load_weights
 from kvrag.models.quantised import FORMATS, check_quantised
 from kvrag.models.shards import check_shards
 from kvrag_testing.bench_top import bench_of, relative_difference

@@ -22,8 +22,9 @@ from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt
 from kvrag_testing.bench_top import TEXTS, Bench, relative_difference
 from kvrag_train.batches import IGNORED

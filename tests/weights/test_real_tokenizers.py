@@ -8,7 +8,8 @@ from transformers import GenerationConfig
 from kvrag.engine.text_stream import end_ids
 from kvrag.models.chat import render_messages
 from kvrag.models.control import ControlTokens, default_control_tokens
-from kvrag.models.loading import load_tokenizer, resolve_model
+from kvrag.models.loading import load_tokenizer
+from kvrag.models.references import resolve_model
 from tests.support.models import needs_named_model
 
 # As llama.cpp renders the same conversation from the GGUF file.

@@ -16,7 +16,9 @@ from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.ingest.index import Index
 from kvrag.models.compute import resolved_compute
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_weights, model_fingerprint, resolve_model
+from kvrag.models.loading import model_fingerprint
+from kvrag.models.pretrained import load_weights
+from kvrag.models.references import resolve_model
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.native import IS_COMPILED
 from kvrag.weights.blocks import KINDS, greatest, take_apart

@@ -17,7 +17,8 @@ import kvrag
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ModelLoadError
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import has_bfloat16, resolve_model
+from kvrag.models.loading import has_bfloat16
+from kvrag.models.references import resolve_model
 from kvrag.weights.cache import (
     cache_folder,
     convert,
@@ -206,7 +207,7 @@ def test_loading_resolves_a_name_once(
         asked.append(str(reference))
         return find_gguf(reference)
 
-    monkeypatch.setattr("kvrag.models.loading.find_gguf", noted)
+    monkeypatch.setattr("kvrag.models.references.find_gguf", noted)
     assert KVModel.load(path).name == str(path)
     assert asked.count(str(path)) == 1
 

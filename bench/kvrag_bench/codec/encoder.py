@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.models.loading import from_pretrained
+from kvrag.models.pretrained import from_pretrained
 
 
 class EncoderKV:

@@ -18,8 +18,9 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_bench.judge.continuing import Continuation, EvictingContinuation, FullContinuation
 from kvrag_bench.judge.looks import Looks
 

@@ -15,9 +15,10 @@ from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
+from kvrag.models.writers import CACHE_ARGUMENT
 
 
 class Continuation(Protocol):

@@ -24,7 +24,8 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, resolve_model
+from kvrag.models.loading import load_tokenizer
+from kvrag.models.references import resolve_model
 from kvrag.weights.named import named_model
 from kvrag_bench.judge.questions import RenderedPrompt, render
 from kvrag_bench.peers.workload import Prompt

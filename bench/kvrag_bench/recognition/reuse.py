@@ -18,7 +18,8 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.ingest.run_finder import RunFinder
-from kvrag.models.loading import load_tokenizer, resolve_model, shared_prefix_ids
+from kvrag.models.loading import load_tokenizer, shared_prefix_ids
+from kvrag.models.references import resolve_model
 from kvrag.models.tokens import encode
 from kvrag_bench.recognition.splitters import ALTERED, splitters
 

@@ -17,7 +17,8 @@ from kvrag.codec.registry import get_codec
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, resolve_model
+from kvrag.models.loading import load_tokenizer
+from kvrag.models.references import resolve_model
 from kvrag.models.tokens import encode
 from kvrag_bench.codec.decoding import (
     decode_context,

@@ -16,10 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.fusion.compression.anchors import anchor_mask
-from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
+from kvrag.models.caches import CaptureCache
 from kvrag.models.capture import model_masks
 from kvrag.models.families import project_logits
 from kvrag.models.kv_model import KVModel
+from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.positions.rotary import RotaryTable
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import LinkBatch

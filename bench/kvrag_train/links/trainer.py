@@ -19,7 +19,8 @@ from kvrag.fusion.compression.anchors import Anchors
 from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag.fusion.links import FILE_NAME, LinksHeader
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, load_weights, model_fingerprint
+from kvrag.models.loading import load_tokenizer, model_fingerprint
+from kvrag.models.pretrained import load_weights
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import LinkBatch, Packer
 from kvrag_train.links.checkpoint import load_checkpoint, save_checkpoint

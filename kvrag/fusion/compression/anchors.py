@@ -133,7 +133,7 @@ class Anchors:
                 f"these anchors were trained for {known}, not for {compression}: choose one of "
                 "their rates, or train others with 'kvrag train anchors --rates'"
             )
-        width = model.hf.config.hidden_size
+        width = model.decoder.config.hidden_size
         if self.embeddings.shape[1] != width:
             raise AnchorsError(
                 f"anchors: embeddings of width {self.embeddings.shape[1]}, expected {width} for "
@@ -148,7 +148,7 @@ def num_slots(rates: Sequence[float]) -> int:
 
 def find_anchors(model: KVModel) -> Anchors:
     """Return the anchors in the model's folder. Raises as `Anchors.load` does."""
-    folder = Path(getattr(model.hf, "name_or_path", ""))
+    folder = Path(getattr(model.decoder, "name_or_path", ""))
     if not folder.is_absolute():
         raise AnchorsError(
             f"{model.name} was not loaded from a folder, so it has no anchors: train some with "

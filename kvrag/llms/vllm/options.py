@@ -18,7 +18,7 @@ from kvrag.ingest.shared.place import read_place
 from kvrag.kvcache import DTYPES
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
 from kvrag.llms.vllm.versions import require_tested
-from kvrag.models.loading import resolve_model
+from kvrag.models.references import resolve_model
 from kvrag.models.shards import check_shards
 
 if TYPE_CHECKING:

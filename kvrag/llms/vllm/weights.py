@@ -28,8 +28,8 @@ from kvrag.llms.vllm.sharing import Part, connected_part
 from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.families import CORE
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import from_pretrained, load_weights
 from kvrag.models.packed import pack_linears
+from kvrag.models.pretrained import from_pretrained, load_weights
 from kvrag.models.ranks import Ranks
 from kvrag.models.shards import load_shard
 

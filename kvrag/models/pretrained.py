@@ -1,0 +1,274 @@
+"""Loading by Transformers: configurations, tokenizers and models of all types that it knows."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import (
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvrag import arguments, foreign
+from kvrag.errors import ModelLoadError
+from kvrag.models.decoders import Decoder
+from kvrag.models.families import refuse_config
+from kvrag.models.quantised import check_quantised
+from kvrag.models.references import EMBEDDED_FOLDER, resolve_model, usable_device
+from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
+from kvrag.models.weightfiles import check_sizes
+from kvrag.native import IS_COMPILED
+from kvrag.regularfile import require_regular_files
+from kvrag.weights.cache import check_hub, like
+from kvrag.weights.packing import METHOD, VERSION
+
+
+def from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
+    """Load from a folder or the hub's local cache; use the network only for a hub name.
+
+    Python code that a model brings along is never run.
+
+    Raises
+    ------
+    ModelLoadError
+        Whatever the files lead the libraries to.
+    """
+    _be_quiet()
+    options = {"trust_remote_code": False, **options}
+    is_folder = Path(reference).is_dir()
+    try:
+        if is_folder:
+            require_regular_files(reference)
+            return loader.from_pretrained(reference, local_files_only=True, **options)
+        try:
+            return loader.from_pretrained(reference, local_files_only=True, **options)
+        except OSError:
+            check_hub(reference)
+            return loader.from_pretrained(reference, **options)
+    except BaseException as error:
+        raise _refused(reference, foreign.reason(error)) from error
+
+
+def _be_quiet() -> None:
+    """Show no progress and no notes, if the command line wants none."""
+    if os.environ.get("TRANSFORMERS_VERBOSITY") == "error":
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _refused(reference: str, why: str) -> ModelLoadError:
+    if "trust_remote_code" in why:
+        return ModelLoadError(
+            f"could not load {arguments.shown(reference)}: it brings its own Python code, which "
+            "kvrag never runs. Take a model of a type that Transformers has itself ('kvrag models "
+            "list' names some)"
+        )
+    return ModelLoadError(
+        f"could not load {arguments.shown(reference)}{like(reference)}: {why}. Expected a "
+        "folder or hub repository with config.json, tokenizer.json and *.safetensors (pickled "
+        "weights are not read)"
+    )
+
+
+def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
+    """Return a decoder's configuration; of a model that also sees or hears, that of its text part.
+
+    Only ``config.json`` is read or fetched.
+
+    Parameters
+    ----------
+    reference
+        The model's folder, or its hub name.
+    device
+        Where it is going to compute.
+
+    Raises
+    ------
+    ModelLoadError
+        When there is none, or its quantised weights cannot be read or computed.
+    UnsupportedModelError
+        When it says that the model cannot be served.
+    """
+    whole = from_pretrained(AutoConfig, reference)
+    config: PreTrainedConfig = whole.get_text_config(decoder=True)
+    if (twin := _TWINS.get(config.model_type)) is not None:
+        config = CONFIG_MAPPING[twin](**_without_sections(config.to_dict()))
+    config._name_or_path = whole._name_or_path
+    config.tie_word_embeddings = whole.tie_word_embeddings
+    refuse_config(config)
+    quantised = getattr(whole, "quantization_config", None)
+    if quantised is not None:
+        config.quantization_config = check_quantised(reference, quantised, device)
+    return config
+
+
+# Text parts that are, without images, models that Transformers has by another name.
+_TWINS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+# Where checkpoints of models that also see keep the text part.
+_TEXT_KEYS = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
+}
+
+
+def _without_sections(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's fields without the parts of rotary positions that images have."""
+    rope = dict(fields.pop("rope_parameters", None) or {})
+    rope.pop("mrope_section", None)
+    rope.pop("mrope_interleaved", None)
+    if rope.get("rope_type") == "mrope":
+        rope["rope_type"] = "default"
+    fields.pop("model_type")
+    return fields | {"rope_parameters": rope}
+
+
+def load_weights(
+    reference: str | Path, dtype: torch.dtype | None, device: str | None
+) -> PreTrainedModel:
+    """Load a decoder in evaluation mode.
+
+    Parameters
+    ----------
+    dtype
+        Element type; None takes the checkpoint's; the embedded model runs in float32.
+    device
+        Device for the weights; None means the CPU.
+
+    Raises
+    ------
+    ModelLoadError
+        When the model does not exist or cannot be read.
+    ParameterError
+        When the device cannot be used here.
+    """
+    place = torch.device("cpu") if device is None else usable_device(device)
+    path = resolve_model(reference)
+    if dtype is None and path == EMBEDDED_FOLDER:
+        dtype = torch.float32
+    config = read_config(path, place)
+    try:
+        check_sizes(path, config)
+    except BaseException as error:
+        raise _refused(path, foreign.reason(error)) from error
+    # In a forked process PyTorch makes its threads again at their first use, which is not safe from
+    # several threads, and Transformers loads in several.
+    torch.set_num_threads(torch.get_num_threads())
+    model: PreTrainedModel
+    # Quantised weights may not be moved later.
+    is_moved = place.type != "cpu" and hasattr(config, "quantization_config")
+    model, found = from_pretrained(
+        AutoModelForCausalLM,
+        path,
+        config=config,
+        dtype="auto" if dtype is None else dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        key_mapping=_TEXT_KEYS,
+        **({"device_map": {"": place}} if is_moved else {}),
+    )
+    if missing := sorted(found["missing_keys"]):
+        # Transformers would fill them with random numbers.
+        raise ModelLoadError(
+            f"could not load {arguments.shown(reference)}: its files lack {len(missing):,} weights "
+            f"of the model that config.json describes, first {missing[0]}; restore the files"
+        )
+    if place.type != "cpu" and small_layers(model):
+        raise ModelLoadError(
+            f"{arguments.shown(reference)} keeps a GGUF file's bits, which only CPUs compute with "
+            "here: name the file, not the folder of its conversion"
+        )
+    if place.type != "cpu" and not is_moved:
+        model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def generation_of(folder: str, otherwise: Any) -> Any:
+    """Return how a model is meant to generate, as its folder says if it does."""
+    with suppress(OSError):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return otherwise
+
+
+def over_weights(decoder: Decoder) -> PreTrainedModel:
+    """Return Transformers' model over the weights of kvrag's decoder."""
+    _be_quiet()
+    folder = decoder.name_or_path
+    config = read_config(folder, decoder.device)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    given = {"dtype": decoder.dtype, "state_dict": decoder.state_dict()}
+    model: PreTrainedModel = kind.from_pretrained(None, config=config, **given)
+    model.name_or_path = config._name_or_path = folder
+    model.generation_config = generation_of(folder, model.generation_config)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+@register_quantization_config(METHOD)
+class _SmallConfig(QuantizationConfigMixin):
+    """What ``config.json`` says of such weights."""
+
+    def __init__(self, *, version: int, weights: dict[str, dict[str, Any]], **_: object) -> None:
+        self.quant_method = METHOD  # type: ignore[assignment]  # a name of ours
+        self.version, self.weights = version, weights
+
+
+@register_quantizer(METHOD)
+class _SmallQuantizer(HfQuantizer):
+    """Puts layers over a GGUF file's bits in place of a model's own, while it is loaded."""
+
+    requires_calibration = False
+    quantization_config: _SmallConfig
+
+    def validate_environment(self, *_: object, **__: object) -> None:
+        if self.quantization_config.version != VERSION:
+            raise ModelLoadError(
+                f"this GGUF file was converted by another version of kvrag (format "
+                f"{self.quantization_config.version}, expected {VERSION}); convert it again: kvrag "
+                "models rm NAME"
+            )
+        if not IS_COMPILED:
+            raise ModelLoadError("weights by groups need kvrag's compiled kernels: 'kvrag doctor'")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
+        for name, described in self.quantization_config.weights.items():
+            layer: Any = model.get_submodule(name)
+            made = SmallEmbedding if isinstance(layer, nn.Embedding) else SmallLinear
+            model.set_submodule(name, made(layer, described))
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **_: object
+    ) -> PreTrainedModel:
+        # A fingerprint has the configuration without it, and other numbers may change their type.
+        loaded: Any = model
+        del loaded.config.quantization_config
+        loaded.is_quantized = False
+        return model
+
+    def is_serializable(self, *_: object) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False

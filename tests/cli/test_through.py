@@ -1,0 +1,246 @@
+"""`kvrag query` and `kvrag chat` through the socket of a running server."""
+
+from __future__ import annotations
+
+import re
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.cli import options as o
+from kvrag.cli import through
+from kvrag.engine.idle import Idle
+from tests.cli.conftest import Ran, Run
+from tests.cli.test_serve_here import running
+from tests.cli.test_startup import check
+
+QUESTION = "Who keeps the harbour ledger?"
+LINES = "Who keeps the ledger?\nAnd the clock?\n/new\nwhy " + "why " * 3000 + "\nAnd the clock?\n"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder / "kvrag"
+
+
+@contextmanager
+def served(index: Path, **answers: Any) -> Iterator[None]:
+    """Listen as `kvrag serve` does, and open no index for commands."""
+    opening, answering = o.Opening(index), o.Answering(**answers)
+    with (
+        opening.open() as opened,
+        Idle() as idle,
+        pytest.MonkeyPatch.context() as patch,
+        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
+    ):
+        patch.setattr(o.Opening, "open", lambda _: pytest.fail("the command opens the index"))
+        yield
+
+
+@contextmanager
+def impostor(index: Path, *lines: dict[str, Any]) -> Iterator[None]:
+    """Answer a greeting and a question with lines, and close the connection."""
+    path = through._place(index, makes=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                wire = through._Wire(connection)
+                wire.receive()
+                for line in lines[:1]:
+                    wire.send(**line)
+                if len(lines) > 1:
+                    wire.receive()
+                for line in lines[1:]:
+                    wire.send(**line)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield
+        thread.join()
+
+
+def untimed(value: Any) -> Any:
+    """Return JSON values without times."""
+    if isinstance(value, dict):
+        return {name: untimed(one) for name, one in value.items() if "seconds" not in name}
+    return [untimed(one) for one in value] if isinstance(value, list) else value
+
+
+def shown(done: Ran) -> list[str]:
+    """Return what was printed, without the times of the report."""
+    return [" ".join(re.split("first.token", one)[0].split()) for one in done.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-tokens", 6),
+        ("--max-tokens", 6, "--ratio", 0.5, "--policy", "query", "-k", 2),
+        ("--max-tokens", 6, "--verify", "--no-chat"),
+        ("--max-tokens", 6, "--temperature", 0.8, "--seed", 3, "--eviction", "streaming:share=0.5"),
+        ("--max-tokens", 6, "--filter", '{"source": {"$in": ["none"]}}'),
+        ("--max-tokens", 100_000),
+    ],
+)
+def test_query_prints_the_same(run: Run, index_folder: Path, options: tuple[object, ...]) -> None:
+    common = ("query", "--index", index_folder, QUESTION, *options)
+    run(*common)  # records for first places are made, and stored
+    alone, alone_json = run(*common), run(*common, "--json")
+    with served(index_folder):
+        asked, asked_json = run(*common), run(*common, "--json")
+    assert (asked.code, asked.err, shown(asked)) == (alone.code, alone.err, shown(alone))
+    if alone.code == 0:
+        assert untimed(asked_json.json) == untimed(alone_json.json)
+
+
+def test_chat_is_the_same(run: Run, index_folder: Path) -> None:
+    common = ("chat", "--index", index_folder, "--max-tokens", 4)
+    lines = LINES + "/why\n"
+    run(*common, stdin=LINES)  # records for first places are made, and stored
+    alone, alone_json = run(*common, stdin=lines), run(*common, "--json", stdin=LINES)
+    with served(index_folder):
+        asked, asked_json = run(*common, stdin=lines), run(*common, "--json", stdin=LINES)
+    assert alone.code == 1  # one question was too long
+    assert (asked.code, asked.err) == (alone.code, alone.err)
+    assert shown(asked) == shown(alone)
+    assert untimed(asked_json.json) == untimed(alone_json.json)
+    assert asked_json.json["turns"][1]["search"]
+
+
+def test_a_history_that_is_refused(run: Run, index_folder: Path) -> None:
+    common = ("chat", "--index", index_folder, "--history", 2, "--no-chat")
+    alone = run(*common, stdin="")
+    with served(index_folder):
+        asked = run(*common, stdin="")
+    assert (asked.code, asked.err) == (alone.code, alone.err) == (1, asked.err)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--compute", "float32"), "its --compute is None, not float32"),
+        (("--session-bytes", 0), "its --session-bytes is"),
+        (("--policy", "boundary"), "its --boundary-tokens is 3, not None"),
+    ],
+)
+def test_other_options_are_answered_here(
+    run: Run, index_folder: Path, options: tuple[object, ...], why: str
+) -> None:
+    opening, answering = o.Opening(index_folder), o.Answering(boundary_tokens=3, policy="seam")
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2, "--json")
+    if "boundary" not in options:
+        common = (*common, "--boundary-tokens", 3, "--policy", "seam")
+    with (
+        opening.open() as opened,
+        Idle() as idle,
+        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
+    ):
+        done = run(*common, *options)
+    assert (done.code, why in done.err) == (0, True), done.err
+    assert done.json["usage"]["completion_tokens"] <= 2
+
+
+def test_an_interrupted_answer_and_the_next(index_folder: Path) -> None:
+    opening, answering = o.Opening(index_folder), o.Answering(max_tokens=200)
+    with served(index_folder, max_tokens=200), through.ExitStack() as held:
+        remote = through.connected(held, opening, o.Searching(), answering)
+        assert remote is not None
+        pieces: list[str] = []
+
+        def interrupt(kind: str, text: str) -> None:
+            pieces.append(text)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            remote.ask(QUESTION, interrupt, {})
+        assert len(pieces) == 1
+        said: list[str] = []
+        outcome = remote.ask(QUESTION, lambda _, text: said.append(text), {"max_tokens": 4})
+        assert outcome.answer.usage.completion_tokens <= 4
+        assert "".join(said).strip() == outcome.answer.text.strip()
+
+
+READY, PIECE = {"ready": True}, {"say": ["text", "half an"]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([], "ended before it had answered"),
+        ([{"no": "it is of version 9"}], "it is of version 9"),
+        ([READY, {"ping": True}], "ended before it had answered"),
+    ],
+)
+def test_a_server_that_is_of_no_use(
+    run: Run, index_folder: Path, lines: list[dict[str, Any]], why: str
+) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--json")
+    with impostor(index_folder, *lines):
+        done = run(*common)
+    assert (done.code, why in done.err, "loading the model here" in done.err) == (0, True, True)
+    assert untimed(done.json) == untimed(run(*common, "--no-server").json)
+
+
+def test_a_server_that_ends_in_mid_answer(run: Run, index_folder: Path) -> None:
+    with impostor(index_folder, READY, PIECE):
+        done = run("query", "--index", index_folder, QUESTION)
+    assert (done.code, done.out) == (1, "half an")
+    assert "'kvrag serve' ended before it had answered" in done.err
+    through._place(index_folder, makes=True).unlink()  # type: ignore[union-attr]
+    with impostor(index_folder, READY, PIECE):
+        done = run("chat", "--index", index_folder, stdin=f"{QUESTION}\n{QUESTION}\n")
+    assert (done.code, done.err.count("ended before it had answered")) == (1, 1)
+
+
+def test_a_server_that_says_nothing(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(through, "_GREETING_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(through._place(index_folder, makes=True)))
+        listener.listen()
+        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    assert (done.code, "does not answer" in done.err) == (0, True), done.err
+
+
+def test_only_this_user_may_open_it(run: Run, index_folder: Path, place: Path) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    with served(index_folder):
+        (path,) = place.iterdir()
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert run(*common).code == 0
+    assert not [*place.iterdir()]
+    place.chmod(0o770)
+    opening, answering = o.Opening(index_folder), o.Answering()
+    with (
+        opening.open() as opened,
+        Idle() as idle,
+        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
+    ):
+        assert not [*place.iterdir()]
+    done = run(*common)
+    assert (done.code, f"{place} is not used" in done.err) == (0, True), done.err
+
+
+def test_a_server_until_it_is_killed(run: Run, index_folder: Path, tmp_path: Path) -> None:
+    with running(index_folder) as process:
+        link = tmp_path / "link"
+        link.symlink_to(index_folder)
+        # By another name, and without what a model takes.
+        check(None, [(["query", QUESTION, "--index", link, "--max-tokens", 2], 0)])
+        process.kill()
+        process.wait()
+        assert run("query", QUESTION, "--index", index_folder, "--max-tokens", 2).code == 0
