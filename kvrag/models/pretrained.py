@@ -35,8 +35,8 @@ from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.models.weightfiles import check_sizes
 from kvrag.native import IS_COMPILED
 from kvrag.regularfile import require_regular_files
-from kvrag.weights.cache import check_hub, like
-from kvrag.weights.packing import METHOD, VERSION
+from kvrag.weights.cache import VERSION, check_hub, like
+from kvrag.weights.packing import METHOD
 
 
 def from_pretrained(loader: Any, reference: str, **options: Any) -> Any:

@@ -22,7 +22,7 @@ import xxhash
 
 from kvrag import arguments
 from kvrag.regularfile import read_regular, require_regular_files
-from kvrag.weights.packing import VERSION
+from kvrag.weights.cache import VERSION
 
 _FORMAT = 2
 _SMALL = (".json", ".jinja", ".txt", ".model")

@@ -28,6 +28,10 @@ from kvrag.weights.sources import (
     ollama_names,
 )
 
+VERSION = 2
+"""The version of the layout of matrices that keep their bits, which is that of
+`kvrag.native.GroupedWeight.of`, and of what ``config.json`` says of them."""
+
 _MANIFEST = "kvrag-model.json"
 _BLOCK_BYTES = 1 << 22
 
@@ -157,7 +161,7 @@ def remove(model: ConvertedModel) -> None:
 
 def _folder_of(source: GgufSource, is_small: bool) -> Path:
     slug = re.sub(r"[^a-z0-9.]+", "-", source.name.lower()).strip("-.")[:60] or "model"
-    return cache_folder() / f"{slug}-{source.identity}{'-small' if is_small else ''}"
+    return cache_folder() / f"{slug}-{source.identity}{f'-small{VERSION}' if is_small else ''}"
 
 
 def _read(folder: Path) -> ConvertedModel | None:

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from kvrag.weights.blocks import KINDS, greatest, take_apart
+from kvrag.weights.cache import VERSION
 
 METHOD = "kvrag"
 """What ``config.json`` calls weights that stay in their bits."""
-VERSION = 2
-"""The version of their layout, which is that of `kvrag.native.GroupedWeight.of`, and of what
-``config.json`` says of them."""
 
 # Types of models whose code reads nothing of linear layers' weights but products.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
