@@ -90,7 +90,7 @@ tiers() {
 }
 if [ -n "$small" ]; then
 	tiers tiers-small 100 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1
-	bench ttft-small-codec 100 ttft --codec transform:2 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none
+	bench ttft-small-codec 100 ttft --codec transform:2 --random-shape test --chunk-tokens 100 --chunks 3 --repeats 1 --policies none
 	for graphs in on off; do
 		export KVRAG_CUDA_GRAPHS=$graphs
 		bench "ttft-small-graphs-$graphs" 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
