@@ -314,7 +314,7 @@ class SpanLoader:
             if failures:
                 self._lose(failures)
         self._num_loaded = layer_index + 1
-        # Ranks agree about each layer: the groups that come to their cards may differ.
+        # Ranks agree about each layer: the groups that are on their cards may differ.
         if isinstance(reading, CardReading) and self._ranks.size == 1:
             self._num_loaded = reading.num_placed
 

@@ -172,6 +172,20 @@ class Catalog(CatalogFile):
         return {row: chunk for row, chunk in found.items() if chunk is not None}
 
     @checked
+    def sample(self, most: int) -> list[Chunk]:
+        """Return chunks from all over the index, in order of their rows."""
+        found = self.rows("SELECT min(row), max(row) FROM chunks")
+        if not found or found[0][0] is None:
+            return []
+        first, last = found[0]
+        step = -(-(last + 1 - first) // most)
+        # Most of the numbers may be gone: a chunk that is replaced gets another.
+        where = "SELECT row FROM chunks WHERE row >= ? ORDER BY row LIMIT 1"
+        asked = [self.rows(where, (begin,)) for begin in range(first, last + 1, step)]
+        chunks = self.chunks_at([*{row for one in asked for (row,) in one}])
+        return [chunks[row] for row in sorted(chunks)]
+
+    @checked
     def chunk_and_keys(self, chunk_id: str) -> tuple[Chunk, list[str]] | None:
         """Return a chunk and the recorded names of its KV, or None if the chunk is unknown.
 

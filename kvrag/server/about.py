@@ -7,6 +7,7 @@ from typing import Any
 import kvrag
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
+from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import POLICIES
@@ -42,7 +43,7 @@ def about(engine: KVEngine, model: str, rag: str, top_k: int, **allowed: bool) -
         policy=str(defaults.policy),
         policies=[*POLICIES],
         efforts=_efforts(engine, top_k * num_tokens // max(1, num_chunks)),
-        examples=_examples(index, num_chunks),
+        examples=_examples(index),
         **allowed,
     )
 
@@ -53,8 +54,10 @@ def _efforts(engine: KVEngine, num_stored: int) -> list[r.Effort]:
     ways: list[dict[str, Any]] = [{}]
     if engine.index.compression is None:
         is_none = isinstance(usual, Repair) and isinstance(usual.policy, NonePolicy)
-        least = 0.0 if is_none else getattr(getattr(usual, "policy", usual), "ratio", 0.0)
-        policy = {"policy": DEFAULT_POLICY} if is_none else {}
+        least = getattr(getattr(usual, "policy", usual), "ratio", None) or 0.0
+        spec = engine.defaults.policy
+        takes_share = isinstance(spec, str) and takes_ratio(spec)
+        policy = {} if takes_share else {"policy": DEFAULT_POLICY}
         ways += [policy | {"ratio": one} for one in _SHARES if one > least]
         if not is_none:
             ways.insert(0, {"policy": NonePolicy.name})
@@ -70,12 +73,10 @@ def _effort(engine: KVEngine, way: dict[str, Any], num_stored: int) -> r.Effort:
     return r.Effort(options=way, seconds=seconds)
 
 
-def _examples(index: Index, num_chunks: int) -> list[str]:
+def _examples(index: Index) -> list[str]:
     """Return headings of chunks from all over the index, one of a document."""
-    step = max(1, num_chunks // _NUM_SAMPLES)
-    chunks = index.catalog.chunks_at(range(1, num_chunks + 1, step))
     found: dict[str, str] = {}
-    for chunk in chunks.values():
+    for chunk in index.catalog.sample(_NUM_SAMPLES):
         heading = str(chunk.metadata.get("heading") or "")
         if any(map(str.isalpha, heading)) and len(heading) <= _LONGEST_EXAMPLE:
             found[chunk.source] = heading  # later ones say more than the title

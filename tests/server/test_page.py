@@ -112,7 +112,7 @@ def test_a_server_with_keys_shows_the_page_and_nothing_more(rag: Rag) -> None:
         assert httpx.get(f"{root}/v1/kvrag", headers=header).json()["index"] == "index"
 
 
-@pytest.mark.parametrize("policy", ["two_stage", "none"])
+@pytest.mark.parametrize("policy", ["two_stage", "none", "seam", "query:ratio=0.2"])
 def test_ways_to_answer_cost_more_the_closer_they_are_to_full_prefill(
     rag: Rag, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -130,6 +130,14 @@ def test_ways_to_answer_cost_more_the_closer_they_are_to_full_prefill(
     seconds = [one.seconds or 0.0 for one in found.efforts]
     assert seconds == sorted(seconds)
     assert 0 < seconds[0] < seconds[-1]
+
+
+def test_examples_are_of_documents_that_replaced_others(tmp_path: Path) -> None:
+    with make_index(tmp_path) as index:
+        for number in range(3):
+            index.add([Document(source="a.md", text=f"# Geese {number}\n\nThe keeper feeds them.")])
+        found = about(KVEngine(index), "m", "rag:m", 4, keeps_history=True, can_upload=False)
+    assert found.examples == ["Geese 2"]
 
 
 def test_a_chunk_in_its_document(long_served: Served) -> None:
@@ -491,6 +499,15 @@ def test_an_example_an_edited_question_and_a_long_one(new_page: NewPage, tmp_pat
             assert turns == ["Where are the geese?"]
             assert page.locator(".turn").count() == 1
             assert page.get_by_role("button", pressed=True).count() == 0
+            page.get_by_role("button", name="Edit the question").click()
+            page.get_by_role("textbox", name="Edit the question").fill("Another one")
+            page.route("**/v1/chat/completions", lambda route: None)
+            field.fill("What is asked meanwhile")
+            page.keyboard.press("Enter")
+            page.get_by_text("Searching and reading").first.wait_for()
+            page.get_by_role("textbox", name="Edit the question").press("Enter")
+            page.get_by_role("heading", name="Where are the geese?").wait_for(state="attached")
+            assert page.locator(".turn").count() == 2
 
 
 @pytest.mark.slow
@@ -621,6 +638,8 @@ def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Pat
         page.evaluate(DROP)
         page.get_by_text("dropped.md was added.").wait_for()
         assert len(index.documents()) == 4
+        page.evaluate(UNREADABLE)
+        page.get_by_text("The browser could not read all of ducks.").wait_for()
 
 
 # What a browser does when a person drops a file.
@@ -628,6 +647,14 @@ DROP = """() => {
   const dropped = new DataTransfer();
   dropped.items.add(new File(["Ducks."], "dropped.md"));
   document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true}));
+}"""
+# The same of a folder that is gone.
+UNREADABLE = """() => {
+  const readEntries = (_, failed) => failed(new DOMException("gone"));
+  const folder = {isDirectory: true, name: "ducks", createReader: () => ({readEntries})};
+  const items = [{webkitGetAsEntry: () => folder, getAsFile: () => null}];
+  const dropped = new Event("drop", {bubbles: true, cancelable: true});
+  document.body.dispatchEvent(Object.assign(dropped, {dataTransfer: {types: ["Files"], items}}));
 }"""
 
 

@@ -86,7 +86,7 @@ export class Asking {
       ),
       ...about.examples.map((heading) => {
         const question = heading.endsWith("?") ? heading : `Tell me about “${heading}”.`;
-        return h("button", { type: "button", class: "example", onclick: () => this.ask(question) }, question);
+        return h("button", { type: "button", class: "example", onclick: () => this.running || this.ask(question) }, question);
       }),
     );
   }
@@ -114,7 +114,9 @@ export class Asking {
   private append(turn: Turn): TurnView {
     const view: TurnView = new TurnView(turn, {
       again: () => void this.answer(view),
-      edit: () => {
+      edit: (question) => {
+        if (this.running) return; // an answer to another question, asked meanwhile
+        turn.question = question;
         // What was said after it was said of another question.
         for (const one of this.views.splice(this.views.indexOf(view) + 1)) one.element.remove();
         void this.answer(view);

@@ -48,11 +48,16 @@ export class Documents {
   open(): void {
     const { dialog, body } = drawer("Documents");
     this.dialog = dialog;
-    for (const row of [...this.state.children]) if (!row.querySelector("progress")) row.remove();
+    this.forget();
     clear(this.list, h("li", { class: "waiting" }, "Loading"));
     const told = h("div", { role: "status" }, this.state);
     body.append(this.about.can_upload ? this.uploading() : this.refusal(), told, this.list);
     void this.refresh();
+  }
+
+  /** Forget what was said of changes that are over. */
+  private forget(): void {
+    for (const row of [...this.state.children]) if (!row.querySelector("progress")) row.remove();
   }
 
   private refusal(): HTMLElement {
@@ -100,8 +105,13 @@ export class Documents {
     // Both at once: later the browser has forgotten them.
     const found = items.map((one) => [one.webkitGetAsEntry(), one.getAsFile()] as const);
     for (const [entry, file] of found) {
-      if (entry?.isDirectory) for await (const one of filesOf(entry)) this.upload(one, one.path);
-      else if (file) this.upload(file, file.name);
+      try {
+        if (entry?.isDirectory) for await (const one of filesOf(entry)) this.upload(one, one.path);
+        else if (file) this.upload(file, file.name);
+      } catch {
+        const why = new Problem(`The browser could not read all of ${entry?.name}.`);
+        this.state.append(h("li", {}, failure(why)));
+      }
     }
   }
 
@@ -139,10 +149,10 @@ export class Documents {
     if (!(await confirmed(`Delete “${one.title}”?`, text, "Delete"))) return;
     try {
       await call(`${ROOT}?source=${encodeURIComponent(one.source)}`, { method: "DELETE" });
-      clear(this.state);
+      this.forget();
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
-      clear(this.state, h("li", {}, failure(error)));
+      this.state.append(h("li", {}, failure(error)));
     }
     await this.refresh();
     this.changed();
@@ -183,8 +193,7 @@ export class Documents {
         });
         clear(row, h("p", {}, said));
       } catch (error) {
-        if (!(error instanceof Problem)) throw error;
-        clear(row, failure(error));
+        clear(row, failure(error instanceof Problem ? error : new Problem(String(error))));
       }
       await this.refresh();
       this.changed();

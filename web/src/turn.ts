@@ -78,10 +78,7 @@ export class TurnView {
   private editQuestion(): void {
     const field = questionField("Edit the question", () => send());
     const send = () => {
-      if (!isGood(field.input)) return;
-      this.turn.question = field.input.value.trim();
-      this.showQuestion();
-      this.actions.edit(this.turn.question);
+      if (isGood(field.input)) this.actions.edit(field.input.value.trim());
     };
     field.input.value = this.turn.question;
     clear(
@@ -101,6 +98,7 @@ export class TurnView {
 
   begin(settings: string, options: Options): void {
     Object.assign(this.turn, emptyReply(settings, options), { rating: null });
+    this.showQuestion();
     this.text.setAttribute("aria-busy", "true");
     clear(this.text, h("span", { class: "waiting" }, "Searching and reading"));
     clear(this.after);
