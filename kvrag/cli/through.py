@@ -7,6 +7,7 @@ where it cannot, or does not answer, the commands load the model themselves and 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -33,6 +34,7 @@ from kvrag.cli.conversation import Asker
 from kvrag.engine.answer import Answer, Verdict
 from kvrag.engine.options import ENGINE_DEFAULTS, EngineOptions, everywhere
 from kvrag.errors import KVRagError
+from kvrag.ingest.schema import FILE_NAME
 
 if TYPE_CHECKING:
     from kvrag.engine.engine import KVEngine
@@ -47,6 +49,11 @@ _SILENT_SECONDS = 60.0
 _UNREAD_SECONDS = 60
 # Room in memory changes no answer: the server's own counts.
 _OF_SERVER = ("session_bytes", "session_store_bytes", "card_bytes", "pinned_bytes")
+# Options that may be paths, which each end begins where it is.
+_PATHS = ("model", "links")
+# What keeps a connection from being accepted now, but not later.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_PAUSE_SECONDS = 0.1
 
 NoServerOption = Annotated[
     bool,
@@ -110,8 +117,14 @@ def _place(index: Path | str, *, makes: bool) -> Path | None:
 def _described(opening: o.Opening, answering: o.Answering) -> dict[str, Any]:
     """Return what has to be the same at both ends."""
     options = console.plain({**opening.values, **answering.values})
-    folder = Path(options.pop("index")).stat()
-    return {"version": kvrag.__version__, "index": [folder.st_dev, folder.st_ino], **options}
+    # The server has it open: no file made later has its number.
+    catalog = (Path(options.pop("index")) / FILE_NAME).stat()
+    for name in _PATHS:
+        if options[name] is not None and Path(options[name]).exists():
+            options[name] = os.path.realpath(options[name])
+    if options["store"] is not None:  # perhaps with a relative path in it
+        options["store"] = [options["store"], str(Path.cwd())]
+    return {"version": kvrag.__version__, "index": [catalog.st_dev, catalog.st_ino], **options}
 
 
 # -- the commands' end ------------------------------------------------------------------------
@@ -187,6 +200,10 @@ def connected(
     path = _place(opening.index, makes=False)
     if path is None or not path.exists():
         return None
+    try:
+        same = _described(opening, answering)
+    except OSError:  # there is no whole index
+        return None
     connection = held.enter_context(socket.socket(socket.AF_UNIX))
     connection.settimeout(_GREETING_SECONDS)
     try:
@@ -196,7 +213,7 @@ def connected(
     wire = _Wire(connection)
     try:
         wire.send(
-            same=_described(opening, answering),
+            same=same,
             k=searching.k,
             filter=searching.filter,
             rerank=searching.rerank,
@@ -261,8 +278,11 @@ class _Listener:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return
+                time.sleep(_PAUSE_SECONDS)
+                continue
             connection.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _UNREAD_SECONDS, 0)
             )
@@ -306,8 +326,11 @@ class _Listener:
             "session": uuid.uuid4().hex
         }
 
+        heard = select.poll()
+        heard.register(connection, select.POLLIN)
+
         def say(kind: str, text: str) -> None:
-            is_stopped = not self.is_ending and select.select([connection], [], [], 0)[0]
+            is_stopped = not self.is_ending and heard.poll(0)
             if is_stopped or self.is_cut:
                 raise _StoppedError
             wire.send(say=[kind, text])

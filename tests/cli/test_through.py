@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +36,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @contextmanager
-def served(index: Path, **answers: Any) -> Iterator[None]:
+def served(index: Path, model: Path | None = None, **answers: Any) -> Iterator[None]:
     """Listen as `kvrag serve` does, and open no index for commands."""
-    opening, answering = o.Opening(index), o.Answering(**answers)
+    opening = o.Opening(index, model=None if model is None else str(model))
+    answering = o.Answering(**answers)
     with (
         opening.open() as opened,
         Idle() as idle,
@@ -150,6 +155,76 @@ def test_other_options_are_answered_here(
         done = run(*common, *options)
     assert (done.code, why in done.err) == (0, True), done.err
     assert done.json["usage"]["completion_tokens"] <= 2
+
+
+def test_an_index_in_the_place_of_the_served_one(
+    run: Run, index_folder: Path, whole_index: Path
+) -> None:
+    opening, answering = o.Opening(index_folder), o.Answering()
+    with (
+        opening.open() as opened,
+        Idle() as idle,
+        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
+    ):
+        for path in index_folder.iterdir():  # the folder stays, as a volume's does
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.copytree(whole_index, index_folder, dirs_exist_ok=True)
+        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2, "--json")
+        assert (done.code, "its index was replaced" in done.err) == (0, True), done.err
+        assert done.json["sources"]
+        (index_folder / "catalog.sqlite").unlink()
+        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+        alone = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2, "--no-server")
+        assert (done.code, done.err) == (alone.code, alone.err)
+        assert done.code != 0
+
+
+def test_paths_begin_where_each_command_is(
+    run: Run,
+    index_folder: Path,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "model").symlink_to(model_folder)
+    monkeypatch.chdir(tmp_path)
+    with served(index_folder, model=Path("model")), ExitStack() as held:
+        common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+        assert run(*common, "--model", "model").code == 0
+        monkeypatch.chdir(index_folder)
+        assert run(*common, "--model", model_folder).code == 0
+        opening = o.Opening(index_folder, model="model")  # there is none here
+        assert through.connected(held, opening, o.Searching(), o.Answering()) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limits there")
+def test_a_server_with_many_open_files(run: Run, index_folder: Path) -> None:
+    import resource
+
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with served(index_folder), ExitStack() as held:
+        for _ in range(1100):  # more than select() takes
+            held.callback(os.close, os.dup(0))
+        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    assert (done.code, done.err) == (0, "")
+
+
+def test_a_server_that_was_short_of_files(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, accept = [errno.EMFILE], socket.socket.accept
+
+    def accepted(listener: socket.socket) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    with served(index_folder):
+        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    assert (done.code, done.err, failures) == (0, "", [])
 
 
 def test_an_interrupted_answer_and_the_next(index_folder: Path) -> None:
