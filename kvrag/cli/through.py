@@ -286,7 +286,9 @@ class _Listener:
             connection.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _UNREAD_SECONDS, 0)
             )
-            thread = threading.Thread(target=self._serve, args=[connection], daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=[connection], name="kvrag-command", daemon=True
+            )
             self.open[connection] = thread
             thread.start()
 
@@ -389,7 +391,7 @@ def _pinged(wire: _Wire) -> Iterator[None]:
             while not ended.wait(_PING_SECONDS):
                 wire.send(ping=True)
 
-    thread = threading.Thread(target=ping, daemon=True)
+    thread = threading.Thread(target=ping, name="kvrag-ping", daemon=True)
     thread.start()
     try:
         yield
@@ -421,7 +423,9 @@ def listening(
             yield
             return
         answers = _Listener(engine, idle, _described(opening, answering))
-        thread = threading.Thread(target=answers.accept, args=[listener], daemon=True)
+        thread = threading.Thread(
+            target=answers.accept, args=[listener], name="kvrag-commands", daemon=True
+        )
         thread.start()
         try:
             yield

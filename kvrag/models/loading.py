@@ -20,7 +20,7 @@ from kvrag.models.remembered import Remembered, remembered
 from kvrag.models.small import small_layers
 from kvrag.models.tokenizer import Tokenizer, check_tokenizer
 from kvrag.models.tokens import encode, num_equal
-from kvrag.native import instruction_set
+from kvrag.native import IS_COMPILED, instruction_set
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,7 +107,8 @@ def is_transformers(model: object) -> TypeGuard[PreTrainedModel]:
 
 def load_model(path: str, dtype: torch.dtype | None, device: str | None) -> Model:
     """Load a decoder as `kvrag.models.pretrained.load_weights` does; kvrag's own if it knows it."""
-    known = None if device not in (None, "cpu") else remembered(path, _describe)
+    is_own = IS_COMPILED and device in (None, "cpu")  # it computes by the compiled kernels alone
+    known = remembered(path, _describe) if is_own else None
     if known is not None:
         embedded = torch.float32 if path == EMBEDDED_FOLDER else None
         own = load_decoder(path, known, dtype or embedded)

@@ -56,6 +56,7 @@ def run(code: str, *arguments: str, isa: str | None, blocked: bool = False) -> s
 def test_it_has_what_codecs_call() -> None:
     models = {"Layers", "attend", "attend_each", "gate", "int8_linear", "linear", "norm", "rotate"}
     models |= {"GroupedWeights", "grouped_linear", "grouped_rows"}
+    models |= {"Bands", "pack", "place_packed"}  # `place_rows`
     names = {name for name in vars(compiled) if not name.startswith("_")}
     assert names - models == set(reference.__all__)
     assert reference.INT8_PANEL == compiled.INT8_PANEL
