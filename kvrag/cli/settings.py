@@ -59,7 +59,11 @@ GONE = (
         "machines compute in a second"
         for name in ("ray-rate", "ray-price")
     }
-    | {("serve", "artefacts"): "is gone: kvrag fuses each prompt in vLLM's own process"}
+    | {
+        ("serve", "artefacts"): "is gone: kvrag fuses each prompt in vLLM's own process",
+        ("bench quality", "jobs"): "is gone: start a process for each set of --data",
+        ("bench codec", "out"): "is gone: the table says what the picture showed",
+    }
 )
 """What replaces each command's option of an earlier version."""
 

@@ -74,7 +74,10 @@ class Bands:
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> FittedBands:
         """Return the fitted transform that a profile stores. Raises ProfileError."""
-        plans, num_bands = self.plans(spec), self.num_bands(spec)
+        plans = self.plans(spec)
+        # First: a forged header must not claim more channels than its tensors can describe.
+        means = load_means(spec, plans, tensors)
+        num_bands = self.num_bands(spec)
         channels = spec.num_kv_heads * spec.head_dim // num_bands
         numbers = -(-channels // GROUP) * GROUP
         bases, scales, widths = [], [], []
@@ -95,7 +98,7 @@ class Bands:
             bases.append(basis)
             scales.append(scale)
             widths.append(width)
-        return FittedBands(spec, plans, load_means(spec, plans, tensors), bases, scales, widths)
+        return FittedBands(spec, plans, means, bases, scales, widths)
 
 
 class BandsFitter:

@@ -209,6 +209,7 @@ def test_a_command_of_version_0_2_says_what_replaces_it(run: Run) -> None:
         assert done.code == 2
         assert done.err.startswith("error: 'kvrag serve-kv' is gone: let a web server")
     assert "serve-kv" not in run("--help").out
+    assert "is gone: 'kvrag bench ttft'" in message(run, "bench", "attention", "--device", "cpu")
 
 
 def test_an_option_of_version_0_2_says_what_replaces_it(run: Run) -> None:
@@ -217,6 +218,8 @@ def test_an_option_of_version_0_2_says_what_replaces_it(run: Run) -> None:
         assert done.code == 2
         said = " ".join(re.sub("[\u2500-\u257f]", " ", done.err).split())
         assert f"{given[0].partition('=')[0]} is gone: 'kvrag calibrate' asks about" in said
+    for command, option in (("quality", "--jobs"), ("codec", "--out")):
+        assert f"{option} is gone: " in run("bench", command, option, "2").err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from kvrag.codec.bands import Bands
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion, choose_codec
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pca import PCA
@@ -32,6 +33,7 @@ CONFIGS = [
     ),
     PipelineConfig(NoTransform(), LayerGroups((0.5, 2.0), (1.0,)), PerChannel(0.2)),
     PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
+    PipelineConfig(Bands(), LayerGroups((1.0,), (1.0,)), Uniform(0.0)),
 ]
 
 
@@ -204,6 +206,13 @@ def test_damaged_profiles(change: object, message: str) -> None:
     content = fit(CONFIG, SPEC).content
     with pytest.raises(ProfileError, match=message):
         Profile.from_bytes(damaged(content, change))
+
+
+def test_a_profile_has_no_more_channels_than_its_tensors() -> None:
+    content = fit(CONFIGS[-1], SPEC).content
+    primes = {"num_kv_heads": 65_521, "head_dim": 65_519}  # their product has few divisors
+    with pytest.raises(ProfileError, match=r"mean\.0"):
+        Profile.from_bytes(damaged(content, lambda t, m: m.update(primes)))
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{}"])

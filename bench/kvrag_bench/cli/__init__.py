@@ -31,10 +31,11 @@ COMMANDS = {
     "peers": "kvrag_bench.cli.peers:bench_peers",
     "regress": "kvrag_bench.cli.regress:bench_regress",
 }
+_GONE = {"attention": "is gone: 'kvrag bench ttft' and 'kvrag bench decode' time whole layers"}
 
 app = typer.Typer(
     name="bench",
-    cls=lazy_group(COMMANDS),
+    cls=lazy_group(COMMANDS, gone=_GONE),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag_bench.cli import lists
-
-if TYPE_CHECKING:
-    pass
 
 _CODECS = (
     "raw,lossless,cachegen:1,cachegen:2,cachegen:3,cachegen:4,"
