@@ -24,9 +24,10 @@ from kvrag import arguments
 from kvrag.regularfile import read_regular, require_regular_files
 from kvrag.weights.cache import VERSION
 
-_FORMAT = 2
+_FORMAT = 3
 _SMALL = (".json", ".jinja", ".txt", ".model")
-_LIBRARIES = ("kvrag", "transformers", "tokenizers")
+_TEMPLATES = "additional_chat_templates"
+_LIBRARIES = ("kvrag", "transformers", "tokenizers", "torch")
 
 
 class Config(SimpleNamespace):
@@ -83,10 +84,10 @@ def remembered(folder: str, describe: Callable[[str], Remembered | None]) -> Rem
 def _digest(folder: Path) -> str:
     """Return a digest of all that a model's configuration and tokenizer depend on."""
     digest = xxhash.xxh3_128(json.dumps([_FORMAT, VERSION, *map(version, _LIBRARIES)]).encode())
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")]):
         if path.suffix in _SMALL and path.is_file():
             data = read_regular(path)
-            digest.update(f"{path.name} {len(data)} ".encode())
+            digest.update(f"{path.relative_to(folder)} {len(data)} ".encode())
             digest.update(data)
     return digest.hexdigest()
 
@@ -98,12 +99,15 @@ def _remembered(
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "read" / f"{digest}.json"
     with suppress(OSError, ValueError, TypeError):
-        return Remembered(**json.loads(path.read_bytes()))
+        checksum, text = path.read_bytes().split(b"\n", 1)
+        if checksum.decode() == xxhash.xxh3_128_hexdigest(text):
+            return Remembered(**json.loads(text))
     made = describe(folder)
     if made is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(asdict(made)))
+            text = json.dumps(asdict(made)).encode()
+            unfinished.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
             unfinished.replace(path)
     return made

@@ -188,9 +188,17 @@ def test_what_was_read_is_kept_until_a_file_changes(
     )
     first = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert first.stdout.split()[1] == "False", first.stderr
-    kept.write_text(kept.read_text()[:-3])
+    text = kept.read_text()
+    assert '"scaling": 0.' in text
+    kept.write_text(text.replace('"scaling": 0.', '"scaling": 1.', 1))
     damaged = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert damaged.stdout.split() == [first.stdout.split()[0], "True"], damaged.stderr
     path = folder / "tokenizer_config.json"
     path.write_text(path.read_text().replace('"bos_token": "<bos>"', '"bos_token": "<eos>"'))
     assert load_tokenizer(folder).bos_token == "<eos>"
+    (folder / "chat_template.jinja").write_text("asked")
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    for template in ("with tools", "with other tools"):
+        (more / "tool_use.jinja").write_text(template)
+        assert templates.render(load_tokenizer(folder), [], tools=[{}]) == template
