@@ -142,6 +142,11 @@ def path(value: Any, name: str) -> Path:
     return found
 
 
+def user_cache() -> Path:
+    """Return the folder of the user's caches: `XDG_CACHE_HOME`, or the usual one."""
+    return path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME")
+
+
 def resolved_path(value: Any, name: str) -> Path:
     """Return `value` as an absolute path without links. Raises as `path` does."""
     return path(value, name).resolve()

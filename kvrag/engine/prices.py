@@ -198,8 +198,7 @@ def _version() -> str:
 
 
 def _path(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "prices"
+    folder = arguments.user_cache() / "kvrag" / "prices"
     return folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 

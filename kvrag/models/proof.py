@@ -348,8 +348,7 @@ def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _path(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "proofs"
+    folder = arguments.user_cache() / "kvrag" / "proofs"
     return folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 

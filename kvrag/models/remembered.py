@@ -96,8 +96,7 @@ def _digest(folder: Path) -> str:
 def _remembered(
     folder: str, digest: str, describe: Callable[[str], Remembered | None]
 ) -> Remembered | None:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "read" / f"{digest}.json"
+    path = arguments.user_cache() / "kvrag" / "read" / f"{digest}.json"
     with suppress(OSError, ValueError, TypeError):
         checksum, text = path.read_bytes().split(b"\n", 1)
         if checksum.decode() == xxhash.xxh3_128_hexdigest(text):

@@ -65,8 +65,7 @@ def cache_folder() -> Path:
     """Return the folder of converted models: `KVRAG_MODELS`, or one in the user's cache."""
     if named := os.environ.get("KVRAG_MODELS"):
         return arguments.path(named, "KVRAG_MODELS")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "models"
+    return arguments.user_cache() / "kvrag" / "models"
 
 
 def converted(source: GgufSource, *, is_small: bool = False) -> ConvertedModel | None:

@@ -219,7 +219,7 @@ def _llama_cpp_files() -> Iterator[Path]:
     if named := os.environ.get("LLAMA_CACHE"):
         folders = [arguments.path(named, "LLAMA_CACHE")]
     else:
-        cache = arguments.path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME")
+        cache = arguments.user_cache()
         # Newer versions share Hugging Face's cache.
         hub = os.environ.get("HF_HUB_CACHE") or cache / "huggingface" / "hub"
         mac = arguments.path("~/Library/Caches/llama.cpp", "llama.cpp's folder")

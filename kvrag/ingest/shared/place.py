@@ -125,8 +125,7 @@ def views_folder() -> Path:
     """Return the folder of all views: `KVRAG_VIEWS`, or one in the user's cache."""
     if named := os.environ.get("KVRAG_VIEWS"):
         return arguments.path(named, "KVRAG_VIEWS").absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return arguments.path(base, "XDG_CACHE_HOME").absolute() / "kvrag" / "views"
+    return arguments.user_cache().absolute() / "kvrag" / "views"
 
 
 def lock_path(view: Path) -> Path:
