@@ -97,6 +97,18 @@ class ModelContract:
         assert bench.fuse(prompt, policy).report.rows_asked > 0
         assert self._off(bench, prompt, policy) < self._off(bench, prompt, _NONE)
 
+    def test_rows_that_the_look_settles_are_as_without_it(self, bench: Bench) -> None:
+        """Rows before the first candidate are computed in the look alone."""
+        prompt = bench.prompt(2, 0, 3, 1)
+        looked, other = (bench.fuse(prompt, policy) for policy in (TwoStagePolicy(0.1), _NONE))
+        settled = looked.fresh[looked.fresh < looked.picks[0][0]]
+        assert len(settled) > 0
+        rows = len(looked.fresh) - len(settled) + len(looked.picks[1])
+        assert set(looked.report.rows_by_layer[1:]) == {rows}
+        for of in ("keys", "values"):
+            for one, expected in zip(getattr(looked.kv, of), getattr(other.kv, of), strict=True):
+                assert relative_difference(one[0][:, settled], expected[0][:, settled]) < 1e-5
+
     def _off(self, bench: Bench, prompt: str, policy: RecomputePolicy) -> float:
         """Return how far a policy's logits are from full prefill's."""
         fused = bench.fuse(prompt, policy)

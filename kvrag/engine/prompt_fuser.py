@@ -159,7 +159,8 @@ class PromptFuser:
         if request.ttft is not None:
             return request.ttft
         num_tokens, num_layers = len(layout.token_ids), self._index.model.spec.num_layers
-        prompt = PromptRows(num_tokens, num_layers, layout.spans)
+        num_leading = layout.spans[0].prompt_start if layout.spans else 0
+        prompt = PromptRows(num_tokens, num_layers, layout.spans, num_leading=num_leading)
         num_fresh = num_tokens - prompt.num_reused
         # A controller has not chosen yet.
         policy = choice.policy if isinstance(choice, Repair) else NonePolicy()
@@ -180,12 +181,13 @@ class PromptFuser:
         pays = partial(self._pays, request)
         return EarlyRecords(index.open_kv, hot, index.model.spec, num_threads, pays)
 
-    def _pays(self, request: Request, num_stored: int, num_fresh: int) -> bool:
+    def _pays(self, request: Request, num_stored: int, num_fresh: int, num_leading: int) -> bool:
         """Return whether a prompt will probably take what is stored of it."""
         rows = self._row_prices()
         if rows is None or not num_stored:
             return True
         policy, prompt = self._one_span(request.recompute.choice(), num_stored, num_fresh)
+        prompt = replace(prompt, num_leading=num_leading)
         return not Pricing(rows, self._waited).seems_full(policy, prompt, num_fresh)
 
     def computing_seconds(self, choice: Choice, num_stored: int, num_fresh: int) -> float | None:

@@ -287,16 +287,17 @@ def _probable_records(
 
 def _probable_tokens(
     text: str, matches: Sequence[Match], chunks: Mapping[str, Chunk]
-) -> tuple[int, int]:
-    """Return about how many tokens of a prompt are stored, and how many are not."""
-    num_found, num_stored = 0, 0.0
+) -> tuple[int, int, int]:
+    """Return about how many tokens of a prompt are stored, how many not, how many of these lead."""
+    num_found, num_stored, first = 0, 0.0, 0
     for match in matches:
         chunk = chunks.get(match.chunk_id)
         if chunk is not None:
+            first = first if num_found else match.start
             num_found += match.end - match.start
             num_stored += len(chunk.token_ids) * (match.end - match.start) / len(chunk.text)
-    num_left = len(text) - num_found
-    return round(num_stored), round(num_left * num_stored / num_found) if num_found else 0
+    rate = num_stored / num_found if num_found else 0.0
+    return round(num_stored), round((len(text) - num_found) * rate), round(first * rate)
 
 
 def _is_usable(match: Match, damaged: Collection[str], chunks: Collection[str]) -> bool:

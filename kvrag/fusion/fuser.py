@@ -291,7 +291,11 @@ def execute(
     if by_attention and not model.family.attends_itself:
         encoded = _encoded(layout, plan.inexact, model.device)
     with computing():
-        selection = Selection(policy, prompt, fresh, encoded)
+        changes_from = None
+        if asked.stop >= model.layer_stop:
+            # Nothing before this row changes after the look; the last row gives the logits.
+            changes_from = plan.inexact[0].prompt_start if repair.shift else int(plan.fresh[-1])
+        selection = Selection(policy, prompt, fresh, encoded, changes_from)
         shift = None
         if repair.shift and plan.inexact:
             shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)

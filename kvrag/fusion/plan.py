@@ -104,7 +104,9 @@ class FusePlan:
         """The input of a policy: the spans that it may repair."""
         others = {*self.exact, *self.compressed}
         spans = tuple(span for span in self.spans if span not in others)
-        return PromptRows(len(self.layout.token_ids), self.num_layers, spans)
+        leading = self.fresh < spans[0].prompt_start if spans else self.fresh[:0]
+        num_tokens, num_leading = len(self.layout.token_ids), int(leading.sum())
+        return PromptRows(num_tokens, self.num_layers, spans, num_leading=num_leading)
 
     @property
     def inexact(self) -> tuple[ReusedSpan, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_counts
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, num_settled, planned_counts
 from kvrag.loading.pace import Pace
 
 # Reuse has to be this much faster than full prefill: prices are of an idle machine, and of no store
@@ -74,10 +74,13 @@ class RowPrices:
             Number of tokens that are computed in any case.
         """
         num_layers = prompt.num_layers
-        counts = planned_counts(policy, prompt) if prompt.spans else [0] * num_layers
-        price = {count: self.of(num_fresh + count) for count in set(counts)}
+        if not prompt.spans:
+            return self.of(num_fresh)
+        counts = planned_counts(policy, prompt)
+        again = num_fresh - num_settled(policy, prompt)
+        price = {count: self.of(again + count) for count in set(counts)}
         seconds = sum(price[count] for count in counts) / num_layers
-        num_asked = policy.question_layers(num_layers).stop if prompt.spans else 0
+        num_asked = policy.question_layers(num_layers).stop
         return seconds + self.of(num_fresh) * num_asked / num_layers
 
 

@@ -106,8 +106,8 @@ def ask(
 ) -> Slices[None]:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
-    Afterwards the buffer holds the stored KV of those layers; the fresh tokens' rows have to be
-    computed again. The relevance is that of all ranks' heads.
+    Afterwards the buffer holds the stored KV of those layers. The fresh tokens' rows after those
+    that change have to be computed again. The relevance is that of all ranks' heads.
 
     Parameters
     ----------

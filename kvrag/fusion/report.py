@@ -54,7 +54,7 @@ class FusionReport:
     hidden_load_seconds
         Seconds of loading in addition to ``load``, during which nothing waited.
     rows_by_layer
-        Prompt and link tokens computed in each layer.
+        Prompt and link tokens computed in each layer, besides those that the look has settled.
     num_links
         Link tokens inserted into the prompt; no other figure counts them except computed rows.
     num_compressed, num_compressed_rows
@@ -62,7 +62,8 @@ class FusionReport:
     num_unlinked
         Chunks without link tokens, because the table has too few or the prompt has no room.
     rows_asked
-        Rows computed, over all layers, only to observe the question's attention.
+        Rows computed, over all layers, to observe the question's attention. Those before the first
+        candidate are not computed again.
     rows_compared
         Rows of one layer whose keys and values, or attention, were computed only to choose among
         them.

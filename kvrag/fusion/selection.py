@@ -31,6 +31,10 @@ class Selection:
     encoded
         The rows that each row was encoded with, for a policy that chooses in layer 0; None if
         attention cannot be compared.
+    changes_from
+        The first row that may change besides candidates, where all layers have been computed for
+        the fresh rows already: those before it and before all candidates stay as they are. None:
+        all are computed.
 
     Attributes
     ----------
@@ -48,6 +52,7 @@ class Selection:
         prompt: PromptRows,
         fresh: torch.Tensor,
         encoded: EncodedScope | None,
+        changes_from: int | None = None,
     ) -> None:
         self._policy = policy
         self._prompt = prompt
@@ -56,6 +61,9 @@ class Selection:
         candidates = _require_reused(candidates, policy, prompt)
         # All on the host, where a layer asks for the rows' ends: a GPU would be waited for.
         given = host_rows(fresh)
+        if changes_from is not None:
+            given = given[given >= min([changes_from, *candidates[:1].tolist()])]
+            fresh = rows_on(fresh.device, given)
         num_fresh = len(given)
         # Which of `rows` stay, and which the policy may still drop.
         self.rows = fresh

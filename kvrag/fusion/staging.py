@@ -412,7 +412,7 @@ class EarlyRecords:
     num_threads
         Records that are opened and copied at the same time.
     pays
-        Whether a prompt with this many stored and other tokens will take what is stored.
+        Whether a prompt will take what is stored; given the numbers that `begin` is.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class EarlyRecords:
         hot: HotRecords | None,
         spec: KVSpec,
         num_threads: int,
-        pays: Callable[[int, int], bool] = lambda _, __: True,
+        pays: Callable[[int, int, int], bool] = lambda *_: True,
     ) -> None:
         self.hot = hot
         self._open_kv, self._spec = open_kv, spec
@@ -431,7 +431,11 @@ class EarlyRecords:
         self._is_closed = False
 
     def begin(
-        self, record_ids: Iterable[RecordId], num_stored: int = 0, num_fresh: int = 0
+        self,
+        record_ids: Iterable[RecordId],
+        num_stored: int = 0,
+        num_fresh: int = 0,
+        num_leading: int = 0,
     ) -> None:
         """Begin with the records that a prompt probably needs.
 
@@ -439,10 +443,11 @@ class EarlyRecords:
         ----------
         record_ids
             The records, in their order in the prompt.
-        num_stored, num_fresh
-            About how many of the prompt's tokens they have, and how many they lack.
+        num_stored, num_fresh, num_leading
+            About how many of the prompt's tokens they have, how many they lack, and how many of
+            these precede all others.
         """
-        if self.hot is None or not self._pays(num_stored, num_fresh):
+        if self.hot is None or not self._pays(num_stored, num_fresh, num_leading):
             return
         self._opened = {one: Future() for one in record_ids}
         left = iter(list(self._opened.items()))

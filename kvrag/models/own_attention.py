@@ -54,11 +54,14 @@ def layer_arguments(hf: Model, mask: RowMask, num_keys: int, table: RotaryTable)
     if bias is None:
         arguments["position_embeddings"] = table.embeddings(mask.positions, hf.dtype)
         return arguments
+    arguments["alibi"] = bias[None]
+    if mask.observer is not None and hf.config._attn_implementation == "sdpa":
+        # The code that returns its weights adds the bias, which the other code leaves to the mask.
+        return arguments
     # Falcon's model folds the bias into the mask, and passes it on separately as well.
     head_dim = hf.config.hidden_size // hf.config.num_attention_heads
     folded = (bias[None] / math.sqrt(head_dim)).expand(-1, -1, allowed.shape[2], -1)
     arguments["attention_mask"] = folded.masked_fill(~allowed, lowest)
-    arguments["alibi"] = bias[None]
     return arguments
 
 

@@ -74,7 +74,9 @@ def test_planned_rows_are_those_that_are_computed() -> None:
         spans = (ReusedSpan("all", 0, 0, inexact),)
         if isinstance(policy, BoundaryPolicy):
             continue  # counts spans, which are known to the layout alone
-        rows = PromptRows(report.num_tokens, 4, spans)
+        # Nothing before the first candidate changes after the look.
+        first = [*fused.picks[0][:1].tolist(), 0][0]
+        rows = PromptRows(report.num_tokens, 4, spans, num_leading=int((fused.fresh < first).sum()))
         assert planned_rows(policy, rows, report.num_fresh) == (
             sum(report.rows_by_layer) + report.rows_asked
         )

@@ -70,9 +70,19 @@ class Looks:
             self._seconds_a_layer = report.seconds["ask"] / layers.stop
         if report.rows_asked or not layers or self.find(layers) is None:
             return fused, 0.0
-        seconds = self._seconds_a_layer * layers.stop
+        num_settled = 0
+        if layers.stop == self._num_layers:
+            # Its own look would have left these rows as they are.
+            first = fused.picks[0][:1].tolist()
+            if repair.shift:
+                spans = fused.layout.spans
+                first = [one.prompt_start for one in spans if not fused.layout.is_exact(one)]
+            num_settled = int((fused.fresh < min([*first, int(fused.fresh[-1])])).sum())
+        share = 1.0 - num_settled / len(fused.fresh)
+        seconds = self._seconds_a_layer * layers.stop * share
         report = replace(
             report,
+            rows_by_layer=tuple(rows - num_settled for rows in report.rows_by_layer),
             rows_asked=len(fused.fresh) * layers.stop,
             seconds={**report.seconds, "ask": seconds},
         )

@@ -31,12 +31,15 @@ class PromptRows:
     relevance
         ``[M, n]`` float32, over the tokens of `reused`: how much the question gathers from each in
         the M layers that the policy observes (see `QuestionAttention`); None if it observes none.
+    num_leading
+        Rows before all of `spans` that are computed in any case: a look at all layers settles them.
     """
 
     num_tokens: int
     num_layers: int
     spans: tuple[ReusedSpan, ...]
     relevance: torch.Tensor | None = None
+    num_leading: int = 0
 
     def reused(self) -> torch.Tensor:
         """Return the ascending positions ``[n]`` of all tokens in `spans`."""
@@ -135,9 +138,17 @@ def planned_counts(policy: RecomputePolicy, prompt: PromptRows) -> Sequence[int]
 
 
 def planned_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> int:
-    """Return how many rows, summed over layers, fusing a prompt will compute."""
-    asked = policy.question_layers(prompt.num_layers).stop * num_fresh
-    return asked + num_fresh * prompt.num_layers + sum(planned_counts(policy, prompt))
+    """Return how many rows, summed over layers, fusing a prompt will compute at most."""
+    num_layers = prompt.num_layers
+    asked = policy.question_layers(num_layers).stop * num_fresh
+    again = num_fresh - num_settled(policy, prompt)
+    return asked + again * num_layers + sum(planned_counts(policy, prompt))
+
+
+def num_settled(policy: RecomputePolicy, prompt: PromptRows) -> int:
+    """Return how many rows, at least, are not computed again after the look at the question."""
+    looks = policy.question_layers(prompt.num_layers).stop == prompt.num_layers
+    return prompt.num_leading if looks else 0
 
 
 def chooses_by_attention(policy: RecomputePolicy, prompt: PromptRows) -> bool:
