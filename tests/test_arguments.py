@@ -1,7 +1,5 @@
 """Checks of callers' arguments: paths, and values that messages quote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

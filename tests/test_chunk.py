@@ -1,7 +1,5 @@
 """The names of KV: what goes into them, and that nothing else passes for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """What `deploy/` says agrees with what kvrag offers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 A misspelt command, option or value fails, and so does a required option that is left out.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -3,8 +3,6 @@
 The pages of docs/notebooks/ run whole: `tests/test_notebooks.py`.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Links between the pages: every file and every heading that one names is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

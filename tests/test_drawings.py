@@ -1,7 +1,5 @@
 """The pictures that explain how kvrag works are those that their script draws."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

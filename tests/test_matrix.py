@@ -1,7 +1,5 @@
 """`make matrix` tests what it says: the oldest libraries, and every version of Python."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebooks run, and the pages of the site are these notebooks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the package promises to whoever installs or imports it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

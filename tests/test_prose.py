@@ -1,7 +1,5 @@
 """The checker of plain English: what it finds, where, and what it leaves alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The layout of records that stores rely on, against records as codecs write them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Pipes, devices and huge files in place of a file: an error at once, whoever reads it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """A release is prepared in a clone: the checkout stays as it was until all is made."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The gate on the size of the house: what it counts, and that a rise needs a reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

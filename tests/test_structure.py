@@ -1,7 +1,5 @@
 """Modules do not import one another in circles, and the map in the docs is the house's."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

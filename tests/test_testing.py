@@ -1,7 +1,5 @@
 """The suites for other people's stores, codecs, policies and models, as they meet them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """A wheel for another processor cannot be tried where it is built: its files are looked at."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the referee's suites judge: a random model, and a file of questions over the same texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Answers side by side in one pass score what each scores alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Eviction in the referee and in its own bench: the same prompts, answers, account of memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The oracles as a command, and both real models held against Transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

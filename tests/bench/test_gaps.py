@@ -1,7 +1,5 @@
 """The bench of what one request may cost others."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvrag_bench.serving import gaps

@@ -131,7 +131,6 @@ def test_records_are_opened_before_the_prompt_is_tokenised(
             never_begun = engine.stream(PROMPT)
             del never_begun
             tiers = engine._fuser._hot._made
-            assert tiers is not None
             card = tiers[0]
             assert len(earlies) == len(begun) == 4
             left = [weakref.ref(one) for one in earlies]

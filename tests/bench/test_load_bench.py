@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 import time
 
@@ -69,7 +67,6 @@ def test_what_loading_costs_is_what_the_line_takes() -> None:
     with indexed(SMALL, lambda _: None) as (index, _):
         index.store = ThrottledStore(index.store, 3e5)
         found = measure_loading(index, 3)
-    assert found is not None
     assert found.store == "memory:"
     # 768 bytes a token, and a header a chunk.
     (cost,) = found.tiers

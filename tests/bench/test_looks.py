@@ -1,7 +1,5 @@
 """Policies that share a look come to what each comes to by itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvrag bench peers`: the same prompts for all, and a failure of one is a row."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvrag_bench.peers import run

@@ -1,7 +1,5 @@
 """Ways of encoding chunks, held against full prefill of the same prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

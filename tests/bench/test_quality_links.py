@@ -1,7 +1,5 @@
 """The referee judges policies without link tokens and with them, and compressed chunks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

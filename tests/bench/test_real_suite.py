@@ -1,7 +1,5 @@
 """The real suite: reproducible, readable, and answered by the chunks that say so."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -96,7 +94,6 @@ def _subject(asked: Asked) -> str:
     """Return the name that stands in the question and in the first supporting chunk."""
     first = asked.chunks[asked.supporting[0]]
     named = re.match(r"This document is about (?:the firm )?([^.]+)\.", first)
-    assert named is not None
     assert named[1] in asked.question
     return named[1]
 
@@ -132,7 +129,6 @@ def test_code_returns_what_is_asked_for() -> None:
         for chunk in asked.chunks:
             exec(imports.sub("", chunk), scope)
         called = re.search(r"(\w+)\(\)", asked.question)
-        assert called is not None
         returned = scope[called[1]]
         assert callable(returned)
         assert (returned(),) == asked.answers

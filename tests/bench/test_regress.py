@@ -1,7 +1,5 @@
 """`kvrag bench regress`: what counts as a change, the files of releases, and their pictures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvrag bench retrieval`: recall is counted on known rankings, and the table is printed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Suite ``retrieved``: what is asked of a folder, and prompts of what a search finds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The speed benches on a model of test size: every path, no figure worth quoting."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

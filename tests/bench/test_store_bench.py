@@ -1,7 +1,5 @@
 """`kvrag bench store`, small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

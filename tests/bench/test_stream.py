@@ -1,7 +1,5 @@
 """`kvrag bench stream`: its link, its 8-bit records, and a small run."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What `kvrag bench serve` and `kvrag bench throughput` count."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

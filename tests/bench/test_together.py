@@ -1,7 +1,5 @@
 """The gap closed over the questions of several runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvrag bench vectors`: small numbers, with a small threshold, and a graph that is continued."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvrag bench words`: ways that cut texts well find more, and the table is printed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Work is counted where it is done: in PyTorch, and in the compiled kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Options that measure nothing are one clear error each, before a model is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

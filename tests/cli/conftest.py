@@ -1,7 +1,5 @@
 """A small random model on disk, a corpus, and a way to run commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

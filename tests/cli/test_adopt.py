@@ -1,7 +1,5 @@
 """`kvrag adopt`: another store's documents, from the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvrag bench`, `inspect` and `train`: small runs, and what they refuse before any work."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

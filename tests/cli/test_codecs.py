@@ -1,7 +1,5 @@
 """`ingest --codec`, `profile` and `recode`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

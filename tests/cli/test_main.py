@@ -1,7 +1,5 @@
 """The entry point: help, version, and what is loaded before any work begins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

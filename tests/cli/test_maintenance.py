@@ -1,7 +1,5 @@
 """`ls`, `stats`, `verify` and `gc`."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models by name at the command line: the default, misspelt names, `kvrag models`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`kvrag pml` and `kvrag bench pml`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

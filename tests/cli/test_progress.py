@@ -1,7 +1,5 @@
 """Progress where stderr is no terminal: a line now and then, none of short work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

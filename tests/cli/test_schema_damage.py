@@ -1,7 +1,5 @@
 """A flipped bit in a schema that SQLite then cannot describe as text is damage like any other."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from pathlib import Path

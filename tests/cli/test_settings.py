@@ -1,7 +1,5 @@
 """kvrag.toml and `kvrag config`: what wins, what is refused, what --help leaves out."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

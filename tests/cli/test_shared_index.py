@@ -1,7 +1,5 @@
 """The commands over a shared index, by its URL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

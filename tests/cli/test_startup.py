@@ -1,7 +1,5 @@
 """What needs no model loads nothing of a model's libraries, and every command is described."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

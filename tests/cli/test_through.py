@@ -1,7 +1,5 @@
 """`kvrag query` and `kvrag chat` through the socket of a running server."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -231,7 +229,6 @@ def test_an_interrupted_answer_and_the_next(index_folder: Path) -> None:
     opening, answering = o.Opening(index_folder), o.Answering(max_tokens=200)
     with served(index_folder, max_tokens=200), through.ExitStack() as held:
         remote = through.connected(held, opening, o.Searching(), answering)
-        assert remote is not None
         pieces: list[str] = []
 
         def interrupt(kind: str, text: str) -> None:

@@ -1,7 +1,5 @@
 """Arguments that cannot be meant: one sentence on stderr, and nothing else happens."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """One small index for all engine tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Every public parameter with values of wrong types: an error of the tree that names it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,7 +171,6 @@ def test_contexts_of_chunks(index: Index) -> None:
         refused(lambda wrong=wrong: index.tier_of(chunk_id, wrong), "context_ids")
     assert index.open_kv(chunk_id, [1, 2]) is None
     opened = index.open_kv(chunk_id, [])
-    assert opened is not None
     assert opened.num_tokens
     index.delete(sources=["ines"])
 

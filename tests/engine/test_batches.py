@@ -1,7 +1,5 @@
 """Answers written together are those written one after the other, and disturb nobody."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -143,7 +141,6 @@ def family_engine(
 
 def fused_of(answer: OpenAnswer) -> tuple[list[torch.Tensor], FusionReport]:
     """Return an answer's first logits and its prompt's KV, and give the buffer back."""
-    assert answer.logits is not None
     kv = answer._fused.kv
     rows = [one[0, :, : kv.num_tokens].clone() for one in (*kv.keys, *kv.values)]
     report = replace(answer._fused.report, seconds={}, hidden_load_seconds=0.0)

@@ -1,7 +1,5 @@
 """Documents that try to steer the model: what reaches it is text."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

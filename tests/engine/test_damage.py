@@ -1,7 +1,5 @@
 """Contract 2: damaged or missing KV becomes full prefill, counted, never wrong, never raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chunks that are quicker to compute than to load are computed: the same answer, told as such."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

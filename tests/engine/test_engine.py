@@ -1,7 +1,5 @@
 """The engine answers as plain Transformers does, from stored KV, and says what it did."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """Eviction in the engine: behind fused prompts of every kind, reported, refused where it must."""
 
-from __future__ import annotations
-
 import gc
 import json
 import mmap
@@ -68,7 +66,6 @@ def test_behind_link_tokens(index: Index, tmp_path: Path, way: str) -> None:
     engine = KVEngine(index, policy="none", max_tokens=10, links=tmp_path / FILE_NAME)
     assert engine.generate(PROMPT, eviction=KeepAll()).text == engine.generate(PROMPT).text
     report = engine.generate(PROMPT, eviction=CORM).report
-    assert report.eviction is not None
     # Link tokens are rows that may be kept like any other.
     assert report.eviction.num_prompt == report.num_tokens + report.num_links
 
@@ -78,7 +75,6 @@ def test_behind_compressed_chunks(tmp_path: Path) -> None:
         engine = KVEngine(index, max_tokens=10)
         assert engine.generate(PROMPT, eviction=KeepAll()).text == engine.generate(PROMPT).text
         report = engine.generate(PROMPT, eviction=CORM).report
-    assert report.eviction is not None
     assert report.eviction.num_prompt < report.num_tokens
     assert report.eviction.kept_share < 1.0
 
@@ -135,7 +131,6 @@ def test_a_prompt_recomputed_whole_is_pruned_as_a_plain_prefill(
 def test_the_report_says_what_was_kept(index: Index) -> None:
     answer = KVEngine(index, eviction=CORM, max_tokens=10).generate(PROMPT)
     eviction = answer.report.eviction
-    assert eviction is not None
     assert eviction.policy == "corm(window=9, recent=6, threshold=1.0)"
     assert eviction.num_prompt == answer.usage.prompt_tokens
     assert eviction.num_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
@@ -151,7 +146,6 @@ def test_a_call_overrides_the_engine(index: Index) -> None:
     engine = KVEngine(index, eviction=CORM, max_tokens=3)
     assert engine.generate(PROMPT, eviction="none").report.eviction is None
     streaming = engine.generate(PROMPT, eviction="streaming:recent=9").report.eviction
-    assert streaming is not None
     assert streaming.policy == "streaming(sinks=4, recent=9)"
     # The first token needs nothing of the cache.
     assert engine.generate(PROMPT, max_tokens=1).report.eviction is None

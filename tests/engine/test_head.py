@@ -1,7 +1,5 @@
 """The head of chat prompts, which chunks are encoded after: prompts with it, and with others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

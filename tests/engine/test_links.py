@@ -1,7 +1,5 @@
 """Link tokens in the engine: found, used, counted, left out where they cannot be."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loading behind the computation: the same KV and the same misses, whatever the threads."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

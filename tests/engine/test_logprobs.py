@@ -1,7 +1,5 @@
 """How likely an answer's tokens were: the logarithms of plain Transformers, whoever decodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers that repeat themselves, or ask themselves, end; what repetition means something stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

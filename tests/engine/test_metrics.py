@@ -1,7 +1,5 @@
 """What an answering process tells Prometheus."""
 
-from __future__ import annotations
-
 import sys
 from urllib.request import urlopen
 

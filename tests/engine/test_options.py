@@ -1,7 +1,5 @@
 """An option is written once: a field that is added to the table is at every door."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`Answer.parts`: what happened to each part of an answered prompt."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Never slower: by stated prices, prompts are computed as a whole where that is faster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

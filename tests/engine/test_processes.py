@@ -1,7 +1,5 @@
 """Engines and processes: forks, copies, and an exit while daemon threads answer."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

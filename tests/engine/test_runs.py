@@ -1,7 +1,5 @@
 """Prompts with parts of indexed documents that were cut elsewhere."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The scheduler alone: which prompt is fused next, for how long, and what a failure costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """KV that falls out of memory is written to the store, and read back as if it had stayed."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Spans of answers and searches, in OpenTelemetry's own exporter for tests."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Answers from reused KV are held against full prefill: one, or a share of all."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies for tests, and a slow account of what CORM keeps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

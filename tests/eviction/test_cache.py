@@ -1,7 +1,5 @@
 """The cache in real layers: against the full cache, and against slow attention with CORM's rule."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

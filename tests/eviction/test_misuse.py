@@ -1,7 +1,5 @@
 """What an evicting cache cannot do is said, and what it holds is never mistaken for something."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

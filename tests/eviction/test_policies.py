@@ -1,7 +1,5 @@
 """Each policy over weights made up, step by step, against a slow account of the same rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of heads that keep different numbers: nothing is lost or mixed up, and memory follows."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -91,7 +91,6 @@ def masked_prefill(bench: Bench, prompt: str, links: LinkTokens) -> torch.Tensor
         seen.append(True)
     embeds = model.get_input_embeddings()(torch.tensor([tokens]))
     offset = len(tokens) - len(layout.token_ids)
-    assert links.embeddings is not None
     for position, row in rows.items():
         embeds[0, offset + position] = links.embeddings[row]
     where, owner = torch.tensor(positions), torch.tensor(owners)
@@ -173,7 +172,6 @@ def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
     bench: Bench,
 ) -> None:
     adapted = make_links(bench.model, "adapter")
-    assert adapted.adapter is not None
     plain = LinkTokens(replace(adapted.header, way="embeddings"), adapted.embeddings)
     zeros = {name: torch.zeros_like(up) for name, up in adapted.adapter.up.items()}
     idle = replace(adapted, adapter=replace(adapted.adapter, up=zeros))
@@ -273,7 +271,6 @@ def test_what_is_written_is_read(bench: Bench, tmp_path: Path, way: str) -> None
     links = make_links(bench.model, way)
     links.save(tmp_path / FILE_NAME)
     read = find_links(tmp_path)
-    assert read is not None
     assert read.header == links.header
     prompt = bench.prompt(*ORDER)
     expected = fuse_linked(bench, prompt, NonePolicy(), links)
@@ -350,7 +347,6 @@ def test_what_is_no_file_of_links_is_named(tmp_path: Path) -> None:
 
 def test_a_wrong_shape_is_refused(bench: Bench) -> None:
     links = make_links(bench.model)
-    assert links.embeddings is not None
     with pytest.raises(LinksError, match="embeddings of shape"):
         replace(links, embeddings=links.embeddings[:, :3]).check(bench.model)
     adapted = make_links(bench.model, "adapter")

@@ -1,7 +1,5 @@
 """Loaders that do to the process that parses what hostile files might."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A tiny model, and indexes made with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

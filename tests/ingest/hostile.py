@@ -1,7 +1,5 @@
 """Documents made to hang, crash or fill whoever reads them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """Documents of other vector stores, indexed as they were cut there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What can be wrong with files, folders, disks and indexes: clear messages, nothing lost."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -499,7 +497,6 @@ def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
         text=True,
         cwd=Path(__file__).parents[2],
     ) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         for write in (
             lambda: index.add(docs),

@@ -1,7 +1,5 @@
 """The catalog when its rows are damaged, and when its reader may not write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -380,7 +378,6 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
         stdout=subprocess.PIPE,
         text=True,
     ) as writer:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
         with stranger(shared):
             assert (catalog.version()[0], catalog.documents.counts()[0]) == (70, 70)

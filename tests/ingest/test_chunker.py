@@ -1,7 +1,5 @@
 """Chunks cover the text, respect the limit, and are cut at its seams."""
 
-from __future__ import annotations
-
 import re
 import time
 import unicodedata

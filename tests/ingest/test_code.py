@@ -1,7 +1,5 @@
 """Source code: cut between definitions and statements, under the names that lead to them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

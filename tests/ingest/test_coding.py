@@ -1,7 +1,5 @@
 """Codecs of an index: fitting at the first ingestion, recoding, what is missing or foreign."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -364,7 +362,6 @@ def test_a_codec_of_another_distribution(
         theirs = index.coding.codec
         for key in keys[:4]:
             found = raw.store.open(key)
-            assert found is not None
             kv = read_all(raw.coding.open(key, found, raw.config.spec), raw.config.spec)
             found.close()
             raw.store.replace(key, theirs.encode(key, kv))

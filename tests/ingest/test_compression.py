@@ -1,7 +1,5 @@
 """Compressed chunks: what is stored, under which name, and how a prompt is answered with it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -57,7 +55,6 @@ def test_the_tokens_that_say_most_are_kept(dropped: Index, model: KVModel) -> No
         kept = sorted(sorted(range(len(said)), key=lambda i: -said[i])[:count])
         (whole,) = model.prefill(dropped.prefix_ids, [chunk.token_ids])
         record = dropped.open_kv(chunk.chunk_id)
-        assert record is not None
         assert record.num_tokens == count
         found = read_all(record, dropped.config.spec)
         assert relative_difference(found.keys, whole.keys[:, :, kept]) < 1e-4
@@ -188,7 +185,6 @@ def test_lost_records_are_computed_from_the_tokens(
     for number in lost:
         key = dropped.key_of(chunk_of(dropped, number))
         record = dropped.store.open(key)
-        assert record is not None
         content = bytearray(record.size_bytes)
         record.read_into(0, memoryview(content))
         dropped.store.delete(key)

@@ -1,7 +1,5 @@
 """Chunks encoded after their document's text: right bytes, right names, right records."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What ingestion does with control strings: counted, refused, recorded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts outlive the process, add up over processes, and never fail anybody."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess
@@ -37,7 +35,6 @@ def report(**fields: object) -> FusionReport:
 
 def value(folder: Path, name: str, **labels: str) -> float | None:
     kept = read_kept(folder)
-    assert kept is not None
     found = {what: dict(at) for what, at in kept.counts if what == name and dict(at) == labels}
     return kept.counts.get((name, tuple(labels.items()))) if found else None
 
@@ -115,7 +112,6 @@ def test_a_kill_leaves_a_file_that_counts_on(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     for child in children:
-        assert child.stdout is not None
         with child.stdout:
             child.stdout.readline()
     while read_kept(tmp_path) is None:
@@ -213,6 +209,5 @@ counters.keep()
     assert done.returncode == 0, done.stderr
     assert value(tmp_path, "prompts") == 4
     kept = read_kept(tmp_path)
-    assert kept is not None
     hits = {what: count for what, count in kept.counts.items() if what[0] == "store_hits"}
     assert sum(hits.values()) == 1, kept.counts

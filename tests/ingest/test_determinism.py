@@ -1,7 +1,5 @@
 """Contract 1: the order in which chunks are indexed never changes stored bytes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A document at which something fails is one refusal; a store or model that fails ends the run."""
 
-from __future__ import annotations
-
 import functools
 import os
 import socket

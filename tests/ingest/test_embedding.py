@@ -1,7 +1,5 @@
 """Embeddings: unit vectors, deterministic, found by name, folder or shape."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """An index with a key: nothing of the documents is readable without it."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 from contextlib import closing

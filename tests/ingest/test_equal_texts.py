@@ -1,7 +1,5 @@
 """Chunks of one text in several documents, each encoded after its own document's text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

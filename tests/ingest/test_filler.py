@@ -1,7 +1,5 @@
 """Chunks encoded after a fixed filler text: computed once, neither stored nor placed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -45,7 +43,6 @@ def test_every_chunk_is_encoded_after_the_end_of_the_filler(index: Index, model:
         (chunk,) = index.get_chunks([chunk_id])
         assert chunk.contexts == (filler, ())
         record = index.open_kv(chunk_id)
-        assert record is not None
         assert record.num_tokens == len(chunk.token_ids)
         kv = read_all(record, index.config.spec)
         (expected,) = model.prefill((*index.prefix_ids, *filler), [chunk.token_ids])

@@ -5,8 +5,6 @@ whole row, or bytes of a value in the file itself. Questions are then asked, the
 and it is mended, in turn by a repair and by a new ingestion.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

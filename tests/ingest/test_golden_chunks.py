@@ -1,7 +1,5 @@
 """Chunks of the formats stay what they are: stored KV is found by a chunk's tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

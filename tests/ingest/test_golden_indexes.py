@@ -5,8 +5,6 @@ version. Two kinds of stores and two states of version 5 have files of their own
 are indexes at URLs, named by the release that wrote them.
 """
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

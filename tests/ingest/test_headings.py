@@ -1,7 +1,5 @@
 """A chunk keeps the path of headings under which it begins, wherever it is looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sqlite3

@@ -1,7 +1,5 @@
 """Hostile documents: each is indexed or refused with a reason, within its limits."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages and e-books as a reader sees them."""
 
-from __future__ import annotations
-
 import io
 import time
 import zipfile

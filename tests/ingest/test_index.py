@@ -1,7 +1,5 @@
 """An index from making to answering: incremental, shared records, search, upkeep of rows."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

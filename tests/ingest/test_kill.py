@@ -1,7 +1,5 @@
 """Contract 5: killed at any moment, the index opens and a second run completes it."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

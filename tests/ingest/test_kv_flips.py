@@ -1,7 +1,5 @@
 """Damage to the list of stored records: no wrong answer, nothing stopped, all mended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

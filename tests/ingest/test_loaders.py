@@ -1,7 +1,5 @@
 """Every kind of file, and every way in which one can be bad."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

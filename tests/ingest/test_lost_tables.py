@@ -1,7 +1,5 @@
 """Lost tables, columns and indexes of the catalog, and damaged numbers of tokens."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """verify, repair and gc."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An index's KV in another store: nothing lost, and nothing damaged taken along."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

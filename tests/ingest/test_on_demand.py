@@ -1,7 +1,5 @@
 """Records of chunks alone beside those after a filler: made by the first prompt that needs one."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

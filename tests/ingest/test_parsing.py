@@ -1,7 +1,5 @@
 """The process that parses: whatever a file does to it costs that file alone."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -130,7 +128,6 @@ def test_one_process_parses_many_files(parser: Parser) -> None:
 
 def test_a_crash_that_an_earlier_file_may_have_caused_is_tried_again(parser: Parser) -> None:
     parser.parse("/a.txt", b"x")
-    assert parser._process is not None
     parser._process._process.kill()
     assert parser.parse("/b.txt", b"y") == [Document("/b.txt", "y")]
 
@@ -181,7 +178,6 @@ def test_the_process_goes_with_its_parent(signum: signal.Signals) -> None:
         cwd=Path(__file__).parents[2],
         text=True,
     ) as parent:
-        assert parent.stdout is not None
         worker = Path(f"/proc/{int(parent.stdout.readline())}")
         assert worker.exists()
         time.sleep(1.0)

@@ -1,7 +1,5 @@
 """Hybrid search: words and vectors fused, whatever is asked; and a cross-encoder over both."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

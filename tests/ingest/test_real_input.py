@@ -1,7 +1,5 @@
 """Real passages and real file formats, with the embedding people will use."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
@@ -68,7 +66,6 @@ def test_every_musique_passage_is_retrievable(make_index: MakeIndex) -> None:
         (chunk,) = index.get_chunks([match.chunk_id])
         assert chunk.text == normalise_text(text)
         record = index.open_kv(match.chunk_id)
-        assert record is not None
         assert record.num_tokens == len(chunk.token_ids)
 
     # A sentence of a passage leads to it.

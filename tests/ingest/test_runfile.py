@@ -1,7 +1,5 @@
 """The table of fingerprints on disk: read instead of made, in step with the catalog."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What callers of `Index.create` choose, and parts of an index that share what it keeps."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An index at a URL, which several machines share. A machine here is a folder of views."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3
@@ -184,7 +182,6 @@ def test_the_time_of_grace_begins_again_with_each_use(machine: Machine, folder_u
     reader = machine("reader", folder_url)
     (hit,) = reader.search("page 1", 1)
     log = index._storage.log
-    assert log is not None
     for number in range(2, 4):  # whole catalogs take the place of what put the record again
         index.add([page(number)])
         log.compact(is_forced=True)

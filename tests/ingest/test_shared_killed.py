@@ -1,7 +1,5 @@
 """Writers of a shared index are killed at any moment: what they said is written is there, once."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

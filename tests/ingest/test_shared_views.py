@@ -1,7 +1,5 @@
 """The views of shared indexes: how they are made and removed, and what lies beside them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -133,7 +131,6 @@ def test_a_manifest_that_no_reader_would_take_is_not_written(
     machine("one", folder_url, context="none")
     log = Log(read_place(folder_url).bucket("log"))
     first = log.read(0)
-    assert first is not None
     with pytest.raises(IndexFormatError, match="a file in it is named 'x'"):
         log.create(first.follow(None, config=File("x", first.config.parts)))
     assert log.versions() == [0]

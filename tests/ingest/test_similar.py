@@ -1,7 +1,5 @@
 """Context ``similar``: chunks are encoded after those that are nearest to them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -86,7 +84,6 @@ def test_chunks_are_encoded_after_their_nearest(index: Index, model: KVModel) ->
         assert chunk.source not in before
         assert {Path(one).parent for one in before} == {Path(chunk.source).parent}
         found = index.catalog.chunk_and_keys(chunk.chunk_id)
-        assert found is not None
         assert found[1] == [index.key_of(one).digest for one in chunk.encodings()]
     assert index.upkeep.verify().ok
     assert index.stats().num_records == len(PAGES)

@@ -1,7 +1,5 @@
 """Spreadsheets as Excel shows them."""
 
-from __future__ import annotations
-
 import datetime
 import io
 import re

@@ -1,7 +1,5 @@
 """Indexes whose KV is kept elsewhere: other folders, tiers, Redis, several tenants."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Vectors of an index: compared all, or found by a graph that follows the catalog."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator

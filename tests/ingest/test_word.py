@@ -1,7 +1,5 @@
 """Word files as a reader of their last version sees them."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

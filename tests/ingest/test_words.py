@@ -1,7 +1,5 @@
 """The index of words: in step with the chunks whatever happens to them, and never a way in."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Agents of both frameworks with a retriever tool; what the model says is scripted."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts of one call, and of one event loop, are answered in one batch."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversations of frameworks take the KV of their earlier turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -46,7 +44,6 @@ def test_langchains_message_history(rag: Rag) -> None:
             {"question": question}, config={"configurable": {"session_id": session}}
         )
         assert isinstance(answer, AIMessage)
-        assert answer.usage_metadata is not None
         report: dict[str, Any] = answer.response_metadata["report"]
         cached = answer.usage_metadata["input_token_details"]["cache_read"]
         assert cached == report["num_cached"] >= report["num_kept"]

@@ -1,7 +1,5 @@
 """The framework examples run from end to end with the shipped model, which answers rightly."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -31,5 +29,4 @@ def test_the_shipped_model_answers_rightly(name: str, capsys: pytest.CaptureFixt
     told = capsys.readouterr().out
     assert told.partition("\n  from")[0].removeprefix(example["QUESTION"]).strip() in answers
     reused = re.search(r"(\d+) of (\d+) prompt tokens reused", told)
-    assert reused is not None
     assert int(reused[1]) > int(reused[2]) / 2

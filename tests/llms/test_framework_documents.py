@@ -1,7 +1,5 @@
 """Documents that a framework loaded are ingested as they are and found in its prompts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LangChain's own chains and agents, unchanged, reuse KV and do not change what is answered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The chat-model suites that LangChain ships, against `ChatKVRag`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What LangChain's suites do not ask: identity, caches, retries, refusals, usage."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import pickle
@@ -60,7 +58,6 @@ def chat(rag: Rag) -> ChatKVRag:
 def test_call_parameters_reach_the_engine(llm: KVRagLLM, call: dict[str, Any]) -> None:
     result = llm.generate([PROMPT], **call)
     info = result.generations[0][0].generation_info
-    assert info is not None
     report = info["report"]
     if call.get("ratio") == 1.0:
         assert report["num_recomputed"] > 0
@@ -68,7 +65,6 @@ def test_call_parameters_reach_the_engine(llm: KVRagLLM, call: dict[str, Any]) -
     elif "max_tokens" not in call:
         assert report["num_recomputed"] == 0
         assert report["num_cached"] > 50
-    assert result.llm_output is not None
     usage = result.llm_output["token_usage"]
     assert usage["completion_tokens"] == call.get("max_tokens", 8)
     assert usage["cached_tokens"] == report["num_cached"]
@@ -110,7 +106,6 @@ def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> N
 @pytest.mark.parametrize("model_class", [KVRagLLM, LlamaIndexLLM])
 def test_a_time_to_first_token(rag: Rag, model_class: Any) -> None:
     report = model_class(index=rag.path, max_tokens=2, ttft=30.0).answers([PROMPT], {})[0].report
-    assert report.stream is not None
     assert report.stream.is_met
     assert model_class(index=rag.path, max_tokens=2).answers([PROMPT], {})[0].report.stream is None
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
@@ -236,7 +231,6 @@ def test_a_folder_made_anew_is_another_index(rag: Rag, tmp_path: Path) -> None:
         with Index.create(path, model=rag.model_folder, embedding="hashing") as index:
             index.add(Document(source, PASSAGES[source]))
         info = llm.generate([PROMPT]).generations[0][0].generation_info
-        assert info is not None
         reused.append([found["source"] for found in info["sources"]])
         llm.engine().index.close()
         shutil.rmtree(path)
@@ -387,7 +381,6 @@ def test_usage_and_report(rag: Rag, chat: ChatKVRag) -> None:
     message = chat.invoke(PROMPT)
     report = message.response_metadata["report"]
     assert report["num_cached"] > 50
-    assert message.usage_metadata is not None
     assert message.usage_metadata["input_token_details"] == {"cache_read": report["num_cached"]}
     assert message.usage_metadata["input_tokens"] == report["num_tokens"]
     details = message.response_metadata

@@ -1,7 +1,5 @@
 """LlamaIndex's own query engines, unchanged, reuse KV and do not change what is answered."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

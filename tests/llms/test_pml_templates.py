@@ -1,7 +1,5 @@
 """Prompts of modules from LangChain's and LlamaIndex's chains."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

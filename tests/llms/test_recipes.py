@@ -1,7 +1,5 @@
 """The recipes of examples/: short, and their answers are those that stand beside them."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Calls in answers: every format, in whole answers and in pieces; forced ones."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

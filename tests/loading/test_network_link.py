@@ -1,7 +1,5 @@
 """What requests know of the link, and of what computing takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvrag.loading.pace import Pace

@@ -1,7 +1,5 @@
 """Records that a prompt waits for in vain."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

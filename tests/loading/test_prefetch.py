@@ -1,7 +1,5 @@
 """Layers of lanes: in order, at the same time, and nothing after the end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

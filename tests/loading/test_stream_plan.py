@@ -1,7 +1,5 @@
 """The plan on simulated links, against every assignment there is."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -151,11 +149,9 @@ def test_a_slow_link_is_measured_before_it_is_given_up() -> None:
     sizes = [ChunkSize((100_000,))] * 4
     plan = StreamPlan(sizes, lambda chosen: 0.2 + len(chosen))
     first = plan.next(1.0, LinkState(1000.0))
-    assert first is not None
     assert first.num_planes == 1
     plan.done(first)
     second = plan.next(1.0, LinkState(1000.0))
-    assert second is not None
     assert second.num_planes == TEXT  # a second, not a hundred
 
 
@@ -168,8 +164,6 @@ def test_requests_that_share_the_link() -> None:
         return plan.next(0.4, LinkState(1e6, 0.0, lambda ahead: num_sharing.get(ahead, 1)))
 
     alone, shared = first({}), first({0: 3, 1: 3})
-    assert alone is not None
-    assert shared is not None
     assert (alone.num_planes, alone.expected_seconds) == (2, pytest.approx(0.02))
     # 2 x 3 + 2 chunks of 10 or 20 kB: 80 ms fit a quarter of the time left, 160 do not.
     assert (shared.num_planes, shared.expected_seconds) == (1, pytest.approx(0.03))

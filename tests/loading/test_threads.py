@@ -1,7 +1,5 @@
 """Threads that are kept: what they make, and that nothing of it goes on behind the caller."""
 
-from __future__ import annotations
-
 import ast
 import os
 import threading

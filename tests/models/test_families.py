@@ -82,8 +82,6 @@ def test_keys_move_to_other_places(bench: Bench) -> None:
             placed = torch.empty_like(part.keys[0])
             tables[0].place(part.keys[0], rows, placed)
             found = cache.layers[0]
-            assert found.keys is not None
-            assert found.values is not None
             keys, values = packed(model.spec.latent, found.keys[0], found.values[0])
             torch.testing.assert_close(placed, keys[:, rows], rtol=0, atol=1e-4)
             torch.testing.assert_close(part.values[0], values[:, rows])
@@ -180,7 +178,6 @@ def test_sinks_take_their_share(by_rows: bool) -> None:
     mask = torch.zeros(5, 5).masked_fill(~allowed, float("-inf"))[None, None]
     expected, weights = eager_attention_forward(module, query, key, value, mask, 8**-0.5)
     torch.testing.assert_close(output, expected)
-    assert weights is not None
     torch.testing.assert_close(mass, weights[0].unflatten(0, (2, 2)).sum((1, 2)))
 
 

@@ -1,7 +1,5 @@
 """Matrices to code, from plain to awkward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The coder once more, one symbol at a time, from the description of the bytes alone."""
 
-from __future__ import annotations
-
 import struct
 from itertools import pairwise
 

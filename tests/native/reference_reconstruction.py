@@ -1,7 +1,5 @@
 """Reconstruction in plain torch, in float64 up to the rounding."""
 
-from __future__ import annotations
-
 import torch
 
 from kvrag.native import Points, Rotation

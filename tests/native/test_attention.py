@@ -1,7 +1,5 @@
 """Attention of scattered rows against plain torch in float64, for every instruction set."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

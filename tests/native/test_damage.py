@@ -1,7 +1,5 @@
 """Payloads that are not what was written: always RecordError, never a crash."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Norms, gates and rotations against torch, for every instruction set."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """The coder against its reference, its golden payloads, and itself."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Operations of `RowLayers`: each is the function that it names, and bad arguments are told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

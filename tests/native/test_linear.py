@@ -1,7 +1,5 @@
 """Linear layers over few rows, in 8 bits and by groups, against float64, by all kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Packed rows against plain torch, for every instruction set."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

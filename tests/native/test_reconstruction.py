@@ -1,7 +1,5 @@
 """Reconstruction against plain torch, for every instruction set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Without compiled kernels: the codecs' reference against them, and a model's own modules."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

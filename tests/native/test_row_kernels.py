@@ -1,7 +1,5 @@
 """Kernels in Triton: played by its interpreter they compute what PyTorch does, and they compile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -146,7 +144,6 @@ def test_attention_and_mass(
     setting.tensors.mass(query, 1, scores, HEAD_DIM)
     mine, others = (places.mass for places in setting.places)
     assert mine is not None
-    assert others is not None
     assert bool(others.any())
     tolerance = 5 * TOLERANCE[setting.dtype]
     torch.testing.assert_close(mine, others, rtol=tolerance, atol=tolerance)

@@ -1,7 +1,5 @@
 """Indexes over small random models, one for each way of having positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

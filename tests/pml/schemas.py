@@ -1,7 +1,5 @@
 """Random schemas and prompts of them, as markup."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 WORDS = st.sampled_from(["the clock", "of Varn", "Ines keeps", "a ledger.", "x", "été", "a < b"])

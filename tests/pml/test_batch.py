@@ -1,7 +1,5 @@
 """Batches over one copy of the modules, against each prompt alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +79,6 @@ def test_damage_is_computed_and_counted(pml: PMLEngine) -> None:
     passage = pml.add(WHOLE).passages[0]
     key = pml.passages.key_of(passage)
     record = index.store.open(key)
-    assert record is not None
     content = bytearray(record.size_bytes)
     record.read_into(0, memoryview(content))
     record.close()

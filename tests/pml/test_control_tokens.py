@@ -1,7 +1,5 @@
 """Control strings in what a prompt says, and in the files of a schema, are text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Schemas in the ordinary store, and prompts answered from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Positions of schemas and prompts, against a reference that is as plain as can be."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

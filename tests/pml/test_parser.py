@@ -1,7 +1,5 @@
 """Schemas as they are parsed, and every way in which one can be wrong."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Python functions as schemas."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -93,8 +91,6 @@ def test_what_is_compiled_can_be_laid_out_and_imported() -> None:
 def loaded(path: Path, source: str) -> ModuleType:
     path.write_text("from typing import Annotated\nfrom kvrag.pml.program import *\n" + source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

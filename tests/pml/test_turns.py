@@ -1,7 +1,5 @@
 """Turns in modules, modules that are not cached, modules without a name: text, KV and refusals."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

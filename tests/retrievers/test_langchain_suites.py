@@ -1,7 +1,5 @@
 """The retriever, tool, vector-store and embeddings suites that LangChain ships."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An index as a LlamaIndex vector store: nodes, filters, pipelines with a document store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path

@@ -4,8 +4,6 @@
 spells alternate. It prints requests a second, and the server's processor time for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Keys and their limits, over HTTP and alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

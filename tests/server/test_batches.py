@@ -1,7 +1,5 @@
 """Many texts for one request: others are answered meanwhile; work ends when its client leaves."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Citations: which passages the sentences of an answer rest on."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Connections that say nothing, little, or too much: they lock nobody out."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

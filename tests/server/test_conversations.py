@@ -1,7 +1,5 @@
 """The next turn of a conversation takes the KV of the earlier ones, but no other tenant's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +29,7 @@ def cached(served: Served, key: str, messages: list[Any], **options: Any) -> tup
         answer = client.chat.completions.create(
             model="model", messages=messages, max_tokens=6, **options
         )
-    assert answer.usage is not None
     details = answer.usage.prompt_tokens_details
-    assert details is not None
     assert details.cached_tokens is not None
     return details.cached_tokens, answer.choices[0].message.content or ""
 

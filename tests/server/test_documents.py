@@ -1,7 +1,5 @@
 """Documents over HTTP: listed, uploaded, deleted, and refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

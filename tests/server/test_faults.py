@@ -1,7 +1,5 @@
 """Clients that go away, wrong and oversized bodies, hosts, origins, and what is counted."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket

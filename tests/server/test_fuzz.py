@@ -1,7 +1,5 @@
 """Requests made from the server's own OpenAPI document, right and wrong ones (schemathesis)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

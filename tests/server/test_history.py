@@ -1,7 +1,5 @@
 """Conversations that the server keeps: over HTTP, and their file."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

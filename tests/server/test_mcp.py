@@ -1,7 +1,5 @@
 """`kvrag mcp`, with the SDK's own client: in this process, over stdin and stdout, and over HTTP."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -125,7 +123,6 @@ async def test_over_http_for_this_machine_only(path: Path) -> None:
         text=True,
     )
     try:
-        assert process.stdout is not None
         url = (await anyio.to_thread.run_sync(process.stdout.readline)).strip()
         assert url.startswith("http://127.0.0.1:")
         assert url.endswith("/mcp")

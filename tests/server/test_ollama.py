@@ -1,7 +1,5 @@
 """Ollama's API, as its own client, LangChain's and LlamaIndex's see it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -119,7 +117,6 @@ def test_results_are_those_of_the_last_calls() -> None:
 
     results: Any = [{"role": "tool"}, {"role": "tool", "tool_name": "b"}, {"role": "tool"}]
     asked = OllamaChat(model="m", messages=[called("lost"), called("a", "b", "c"), *results])
-    assert asked.chat is not None
     ids = [one.turn.get("tool_call_id") for one in asked.chat.messages[2:]]
     assert ids == ["call_2", "call_3", "call_4"]
 
@@ -167,11 +164,9 @@ def test_the_models(ollama: Client, served: Served) -> None:
     for one in answering:
         assert one.digest == index.config.model_fingerprint
         assert (one.size or 0) > 100_000
-        assert one.details is not None
         assert one.details.family == "llama"
     assert (embedding.digest, embedding.size) == ("", 0)
     shown = ollama.show("rag:index")
-    assert shown.modelinfo is not None
     assert shown.modelinfo["llama.context_length"] == index.model.max_positions
     assert shown.capabilities == ["completion", "tools"]
     assert shown.template == index.tokenizer.chat_template
@@ -268,7 +263,6 @@ def test_langchain(served: Served) -> None:
     system, user = (one["content"] for one in MESSAGES)
     answer = model.invoke([SystemMessage(system), HumanMessage(user)])
     assert answer.content == expected.text
-    assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_tokens"] == expected.usage.prompt_tokens
     pieces = [str(one.content) for one in model.stream([SystemMessage(system), HumanMessage(user)])]
     assert "".join(pieces) == expected.text
@@ -276,7 +270,6 @@ def test_langchain(served: Served) -> None:
     (vector,) = served.engine.index.embedding.embed([QUESTION])
     assert vectors.embed_query(QUESTION) == pytest.approx(vector.tolist())
     for one in (model._client, vectors._client):
-        assert one is not None
         one.close()
 
 

@@ -1,7 +1,5 @@
 """Open WebUI's requests, as version 0.12.4 sends them, shortened."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

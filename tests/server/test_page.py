@@ -1,7 +1,5 @@
 """The page of `kvrag serve`: its files over HTTP, and its flows in a real browser."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The pictures of the page in docs/."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The queue alone: turns, fairness, bounds, cancelling."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any

@@ -1,7 +1,5 @@
 """What the server refuses, each with the parameter that is wrong: one table for each route."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`/v1/rerank`: documents of the client's, ordered by the embedding or by a cross-encoder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The Responses API, as OpenAI's own client sees it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -56,12 +54,10 @@ def test_a_response_is_the_chat_answer(client: OpenAI, served: Served, is_stream
     found = whole(client, is_streamed=is_streamed, **ASKED, max_output_tokens=12)
     assert found.output_text == expected.text != ""
     assert found.status == "incomplete"
-    assert found.incomplete_details is not None
     assert found.incomplete_details.reason == "max_output_tokens"
     (message,) = found.output
     assert message.type == "message"
     assert message.status == "incomplete"
-    assert found.usage is not None
     assert found.usage.input_tokens == expected.usage.prompt_tokens
     assert found.usage.output_tokens == expected.usage.completion_tokens
     assert found.usage.input_tokens_details.cached_tokens == expected.usage.cached_tokens > 0
@@ -93,7 +89,6 @@ def test_calls_and_their_results(
         talk = [{"role": "user", "content": PROMPT}, *output, result]
         answer = whole(client, is_streamed=is_streamed, **{**asked, "input": talk})
         assert answer.output_text == "It is Ines."
-        assert answer.usage is not None
         assert answer.usage.input_tokens_details.cached_tokens > 40
     chat = client.chat.completions.create(
         model="model",
@@ -115,7 +110,6 @@ def test_calls_and_their_results(
         ],
         tools=[TOOL],  # type: ignore[list-item]
     )
-    assert chat.usage is not None
     assert chat.usage.prompt_tokens == answer.usage.input_tokens
 
 

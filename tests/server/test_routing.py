@@ -1,7 +1,5 @@
 """Two replicas of `kvrag serve` behind HAProxy: prompts go where their chunks are in memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Many streams at once: none is lost, none is mixed up with another."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -1,7 +1,5 @@
 """Tools and response formats of the server, as OpenAI's own client sees them."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise
@@ -59,7 +57,6 @@ def test_a_call_and_its_result(
     answer = client.chat.completions.create(**{**FREE, "messages": talk}, tools=[TOOL])
     assert answer.choices[0].message.content == "It is Ines."
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens_details.cached_tokens > 40
 
 

@@ -1,7 +1,5 @@
 """Servers, started when the first test needs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Who can do what, however it is wrapped."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

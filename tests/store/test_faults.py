@@ -4,8 +4,6 @@ What a store promises then: never other bytes taken for right ones, an answer in
 error of kvrag's own, and normal service once the line is good again, without a restart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

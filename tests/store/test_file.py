@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -137,7 +135,6 @@ def test_a_file_in_place_of_a_folder(store: FileStore, folder: Path) -> None:
 def test_a_record_cut_short_while_open(store: FileStore, folder: Path) -> None:
     store.put(KEY, record_of(KEY))
     record = store.open(KEY)
-    assert record is not None
     os.truncate(file_path(folder, KEY), 500)
     with pytest.raises(RecordError, match=f"record {KEY}: expected 500 bytes more .*end at 500"):
         read_all(record)
@@ -181,7 +178,6 @@ def test_records_close_themselves(store: FileStore, folder: Path) -> None:
 def test_reading_a_closed_record(store: FileStore) -> None:
     store.put(KEY, b"record")
     record = store.open(KEY)
-    assert record is not None
     record.close()
     with pytest.raises(StoreError, match="was closed"):
         read_all(record)

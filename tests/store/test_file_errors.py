@@ -1,7 +1,5 @@
 """What the operating system refuses, simulated and for real."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

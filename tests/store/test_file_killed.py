@@ -1,7 +1,5 @@
 """A process killed at any moment leaves whole records and nothing that cannot be collected."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from kvrag.errors import StoreError
@@ -21,7 +19,6 @@ def test_reading_a_closed_record() -> None:
     store = MemoryStore()
     store.put(key_number(0), b"record")
     record = store.open(key_number(0))
-    assert record is not None
     record.close()
     with pytest.raises(StoreError, match="was closed"):
         record.read_into(0, memoryview(bytearray(1)))

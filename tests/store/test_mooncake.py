@@ -1,7 +1,5 @@
 """The example of a store as a plug-in, against a real master where Mooncake is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -29,8 +27,6 @@ SEGMENT = 64 << 20
 def load_example() -> Any:
     """Import the example without installing it."""
     spec = importlib.util.spec_from_file_location("kvrag_mooncake", EXAMPLE / "kvrag_mooncake.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["kvrag_mooncake"] = module
     spec.loader.exec_module(module)

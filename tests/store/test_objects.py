@@ -1,7 +1,5 @@
 """`ObjectStore` against a real server of Amazon's protocol."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 from collections.abc import Callable, Iterator

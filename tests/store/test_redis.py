@@ -1,7 +1,5 @@
 """`RedisStore` against a real server."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Iterator

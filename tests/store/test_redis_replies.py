@@ -1,7 +1,5 @@
 """Replies damaged on their way: a typed error, whatever the client's parser makes of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvrag.errors import RecordError, StoreError

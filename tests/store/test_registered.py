@@ -1,7 +1,5 @@
 """Stores of other distributions."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import closing
@@ -80,7 +78,6 @@ def test_a_store_of_another_distribution(tmp_path: Path) -> None:
             assert capability(store, LimitedStore) is store
             assert capability(store, GuardedStore) is not None
             lake = capability(store, RemoteStore)
-            assert lake is not None
             assert (lake.url, lake.must_answer, lake.timeout_seconds) == (
                 "lake://north/deep",
                 False,
@@ -159,7 +156,6 @@ def test_every_capability_is_checked_and_named_as_reserved() -> None:
     for name in reserved:
         assert f"``{name}``" in (RemoteStore.__doc__ or "")
         wrong = capabilities.wrong_capability(SimpleNamespace(**{name: object()}))
-        assert wrong is not None
         assert wrong[0] == name
 
 

@@ -1,7 +1,5 @@
 """Records that kvrag 0.2 packed into segments: unpacked when their folder is opened."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tiers: what is read moves up, what is written moves down, and nothing gets lost between."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -121,13 +119,11 @@ def tiers(tmp_path: Path, remote: Remote) -> Iterator[TieredStore]:
 
 
 def num_pending(store: TieredStore) -> int:
-    assert store.uploader is not None
     return store.uploader.num_pending
 
 
 def read_by_layers(store: Store, key: ChunkKey, num_layers: int = 6) -> bytes:
     record = store.open(key)
-    assert record is not None
     size = -(-record.size_bytes // num_layers)
     parts = []
     for start in range(0, record.size_bytes, size):
@@ -155,7 +151,6 @@ def test_what_is_read_moves_up(tiers: TieredStore, remote: Remote) -> None:
 def test_what_is_read_in_part_stays_below(tiers: TieredStore, remote: Remote) -> None:
     remote.inner.put(KEY, record_of(KEY, 1_000_000))
     record = tiers.open(KEY)
-    assert record is not None
     record.read_into(0, memoryview(bytearray(1000)))
     record.close()
     assert not any(tier.contains(KEY) for tier in tiers.tiers[:2])
@@ -317,7 +312,6 @@ def test_what_is_replaced_while_it_is_fetched_is_not_kept(
 ) -> None:
     remote.inner.put(KEY, record_of(KEY))
     record = tiers.open(KEY)
-    assert record is not None
     tiers.replace(KEY, record_of(KEY, 500))
     assert read_all(record) == record_of(KEY)
     record.close()

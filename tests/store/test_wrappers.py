@@ -1,7 +1,5 @@
 """Stores around stores keep the contract, and do what they are for."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable
@@ -85,7 +83,6 @@ def test_what_is_pinned_or_open_stays() -> None:
         store.put(key, record_of(key))
     store.pin([keys[0]])
     opened = store.open(keys[1])
-    assert opened is not None
     for key in keys[3:6]:
         store.put(key, record_of(key))
     assert set(store.keys()) == {keys[0], keys[1], keys[5]}
@@ -271,7 +268,6 @@ def test_frames(size: int) -> None:
     assert stored(store, KEY) == record_of(KEY, size)
     assert dict(store.sizes()) == {KEY: size}
     record = store.open(KEY)
-    assert record is not None
     for offset in range(0, size, 30_011):
         buffer = bytearray(min(70_000, size - offset))
         record.read_into(offset, memoryview(buffer))
@@ -283,7 +279,6 @@ def test_a_range_reads_its_frames_alone() -> None:
     store.put(KEY, record_of(KEY, 1_000_000))
     before = store.counts()[0].bytes_read
     record = store.open(KEY)
-    assert record is not None
     record.read_into(500_000, memoryview(bytearray(1000)))
     assert store.counts()[0].bytes_read - before < 2 * FRAME_BYTES
 

@@ -1,7 +1,5 @@
 """kvrag's OpenAI-compatible server on a free local port, in a thread of the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """A real browser for tests of the page: Playwright with the system's Chromium."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Codecs that fit themselves to any shape of a test, and KV that can be compressed."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

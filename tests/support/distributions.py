@@ -1,7 +1,5 @@
 """Third-party distributions, installed for a test."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

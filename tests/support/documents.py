@@ -1,7 +1,5 @@
 """Word files for tests."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Mapping

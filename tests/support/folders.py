@@ -1,7 +1,5 @@
 """Read and write the folder of a `FileStore` by its documented format alone."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing

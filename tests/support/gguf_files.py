@@ -1,7 +1,5 @@
 """A small GGUF file, written on the spot: Llama's layers with random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

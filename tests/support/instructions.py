@@ -1,7 +1,5 @@
 """Every instruction set of this processor, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

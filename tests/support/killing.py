@@ -1,7 +1,5 @@
 """Python programs that are killed while they work."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -42,7 +40,6 @@ def lines_until_killed(code: str, *arguments: object, seconds: float) -> list[st
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout is not None
     with child.stdout:
         first = child.stdout.readline()
         time.sleep(seconds)
@@ -87,11 +84,9 @@ class Forking:
         self._process.communicate()
 
     def _ask(self, what: str) -> str:
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         return self._told()
 
     def _told(self) -> str:
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()

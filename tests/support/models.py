@@ -1,7 +1,5 @@
 """Small random models of every family, and a tokenizer trained on the spot."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -279,7 +277,5 @@ def spread(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def needs_named_model(name: str) -> pytest.MarkDecorator:
     """Return the mark that skips a test where a named model is neither installed nor converted."""
     model, source = named_model(name), find_gguf(name)
-    assert model is not None
-    assert source is not None
     is_there = bool(source.files or converted(source))
     return pytest.mark.skipif(not is_there, reason=f"needs {name}: {model.install_command}")

@@ -1,7 +1,5 @@
 """Slides, spreadsheets, e-books and notebooks for tests."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

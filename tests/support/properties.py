@@ -1,7 +1,5 @@
 """The number of examples that property tests draw, and of trials that others make."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import TypeVar

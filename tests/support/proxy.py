@@ -1,7 +1,5 @@
 """A TCP proxy that disturbs its connections on command."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

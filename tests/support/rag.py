@@ -1,7 +1,5 @@
 """A small index over a few passages, for the tests of the framework adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

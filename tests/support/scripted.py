@@ -1,7 +1,5 @@
 """A model that says what a script wants: the logits of the next token of the script are raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real servers for the tests of stores, each on a free local port."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -92,17 +90,14 @@ class RedisServer:
             return b"PONG" in said
 
     def kill(self) -> None:
-        assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def pause(self) -> None:
         """Make it hang: the system accepts connections, but nothing answers them."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
 

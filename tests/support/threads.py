@@ -1,7 +1,5 @@
 """Find the threads of the package that are at work."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import FrameType

@@ -1,7 +1,5 @@
 """Small tokenizers of every kind that decoders use, each with its control strings."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Chat templates that write tools, in the forms of the common families; written for the tests."""
 
-from __future__ import annotations
-
 HERMES = (
     "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool | tojson }}\n"
     "{% endfor %}<|im_end|>\n{% endif %}"

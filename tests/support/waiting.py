@@ -1,7 +1,5 @@
 """Waiting for what other threads and processes do, on a machine that may be busy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

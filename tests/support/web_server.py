@@ -1,7 +1,5 @@
 """A web server that hands out the files of a folder, as nginx or Caddy would."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import ipaddress

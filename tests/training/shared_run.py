@@ -1,7 +1,5 @@
 """What each process of `test_processes.py` does: trainings, one after another."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Training of links: its forward is that of question time, and a run does what it says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random
@@ -196,7 +194,6 @@ def test_training_on_anchors_computes_what_question_time_computes(
 
 def test_anchors_are_trained_with_their_model_and_gone_on_from(tmp_path: Path) -> None:
     first = make_trainer(tmp_path / "one", num_links=0, anchor_rates=(0.5, 0.75))
-    assert first.parameters.anchors is not None
     assert not first.parameters.anchors.any()
     first.run()
     assert first.result_path == tmp_path / "one" / ANCHORS_NAME
@@ -208,19 +205,16 @@ def test_anchors_are_trained_with_their_model_and_gone_on_from(tmp_path: Path) -
     changed = {"model": str(tmp_path / "one"), "anchor_rates": (0.5, 0.75)}
     source = FileSource(questions(), model.tokenizer)
     tuned = LinkTrainer(options(tmp_path / "two", **changed), source=source)
-    assert tuned.parameters.anchors is not None
     assert torch.equal(tuned.parameters.anchors.detach(), anchors.embeddings)
     tuned.run()
     written = KVModel.load(tmp_path / "two")
     links = find_links(tmp_path / "two")
-    assert links is not None
     links.check(written)
     assert not torch.equal(find_anchors(written).embeddings, anchors.embeddings)
     frozen = LinkTrainer(
         options(tmp_path / "three", mode="frozen", way="adapter", **changed), source=source
     )
     frozen.run()
-    assert frozen.parameters.anchors is not None
     assert torch.equal(frozen.parameters.anchors.detach(), anchors.embeddings)
     assert sorted(path.name for path in (tmp_path / "three").iterdir()) == [
         "checkpoint.safetensors",
@@ -271,7 +265,6 @@ def test_frozen_training_leaves_the_model_alone(tmp_path: Path, way: str) -> Non
         k: v for k, v in plain.items() if k.startswith("plain")
     }
     links = find_links(tmp_path)
-    assert links is not None
     links.check(trainer.model)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint.safetensors",
@@ -286,7 +279,6 @@ def test_tuned_training_writes_a_model_with_its_links(tmp_path: Path) -> None:
     trainer.run()
     written = KVModel.load(tmp_path)
     links = find_links(tmp_path)
-    assert links is not None
     assert links.header.mode == "tuned"
     links.check(written)
     assert not torch.equal(written.hf.state_dict()["model.embed_tokens.weight"], before)

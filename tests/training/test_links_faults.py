@@ -1,7 +1,5 @@
 """What goes wrong in training links is named, and nothing is gone on from that is not the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Two processes train all cases on the CPU, one after another; what they come to i
 what one comes to here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -226,7 +224,6 @@ def test_the_command_line_trains_in_two_processes(tmp_path: Path) -> None:
     written = KVModel.load(tmp_path / "out")
     assert written.hf.get_input_embeddings().weight is written.hf.get_output_embeddings().weight
     links = find_links(tmp_path / "out")
-    assert links is not None
     links.check(written)
 
 

@@ -1,7 +1,5 @@
 """What `kvrag calibrate` asks where nobody gives it questions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

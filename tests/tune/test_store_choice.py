@@ -1,7 +1,5 @@
 """The cheapest store that is fast enough, and the table that says what stores cost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -129,7 +129,6 @@ def test_rows_end_with_the_last_chunk_or_with_what_is_asked(
     for policy in ("none", "two_stage"):
         plan = planner.plan(ids, RequestParams(policy=policy).to_params())
         assert isinstance(plan, LoadPlan)
-        assert plan.layout is not None
         ends[policy] = plan.num_tokens
         assert len(plan.layout.token_ids) == plan.num_tokens + 1
     last = plan.layout.spans[-1].prompt_end

@@ -1,7 +1,5 @@
 """The named models' tokenizers, as converted: chat template, system prompt, ends of answers."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import GenerationConfig
 

@@ -1,7 +1,5 @@
 """GGUF files whose matrices stay in their bits: taken apart, laid out, loaded and computed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -46,7 +44,6 @@ def random_blocks(kind: str, num_rows: int, num_blocks: int) -> np.ndarray:
 def written(path: Path, folder: Path) -> Path:
     """Convert a file in this process, without a tokenizer."""
     planned = plan(path, gguf.GGUFReader(str(path)))
-    assert planned is not None
     folder.mkdir()
     planned.save_pretrained(folder)
     return folder

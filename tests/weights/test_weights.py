@@ -1,7 +1,5 @@
 """GGUF files found, converted once, and refused with a reason."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -232,7 +230,6 @@ def test_ollama_models_are_read_in_place(tmp_path: Path, monkeypatch: pytest.Mon
     manifest.write_text(json.dumps({"layers": [{"mediaType": "x", "digest": "y"}, layer]}))
     before = blob.stat()
     source = find_gguf("ollama:llama3.2")
-    assert source is not None
     assert source.files == (blob,)
     assert (convert(source).folder / "config.json").exists()
     assert (blob.stat().st_mtime_ns, blob.stat().st_size) == (before.st_mtime_ns, before.st_size)
@@ -259,7 +256,6 @@ def test_llama_cpp_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("org_Qwen-0.5B-Q4_K_M.gguf", "org_Qwen-0.5B-Q8_0.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     found = find_gguf("llama.cpp:qwen-0.5b-q8_0")
-    assert found is not None
     assert found.files[0].name == "org_Qwen-0.5B-Q8_0.gguf"
     with pytest.raises(ModelLoadError, match="ambiguous"):
         find_gguf("llama.cpp:qwen")
@@ -272,7 +268,6 @@ def test_what_is_no_gguf_is_left_to_others(tmp_path: Path) -> None:
     assert find_gguf(tmp_path) is None
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     found = find_gguf(tmp_path)
-    assert found is not None
     assert found.files == (tmp_path / "a.gguf",)
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path) is None

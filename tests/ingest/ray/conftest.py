@@ -1,7 +1,5 @@
 """A cluster of two raylets on this machine, and what two indexes must have in common."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing

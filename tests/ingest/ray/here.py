@@ -1,7 +1,5 @@
 """The stages of an ingestion on Ray, in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two raylets give the index that one process gives."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Actors, raylets and the driver are killed in mid-run: nothing is lost, nothing is done twice."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -94,7 +92,6 @@ class Drivers:
 
     def start(self, folder: Path) -> None:
         """Begin (again) to ingest into an index."""
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{folder}\n")
         self._process.stdin.flush()
         self.child = int(self._read())
@@ -111,7 +108,6 @@ class Drivers:
         self._process.communicate()
 
     def _read(self) -> str:
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
 

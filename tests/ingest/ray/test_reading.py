@@ -1,7 +1,5 @@
 """Tasks read buckets and Parquet; a damaged file costs itself and nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
