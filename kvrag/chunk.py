@@ -144,6 +144,10 @@ class ContextIds(tuple[int, ...]):
         return found
 
 
+UNSTORED = ContextIds((2**31 - 1,))
+"""The one context of a chunk without KV: no tokenizer has this id."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A stretch of one document, the unit of retrieval and of KV reuse.
@@ -204,10 +208,10 @@ class Chunk:
     def is_optional(self, context_ids: tuple[int, ...]) -> bool:
         """Return whether the record after a context is made only when a prompt first needs it.
 
-        That is the record of the chunk alone, beside one that was encoded after a filler. If it is
-        missing, nothing is lost.
+        That is the record of the chunk alone, beside one that was encoded after a filler, and that
+        of a chunk without KV (`UNSTORED`), which is never made. If it is missing, nothing is lost.
         """
-        return not context_ids and bool(self.contexts[0])
+        return context_ids == UNSTORED or (not context_ids and bool(self.contexts[0]))
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvrag.models.elements import KINDS
-from kvrag.models.families import CORE, SEES, TESTED, WHY_NOT
+from kvrag.models.families import CORE, SEES, TESTED, WHOLE, WHY_NOT
 from kvrag.models.quantised import FORMATS
 from kvrag.weights.named import NAMED_MODELS
 
@@ -17,7 +17,10 @@ _MARK = "<!-- {}: written by `python -m tools.models` -->\n"
 
 def with_tables(page: str) -> str:
     """Return the page with its tables as the code has them."""
-    tables = {"named": _named, "families": _families, "others": _others, "quantised": _quantised}
+    tables = {
+        **{"named": _named, "families": _families, "whole": lambda: _reasons("chunks", WHOLE)},
+        **{"others": lambda: _reasons("", WHY_NOT), "quantised": _quantised},
+    }
     for name, make in tables.items():
         rows = make()
         begin, end = _MARK.format(name), f"<!-- end of {name} -->"
@@ -57,11 +60,11 @@ def _families() -> list[str]:
     return rows
 
 
-def _others() -> list[str]:
+def _reasons(of: str, table: dict[str, str]) -> list[str]:
     reasons: dict[str, list[str]] = {}
-    for name, reason in WHY_NOT.items():
+    for name, reason in table.items():
         reasons.setdefault(reason, []).append(f"`{name}`")
-    rows = ["| `model_type` | why not |", "|---|---|"]
+    rows = [f"| `model_type` | {f'why not {of}'.strip()} |", "|---|---|"]
     return rows + [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
 
 

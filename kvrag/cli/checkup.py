@@ -320,7 +320,7 @@ def _model(reference: str) -> list[Finding]:
     detail = (
         f"{model.name}: {model.decoder.config.model_type}, {spec.num_layers} layers, "
         f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "
-        f"{console.format_bytes(spec.bytes_per_token)} of KV per token"
+        f"{model.why_whole or console.format_bytes(spec.bytes_per_token) + ' of KV per token'}"
     )
     return [Finding("model", "ok", detail), _compute(model)]
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -33,6 +33,7 @@ from kvrag.engine.scheduler import Scheduler, Start
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
 from kvrag.fusion.chosen_links import ChosenLinks
+from kvrag.fusion.compression.spec import is_text
 from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -46,6 +47,9 @@ from kvrag.loading import threads
 from kvrag.models.adapter import without_adapters
 from kvrag.optiontable import attributes, options_of, with_options
 from kvrag.process import OfProcess, working
+
+if TYPE_CHECKING:
+    from kvrag.engine.whole import WholeFuser
 
 
 class KVEngine(OfProcess):
@@ -92,7 +96,13 @@ class KVEngine(OfProcess):
             )
         made = EngineOptions(**{name: options[name] for name in own & options.keys()})
         self._links = ChosenLinks(made.links, lambda: index.model_folder, lambda: index.model)
-        self._fuser = PromptFuser(index, self._links, made)
+        self._fuser: PromptFuser | WholeFuser
+        if is_text(index.compression):
+            from kvrag.engine.whole import WholeFuser
+
+            self._fuser = WholeFuser(index, made)
+        else:
+            self._fuser = PromptFuser(index, self._links, made)
         defaults = {name: options.get(name) for name in ENGINE_DEFAULTS}
         usual = Request(
             "",
@@ -279,6 +289,14 @@ class KVEngine(OfProcess):
         """
         choice = request.recompute.choice()
         compression = self.index.compression
+        if is_text(compression):
+            usual = Recompute(DEFAULT_POLICY), Recompute(NonePolicy.name)
+            if request.ttft is not None or request.recompute not in usual:
+                raise ParameterError(
+                    "policy, ratio and ttft: this index's model computes each prompt as a whole, "
+                    "so nothing of it could be repaired, or loaded in part; leave them out"
+                )
+            return Repair(NonePolicy())
         if compression is not None and choice.name != NonePolicy.name:
             if request.recompute == Recompute(DEFAULT_POLICY):
                 return Repair(NonePolicy())

@@ -17,6 +17,7 @@ from kvrag.chunk import Chunk
 from kvrag.engine.answer import Part, Source
 from kvrag.engine.request import Message, PlacedPrompt, Prompt, Request, checked_messages
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
+from kvrag.fusion.compression.spec import is_text
 from kvrag.fusion.fuser import MADE, OUTPRICED, FusedPrompt
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
@@ -158,7 +159,9 @@ class PromptReader:
         ]
         tokens = tokenise_prompt(index, written, hints, known)
         holds = index.config.max_positions
-        if len(tokens.token_ids) >= holds and index.compression is None:
+        if len(tokens.token_ids) >= holds and (
+            index.compression is None or is_text(index.compression)
+        ):
             raise PromptTooLongError(
                 f"the prompt has {len(tokens.token_ids)} tokens, but the model holds {holds} "
                 "with at least one to answer in; shorten it, or retrieve fewer chunks"
@@ -174,6 +177,10 @@ class PromptReader:
         if request.reuse and index.compression is None:
             # A compressed chunk's rows are not tokens: a part of them is no part of the text.
             layout, chunks, fresh = self._with_runs(layout, chunks, hints)
+        if request.reuse and is_text(index.compression):
+            num_tokens, why = len(layout.token_ids), index.model.why_whole
+            fresh = (Stretch(0, num_tokens, why),)
+            layout = replace(layout, spans=(), fresh_reasons={why: num_tokens})
         rank = {chunk_id: number for number, chunk_id in enumerate(hints)}
         ranked = sorted(layout.chunk_ids, key=lambda one: rank.get(one, len(rank)))
         named = {chunk_id: chunks[chunk_id] for chunk_id in ranked}

@@ -12,6 +12,7 @@ import torch
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.whole import WholePrompt
 from kvrag.models.batch import BatchRow
 from kvrag.models.captured import uses_graphs
 from kvrag.models.kv_model import KVModel
@@ -41,6 +42,8 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     ParameterError, UnsupportedModelError
         See `EvictingDecoder`.
     """
+    if isinstance(fused, WholePrompt):
+        return WholeDecoder(fused)
     if eviction is not None:
         from kvrag.fusion.evicting import EvictingDecoder
 
@@ -92,6 +95,17 @@ def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Except
             except Exception as error:
                 outcomes[number] = error
     return [outcomes[number] for number in range(len(steps))]
+
+
+class WholeDecoder(Decoder):
+    """Continues a prompt that was computed as a whole."""
+
+    def __init__(self, prompt: WholePrompt) -> None:
+        self._prompt = prompt
+
+    def step(self, token_id: int) -> torch.Tensor:
+        """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
+        return self._prompt.model.read(self._prompt.state, [token_id])
 
 
 class CacheDecoder(Decoder):

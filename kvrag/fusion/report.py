@@ -11,6 +11,9 @@ from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_plan import StreamReport
 from kvrag.models.precision import QUANTISED
 
+FULL_PREFILL = "full prefill"
+"""The policy of models that compute prompts as wholes (`kvrag.models.whole`)."""
+
 
 @dataclass(frozen=True)
 class FusionReport:
@@ -224,6 +227,8 @@ class FusionReport:
             parts.append(self.eviction.one_line())
         if self.compute in QUANTISED:  # what the user would notice
             parts.append(f"computed in {self.compute}")
+        if self.policy == FULL_PREFILL:
+            parts += self.fresh_reasons
         if self.num_neutralised:
             parts.append(f"{self.num_neutralised} control strings read as text")
         if self.num_folded:

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvrag.chunk import PAGE_BREAK, Chunk, Document, Mark, chunk_id_of, normalise_text
+from kvrag.chunk import PAGE_BREAK, UNSTORED, Chunk, Document, Mark, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.fusion.compression.spec import is_text
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import CORPUS, add_contexts, filler_ids
 from kvrag.ingest.encoders import Encoders
@@ -326,6 +327,8 @@ class Cutter:
         chunks = chunk_document(document, encoders.tokenizer, most, control)
         if control is not None and config.control_tokens == REFUSE:
             refuse_control(document, chunks, control)
+        if is_text(config.compressing):
+            return [replace(chunk, contexts=(UNSTORED,)) for chunk in chunks]
         return add_contexts(
             chunks,
             encoders.tokenizer,

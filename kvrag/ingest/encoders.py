@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.errors import AnchorsError, IndexMismatchError, ModelLoadError, ParameterError
+from kvrag.fusion.compression.spec import is_text
 from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
 from kvrag.models.control import KEEP, ControlTokens
@@ -184,8 +185,8 @@ class Encoders:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether records hold fewer rows than their chunks have tokens."""
-        return self._compression is not None
+        """Whether records hold fewer rows than their chunks have tokens, but some."""
+        return self._compression is not None and not is_text(self._compression)
 
     @cached_property
     def room(self) -> int:

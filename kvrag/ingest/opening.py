@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
-from kvrag.fusion.compression.spec import parse_compression
+from kvrag.fusion.compression.spec import TEXT, is_text, parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, lock, profiles
@@ -218,7 +218,18 @@ def _make_config(
     chosen = parse_compression(compression)
     anchors = ""
     room = model.max_positions - len(prefix_ids)
-    if chosen is not None:
+    if model.why_whole:
+        if not (chosen is None or is_text(chosen)) or settings.context not in (None, ALONE.name):
+            raise ParameterError(
+                f"compression {compression} and context {settings.context}: chunks have no KV with "
+                f"this model ({model.why_whole}); leave both out"
+            )
+        chosen = parse_compression(TEXT)
+    elif is_text(chosen):
+        raise ParameterError(
+            f"compression {TEXT} stores no KV, which this model would reuse; leave it out"
+        )
+    elif chosen is not None:
         from kvrag.fusion.compression.encoding import Compressor
 
         anchors = Compressor(model, chosen).anchors_digest

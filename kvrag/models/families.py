@@ -83,8 +83,24 @@ _CACHES = (CACHE_ARGUMENT, "past_key_values", "layer_past")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATES = (
     "layers of it keep the state of a whole prompt (state space, convolution or linear attention), "
-    "which cannot be put together from chunks; take a model whose layers all attend"
+    "which cannot be put together from chunks"
 )
+_SHARES = (
+    "layers of it take keys and values from earlier ones, and some have other heads, but kvrag "
+    "stores chunks in one shape"
+)
+WHOLE = {
+    **dict.fromkeys(
+        (
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2"),
+            *("lfm2_moe", "falcon_h1", "zamba2", "nemotron_h", "olmo_hybrid"),
+        ),
+        _STATES,
+    ),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), _SHARES),
+}
+"""Types whose prompts are computed as wholes (`kvrag.models.whole`), and why chunks have no KV."""
+_TAKE = "take a model whose layers all attend"
 _KEEP_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _OTHER_RULE = (
     "in layers of it rows see keys by a rule that kvrag does not know; take a model with full or "
@@ -92,20 +108,12 @@ _OTHER_RULE = (
 )
 WHY_NOT = {
     "opt": "its learned positions begin at 2; take a model with rotary positions",
-    "gemma3n_text": "its last layers share keys and values with earlier ones, and take another "
-    "input for each token; take gemma3_text",
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
-        "its layers hand keys and values on to later ones, and its full layers have other heads "
-        "than those with windows, but kvrag stores one shape for all; take gemma3_text",
-    ),
+    "gemma4_unified_text": f"{_SHARES}; take gemma4_text",
     "gptj": "its base model has no rotary module; take gpt_neox or a newer model",
     **dict.fromkeys(
-        (
-            *("jamba", "mamba", "mamba2", "bamba", "falcon_h1", "zamba2", "nemotron_h", "lfm2"),
-            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax", "granitemoehybrid"),
-        ),
-        _STATES,
+        ("jamba", "mamba", "mamba2", "falcon_mamba", "bamba", "minimax"),
+        "layers of it keep the state of a whole prompt, and no test has shown that Transformers "
+        f"continues it exactly; {_TAKE}",
     ),
 }
 """Types that are refused by name, and what to do."""
@@ -140,6 +148,8 @@ def find_family(model: Model) -> Family:
     if isinstance(model, Decoder):
         return Family(rotary_per_layer_type=model.has_rope_types)
     refuse_config(model.config)
+    if model_type in WHOLE:
+        raise UnsupportedModelError(no_chunks(model_type))
     base = base_of(model)
     home: Any = sys.modules[type(base).__module__]
     found = [_first(base, names) for names in (_LAYERS, _FINAL_NORMS)]
@@ -184,12 +194,22 @@ INSTEAD = (
 )
 
 
+def no_chunks(model_type: str) -> str:
+    """Return why what needs the KV of chunks cannot be done with a type of `WHOLE`."""
+    return (
+        f"model type {shown(model_type)} has no KV of chunks: {WHOLE[model_type]}. Answers from an "
+        "index, which computes its prompts as wholes and keeps their beginnings, are what it gives"
+    )
+
+
 def refuse_config(config: Any) -> None:
     """Raise UnsupportedModelError for a model whose configuration alone says that it cannot be."""
     model_type = config.model_type
+    if model_type in WHOLE:
+        return
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
     if model_type in WHY_NOT or kinds:
-        why = _STATES if kinds & _KEEP_STATES else _OTHER_RULE
+        why = f"{_STATES}; {_TAKE}" if kinds & _KEEP_STATES else _OTHER_RULE
         raise UnsupportedModelError(
             f"model type {shown(model_type)} is not supported: "
             + WHY_NOT.get(model_type, f"{why} ({', '.join(map(shown, sorted(kinds)))})")

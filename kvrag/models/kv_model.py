@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -33,6 +34,7 @@ from kvrag.models.compute import resolved_compute
 from kvrag.models.decoders import Decoder, Model
 from kvrag.models.families import (
     TESTED,
+    WHOLE,
     Chunked,
     base_of,
     context_window,
@@ -75,6 +77,14 @@ class EncodedPrefix:
 
     token_ids: tuple[int, ...]
     cache: Captured
+
+
+def _kind_of(hf: Model) -> type[KVModel]:
+    if hf.config.model_type not in WHOLE:
+        return KVModel
+    # By name, because its class is a kind of this module's.
+    found: type[KVModel] = import_module("kvrag.models.whole").WholeModel
+    return found
 
 
 _loaded: WeakValueDictionary[tuple[str, str, str, str | None], KVModel] = WeakValueDictionary()
@@ -126,6 +136,8 @@ class KVModel(RowMethods):
     ranks
         The processes that compute the model together. With several, `spec` is that of this
         process's heads, and only prompts can be computed, not chunks.
+    why_whole
+        Why chunks have no KV; empty for all but the models of `kvrag.models.whole`.
     layer_stop
         Number of first layers whose KV a prompt needs here: all, or in a pipeline's process those
         up to its last layer.
@@ -135,6 +147,8 @@ class KVModel(RowMethods):
     UnsupportedModelError
         When the family, its positions or its tokenizer is not supported; names what is missing.
     """
+
+    why_whole = ""
 
     def __init__(
         self,
@@ -146,26 +160,9 @@ class KVModel(RowMethods):
         chunk_dtype: torch.dtype | None = None,
         proves: bool = True,
     ) -> None:
-        config: Any = hf.config
         self.family = find_family(hf)
-        if hf.dtype not in DTYPES.values():
-            raise UnsupportedModelError(
-                f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
-            )
-        if is_quantised(hf):
-            # Before computing lays bytes out otherwise.
-            self.__dict__["fingerprint"] = model_fingerprint(hf)
-            unpack(hf)
-        self.tokenizer: PreTrainedTokenizerBase
-        if isinstance(tokenizer, str | Path):
-            self.tokenizer = load_tokenizer(tokenizer)
-        elif isinstance(tokenizer, Tokenizer):
-            self.tokenizer = tokenizer
-        else:
-            # A copy: fast tokenizers keep the truncation and padding of their last call, and
-            # another thread using the caller's object would shorten our prompts.
-            self.tokenizer = copy.deepcopy(check_tokenizer(tokenizer))
-        self.name = name or getattr(config, "_name_or_path", "") or config.model_type
+        self._begin(hf, tokenizer, name, compute)
+        config: Any = hf.config
         latent = latent_of(config)
         own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spec = KVSpec(
@@ -176,20 +173,52 @@ class KVModel(RowMethods):
             latent=latent,
         )
         self.chunk_spec = replace(self.spec, dtype=chunk_dtype or hf.dtype)
+        self.layer_stop = self.spec.num_layers
+        self._take(hf)
+        if proves and config.model_type not in TESTED:
+            self._require_proof()
+
+    def _begin(
+        self,
+        hf: Model,
+        tokenizer: PreTrainedTokenizerBase | str | Path,
+        name: str,
+        compute: str | None,
+    ) -> None:
+        """Take what has nothing to do with KV."""
+        if hf.dtype not in DTYPES.values():
+            raise UnsupportedModelError(
+                f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
+            )
+        if is_quantised(hf):
+            # Before computing lays bytes out otherwise.
+            self.__dict__["fingerprint"] = model_fingerprint(hf)
+            unpack(hf)
+        self.decoder: Model = hf
+        self.tokenizer: PreTrainedTokenizerBase
+        if isinstance(tokenizer, str | Path):
+            self.tokenizer = load_tokenizer(tokenizer)
+        elif isinstance(tokenizer, Tokenizer):
+            self.tokenizer = tokenizer
+        else:
+            # A copy: fast tokenizers keep the truncation and padding of their last call, and
+            # another thread using the caller's object would shorten our prompts.
+            self.tokenizer = copy.deepcopy(check_tokenizer(tokenizer))
+        config: Any = hf.config
+        self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         self.max_positions = context_window(config)
         self.lock = lock_of(hf)
         self.ranks: Ranks = ALONE
-        self.layer_stop = self.spec.num_layers
         self.compute = resolved_compute(hf, compute)
-        self._take(hf)
-        if proves and config.model_type not in TESTED:
-            from kvrag.models import proof
 
-            proof.require(self, self.fingerprint, self._like)
+    def _require_proof(self) -> None:
+        from kvrag.models import proof
+
+        proof.require(self, self.fingerprint, self.prove)
 
     def _take(self, decoder: Model) -> None:
         """Compute with a loaded model from now on."""
-        self.decoder: Model = decoder
+        self.decoder = decoder
         self.family = find_family(decoder)
         self._base: Any = base_of(decoder)
         self._windows = sliding_windows(decoder)
@@ -276,7 +305,7 @@ class KVModel(RowMethods):
                     "a model object built in memory carries no tokenizer: pass tokenizer=..."
                 )
             model.eval()  # type: ignore[no-untyped-call]
-            return cls(model, given, compute=compute)
+            return _kind_of(model)(model, given, compute=compute)
         if isinstance(dtype, str):
             if dtype not in DTYPES:
                 raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
@@ -316,7 +345,8 @@ class KVModel(RowMethods):
             fingerprint = model_fingerprint(hf)
             hf.float()
         try:
-            model = cls(hf, tokenizer, name=name, compute=compute, chunk_dtype=own)
+            kind = _kind_of(hf)
+            model = kind(hf, tokenizer, name=name, compute=compute, chunk_dtype=own)
         except BaseException as error:
             raise ModelLoadError(
                 f"model {shown(name)}: its config.json describes no model that kvrag can use "
@@ -330,7 +360,7 @@ class KVModel(RowMethods):
         """Return this model, or one over the same weights that computes in another precision."""
         if compute is None or (wanted := resolved_compute(self.decoder, compute)) == self.compute:
             return self
-        other = KVModel(
+        other = type(self)(
             self.decoder,
             self.tokenizer,
             name=self.name,

@@ -99,23 +99,25 @@ def prove(
 
 
 def require(
-    model: RowMethods, fingerprint: str, make: Callable[[PreTrainedModel], RowMethods]
+    model: RowMethods, fingerprint: str, prove: Callable[[], tuple[list[Check], str]]
 ) -> None:
-    """Raise UnsupportedModelError, with the figure and the layer, unless a model proves itself."""
+    """Raise UnsupportedModelError, with the figure and the layer, unless a model proves itself.
+
+    `prove` returns what the function of that name does.
+    """
     kind = model.hf.config.model_type
     key = json.dumps([kind, version("transformers"), version("kvrag"), fingerprint])
     if _is_known(key):
         return
-    refused = f"model type {shown(kind)} is not supported: no test knows it, and its self-test"
+    refused = f"model type {shown(kind)} is not supported: its self-test"
     try:
-        checks, why = prove(model, make)
+        checks, why = prove()
     except KVRagError:
         raise
     except Exception as error:
         told = f"{type(error).__name__}: {str(error)[:200]}"
         raise UnsupportedModelError(f"{refused} ended with {told}. {INSTEAD}") from error
-    longest = _num_tokens(model)
-    if why and any(window is not None and window >= longest for window in model.windows):
+    if why and any(one is not None and one >= _num_tokens(model) for one in model.windows):
         raise UnsupportedModelError(f"{refused} crossed no window: {why}. {INSTEAD}")
     if bad := next((one for one in checks if not one.is_good), None):
         place = "" if bad.layer is None else f", furthest in layer {bad.layer}"
@@ -202,12 +204,17 @@ def _num_tokens(model: RowMethods) -> int:
     return max([_NUM_TOKENS, *(one for one in past if one <= most)])
 
 
+def bound_of(hf: Any) -> float:
+    """Return how far logits may be from a model's own, in their spread, if rounding adds little."""
+    return _EXACT if hf.dtype == torch.float32 and not is_quantised(hf) else _ROUNDED
+
+
 @torch.no_grad()
 def _checks(model: RowMethods, name: str) -> Iterator[Check]:
     hf: Any = model.hf
-    is_exact = model.spec.dtype == torch.float32 and not is_quantised(hf)
+    is_exact = bound_of(hf) == _EXACT
     # The furthest of many thousands of logits in 16 bits is noise.
-    apart = _apart if is_exact else _mostly_apart
+    apart = _apart if is_exact else mostly_apart
     drawn = torch.Generator().manual_seed(0)
     vocabulary = int(hf.config.vocab_size)
     num_tokens = _num_tokens(model)
@@ -335,7 +342,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected).abs().max() / expected.std())
 
 
-def _mostly_apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+def mostly_apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the root of the mean square of logits' differences, in their spread."""
     expected = expected.float()
     return float((found.float() - expected).square().mean().sqrt() / expected.std())

@@ -249,12 +249,92 @@ MORE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Families that no other test needs: `tests/models/test_families.py` takes them."""
 
+_MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+_LINEAR: dict[str, Any] = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 16, "layer_types": _MIXED},
+}
+_FEW_EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+_SHARED: dict[str, Any] = {
+    **{"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16},
+    **{"num_kv_shared_layers": 2, "sliding_window": 24, "head_dim": 16},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+WHOLE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **SMALL, **_LINEAR, **_FEW_EXPERTS, head_dim=16, shared_expert_intermediate_size=32
+    ),
+    "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**SMALL, **_LINEAR, head_dim=16),
+    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(
+        **SMALL, **_LINEAR, **_FEW_EXPERTS, head_dim=16, shared_expert_intermediate_size=32
+    ),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **SMALL,
+        layer_types=["mamba", "attention", "mamba", "attention"],
+        num_local_experts=0,
+        shared_intermediate_size=64,
+        mamba_n_heads=8,
+        mamba_d_state=16,
+        mamba_expand=2,
+        mamba_d_head=16,
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **SMALL, layer_types=["conv", "full_attention", "conv", "full_attention"]
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **SMALL,
+        **_FEW_EXPERTS,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_dense_layers=1,
+    ),
+    "falcon_h1": lambda: transformers.FalconH1Config(
+        **SMALL, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16
+    ),
+    "zamba2": lambda: transformers.Zamba2Config(
+        **SMALL,
+        mamba_d_state=16,
+        mamba_ngroups=1,
+        n_mamba_heads=8,
+        mamba_headdim=16,
+        hybrid_layer_ids=[1, 3],
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_mem_blocks=1,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **SMALL,
+        hybrid_override_pattern="M*M-",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=1,
+    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**SMALL, **_LINEAR),
+    "gemma3n_text": lambda: transformers.Gemma3nTextConfig(
+        **SMALL,
+        **_SHARED,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "gemma4_text": lambda: transformers.Gemma4TextConfig(**SMALL, **_SHARED, global_head_dim=32),
+}
+"""Types whose prompts are computed as wholes (`kvrag.models.families.WHOLE`)."""
+
 
 def make_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """Return a small random model of a family."""
-    config = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS, **MORE_FAMILIES}[family]()
+    config = {
+        **FAMILIES,
+        **OTHER_POSITIONS,
+        **LEARNED_POSITIONS,
+        **MORE_FAMILIES,
+        **WHOLE_FAMILIES,
+    }[family]()
     for name, value in overrides.items():
         setattr(config, name, value)
     return spread(config, seed).to(dtype)

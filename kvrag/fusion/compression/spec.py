@@ -1,4 +1,7 @@
-"""Compression of chunks at ingestion, by name: ``drop:0.5``, ``anchors:0.75``, ``none``."""
+"""Compression of chunks at ingestion, by name: ``drop:0.5``, ``anchors:0.75``, ``none``.
+
+``text`` leaves out all rows: of a chunk only text and vector are stored.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ KVZIP = "kvzip"
 """Kept, for each head, the keys that it needs most to repeat the chunk. Indexes of kvrag 0.2 that
 have it are read; nothing is encoded so any more."""
 KINDS = (DROP, ANCHORS)
+TEXT = "text"
+"""No KV at all: that of models which compute prompts as wholes (`kvrag.models.whole`)."""
 
 BLOCK_TOKENS = 100
 """Number of tokens in a block; each block has its own anchors (KVLink §2.4: s = 100)."""
@@ -29,16 +34,16 @@ class Compression:
     Attributes
     ----------
     kind
-        One of `KINDS`.
+        One of `KINDS`, or `TEXT`.
     rate
-        Share of the chunk's rows that is not stored, above 0 and below 1.
+        Share of the chunk's rows that is not stored, above 0 and below 1; 1 for `TEXT`.
     """
 
     kind: str
     rate: float
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.rate:g}"
+        return TEXT if is_text(self) else f"{self.kind}:{self.rate:g}"
 
     @property
     def share(self) -> float:
@@ -72,8 +77,15 @@ class Compression:
         return math.ceil(self.share * num_tokens - 1e-9)
 
 
+def is_text(compression: Compression | None) -> bool:
+    """Return whether chunks have no KV."""
+    return compression is not None and compression.kind == TEXT
+
+
 def parse_compression(text: str) -> Compression | None:
-    """Return the compression named ``"drop:0.5"`` or ``"anchors:0.75"``, or None for ``"none"``.
+    """Return the compression named ``"drop:0.5"``, ``"anchors:0.75"`` or ``"text"``, or None.
+
+    ``"none"`` gives None.
 
     Raises
     ------
@@ -82,6 +94,8 @@ def parse_compression(text: str) -> Compression | None:
     """
     if text == NO_COMPRESSION:
         return None
+    if text == TEXT:
+        return Compression(TEXT, 1.0)
     if not isinstance(text, str):
         raise ParameterError(f"compression {shown(text)}: expected a name such as '{DROP}:0.5'")
     kind, colon, rate_text = text.partition(":")

@@ -1,0 +1,216 @@
+"""An index whose model computes prompts as wholes: answers are full prefill's, beginnings kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.verify import to_verify, verify
+from kvrag.errors import (
+    ParameterError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
+from kvrag.fusion.whole import Beginnings
+from kvrag.ingest.index import Index
+from kvrag.models.families import WHOLE
+from kvrag.models.whole import State
+from kvrag.pml.engine import PMLEngine
+from kvrag_testing.bench_top import TEXTS
+from tests.support.api_server import serving
+from tests.support.models import make_model, make_tokenizer
+
+DOCUMENTS = [Document(f"doc-{number}", text) for number, text in enumerate(TEXTS)]
+QUESTION = "Who keeps the tower, and since when?"
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "granitemoehybrid", "gemma4_text"])
+def index(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Index]:
+    folder = tmp_path_factory.mktemp("whole")
+    make_model(request.param).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    made = Index.create(
+        folder / "index", model=folder / "model", embedding="hashing", chunk_tokens=64
+    )
+    report = made.add(DOCUMENTS)
+    assert (report.num_records, report.size_bytes, report.failed) == (0, 0, ())
+    assert report.compression == "text"
+    with made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    folder = tmp_path_factory.mktemp("lfm2")
+    make_model("lfm2", max_position_embeddings=600).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as made:
+        made.add(DOCUMENTS[:4])
+        yield made
+
+
+def plainly(index: Index, prompt: str, **options: Any) -> list[int]:
+    """Return the tokens that Transformers writes from nothing but the prompt's ids."""
+    model: Any = index.model
+    ids = torch.tensor([index.tokenizer(prompt, add_special_tokens=True).input_ids])
+    assert ids[0].tolist() == list(KVEngine(index).prompt_ids(prompt))
+    with model.lock, torch.no_grad():
+        found = model.hf.generate(
+            ids, max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=2, **options
+        )
+    return [int(one) for one in found[0, ids.shape[1] :]]
+
+
+def test_answers_are_transformers_whatever_was_kept(index: Index) -> None:
+    engine = KVEngine(index, max_tokens=MAX_TOKENS)
+    head = "Answer from these pages alone, and say which page it was that told you.\n\n"
+    texts = [index.get_chunks([hit.chunk.chunk_id])[0].text for hit in index.search(QUESTION, k=4)]
+    kept = []
+    for pair in itertools.permutations(texts[:3], 2):
+        prompt = head + "\n\n".join(pair) + "\n\n" + QUESTION
+        answer = engine.generate(prompt, logprobs=0)
+        assert [one.token_id for one in answer.logprobs] == plainly(index, prompt)[
+            : len(answer.logprobs)
+        ]
+        assert answer.usage.cached_tokens == answer.report.num_kept
+        assert {one.text for one in answer.sources} == set(pair)
+        kept.append(answer.report.num_kept)
+    # Two prompts show where they differ, and the next one begins there: after the head, or
+    # after the first document too.
+    num_head = len(index.tokenizer(head).input_ids) - 2
+    assert kept[:3] == [0, 0, 0]
+    assert min(kept[3:]) >= num_head
+    again = engine.generate(prompt)
+    assert again.report.num_kept == again.report.num_tokens - 1
+
+
+def test_a_conversation_goes_on_from_its_last_answer(index: Index) -> None:
+    engine = KVEngine(index, max_tokens=MAX_TOKENS)
+    request = engine.question(QUESTION, k=2)
+    first = engine.generate(request)
+    said = {"role": "assistant", "content": first.text}
+    going_on = [*request.prompt, said, {"role": "user", "content": "And then?"}]
+    second = engine.generate(going_on)
+    fresh = KVEngine(index, max_tokens=MAX_TOKENS, session_bytes=0).generate(going_on)
+    assert second.text == fresh.text
+    assert fresh.report.num_kept == 0
+    least = first.report.num_tokens - 1
+    assert second.report.num_kept >= least
+    report = second.report
+    assert report.num_kept + report.num_fresh == report.num_tokens
+    assert report.work_share == report.num_fresh / report.num_tokens
+    kind = index.model.decoder.config.model_type
+    assert report.fresh_reasons == {f"{kind}: {WHOLE[kind]}": report.num_fresh}
+    assert WHOLE[kind] in report.one_line()
+    # Others' conversations are not taken.
+    assert engine.generate(going_on, session="other").report.num_kept == 0
+    assert engine.generate(going_on, reuse=False).report.num_kept == 0
+
+
+def test_streams_stop_words_and_sampling_are_those_of_other_models(lfm2: Index) -> None:
+    engine = KVEngine(lfm2, max_tokens=24)
+    whole = engine.generate(QUESTION).text
+    assert "".join(one.text for one in engine.stream(QUESTION)) == whole
+    stop = whole[len(whole) // 2 :][:2]
+    assert engine.generate(QUESTION, stop=[stop]).text == whole[: whole.index(stop)]
+    drawn = [engine.generate(QUESTION, temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    both = engine.generate_batch([QUESTION, "What did she write?"])
+    assert both[0].text == whole
+
+
+def test_an_openai_client_is_served(lfm2: Index) -> None:
+    engine = KVEngine(lfm2, max_tokens=8)
+    with (
+        serving(lfm2, engine=engine) as served,
+        OpenAI(base_url=served.url, api_key="none", max_retries=0) as client,
+    ):
+        asked = {"model": "rag:index", "messages": [{"role": "user", "content": QUESTION}]}
+        first = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+        pieces = client.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+        text = "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
+        assert text == first.choices[0].message.content
+        again = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+
+
+def test_verifying_finds_full_prefill(lfm2: Index) -> None:
+    engine = KVEngine(lfm2, max_tokens=8)
+    request = to_verify(engine.question(QUESTION, max_tokens=8))
+    verdict = verify(engine, request, engine.generate(request))
+    assert verdict.is_same
+    assert verdict.kl < 1e-6
+
+
+def test_what_concerns_the_kv_of_chunks_is_refused(lfm2: Index, tmp_path: Path) -> None:
+    engine = KVEngine(lfm2)
+    for options in ({"policy": "boundary"}, {"ratio": 0.3}, {"ttft": 1.0}):
+        with pytest.raises(ParameterError, match="computes each prompt as a whole"):
+            engine.generate(QUESTION, **options)
+    assert engine.generate(QUESTION, policy="none", max_tokens=2).report.policy == "full prefill"
+    with pytest.raises(UnsupportedModelError, match="'lfm2' has no KV of chunks"):
+        engine.generate(QUESTION, eviction="streaming")
+    with pytest.raises(ParameterError, match="links and session_store_bytes"):
+        KVEngine(lfm2, session_store_bytes=1)
+    with pytest.raises(ParameterError, match="chunks as text"):
+        PMLEngine(engine)
+    with pytest.raises(PromptTooLongError, match="the model holds 600"):
+        engine.generate("word " * 700)
+    with pytest.raises(ParameterError, match="cannot be given to Transformers' generate"):
+        engine.fuse(QUESTION).to_generate()
+    for options in ({"compression": "drop:0.5"}, {"context": "document"}):
+        with pytest.raises(ParameterError, match="chunks have no KV with this model"):
+            Index.create(tmp_path / "new", model=lfm2.model, embedding="hashing", **options)
+    with pytest.raises(ParameterError, match="compression text stores no KV"):
+        Index.create(tmp_path / "new", model="kvrag-tiny", embedding="hashing", compression="text")
+
+
+def test_upkeep_misses_no_record(lfm2: Index) -> None:
+    report = lfm2.upkeep.verify(repair=True)
+    assert not report.problems
+    assert not report.catalog_problems
+    assert not report.num_repaired
+    assert lfm2.upkeep.gc().num_records == 0
+    assert lfm2.delete(sources=["doc-3"]) > 0
+    assert lfm2.add(DOCUMENTS[:4]).added == ("doc-3",)
+    path = lfm2.path
+    with Index.open(path) as opened:
+        assert opened.stats().num_records == 0
+        assert opened.config.compression == "text"
+
+
+def test_the_least_recently_used_beginning_is_dropped_first() -> None:
+    def state(*ids: int) -> State:
+        return State([torch.zeros(25)], ids)
+
+    kept = Beginnings(250)
+    for ids in ((1, 2), (1, 2, 3), (7, 8)):
+        kept.keep(None, state(*ids))
+    assert kept.size_bytes == 200
+    found, alike = kept.find(None, (1, 2, 3, 4))
+    assert found is not None
+    assert found.token_ids == [1, 2, 3]
+    assert alike == 3
+    kept.keep(
+        None,
+        state(
+            9,
+        ),
+    )
+    assert kept.find(None, (7, 8, 1)) == (None, 0)
+    # One token has to be computed, and a state cannot be cut.
+    assert kept.find(None, (1, 2, 3)) == (None, 2)
+    assert kept.find("named", (1, 2, 3, 4)) == (None, 0)
+    kept.keep(None, state(1, 2, 3))
+    assert kept.size_bytes == 200
