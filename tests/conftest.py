@@ -19,6 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 
 from tests.support import properties  # noqa: F401  # its profiles, before any test is imported
+from tests.support.servers import S3Server
 
 MEMORY = Path("/dev/shm")
 
@@ -50,3 +51,11 @@ def _without_what_was_imported() -> None:
     """Keep imported libraries out of garbage collection, which took 0.4 s each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Return the one server of a process; starting it takes seconds."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.kill()

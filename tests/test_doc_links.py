@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 import kvrag
 
 ROOT = Path(kvrag.__file__).parent.parent
@@ -18,21 +16,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
-        other = (page.parent / name) if name else page
-        assert other.exists(), f"{target}: no such file"
-        assert not anchor or anchor in anchors(other), f"{target}: no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pictures_are_markdown(page: Path) -> None:
-    # The site holds only the files that Markdown names.
-    assert not re.findall(r"<(?:img|source|video|object)\b.*", page.read_text("utf-8"))
+def test_links_lead_somewhere_and_pictures_are_markdown() -> None:
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        # The site holds only the files that Markdown names.
+        assert not re.findall(r"<(?:img|source|video|object)\b.*", text), page
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            if "://" in target:
+                continue
+            name, _, anchor = target.partition("#")
+            other = (page.parent / name) if name else page
+            assert other.exists(), f"{page}: {target}: no such file"
+            assert not anchor or anchor in anchors(other), f"{page}: {target}: no such heading"
 
 
 def test_every_public_name_is_in_the_reference() -> None:

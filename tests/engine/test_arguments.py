@@ -1,6 +1,7 @@
 """Every public parameter with values of wrong types: an error of the tree that names it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,9 @@ LONG = "x" * 1_000_000
 PROMPT = "Who keeps the harbour ledger?"
 
 
-def table(**wrong: list[Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, values in wrong.items() for value in values]
-
-
-def wrong_of(options: type) -> list[tuple[str, Any]]:
+def wrong_of(options: type) -> dict[str, list[Any]]:
     """Return what no number and no flag of a table of options may be."""
-    found: list[tuple[str, Any]] = []
+    found: dict[str, list[Any]] = {}
     of_kind = {int: NO_WHOLE, float: NO_NUMBER, bool: [1, "yes"]}
     for one, rule in options_of(options):
         wrong = [*of_kind.get(kind_of(one), ())]
@@ -43,25 +40,26 @@ def wrong_of(options: type) -> list[tuple[str, Any]]:
         wrong += [] if rule.least is None else [rule.least - 1]
         wrong += [] if rule.above is None else [rule.above]
         wrong += [] if rule.most is None else [rule.most + 1]
-        found += [(one.name, value) for value in wrong]
+        found |= {one.name: wrong} if wrong else {}
     return found
 
 
-ANSWERING = [
-    *wrong_of(AnswerOptions),
-    *table(
-        temperature=[1e-9],
-        top_k=[2**40],
-        repetition_penalty=[-1, 1e-300, 101],
-        frequency_penalty=[-2.1, 3],
-        seed=[2**63],
-        policy=[5, 2.5, True, b"none", ["none"], "", "unknown", "none:", "none(", "boundary(x)"],
-        eviction=[5, True, b"corm", ["corm"], "", "unknown", "corm:window=a", "corm:window=-1"],
-        hints=NO_TEXTS,
-        stop=[None, "abc", 5, [""], [None], [5]],
-        session=[3, b"ines", "\ud800"],
-    ),
-]
+NUMBERS = wrong_of(AnswerOptions)
+ANSWERING = NUMBERS | {
+    name: NUMBERS.get(name, []) + values
+    for name, values in {
+        "temperature": [1e-9],
+        "top_k": [2**40],
+        "repetition_penalty": [-1, 1e-300, 101],
+        "frequency_penalty": [-2.1, 3],
+        "seed": [2**63],
+        "policy": [5, 2.5, True, b"none", ["none"], "", "unknown", "none:", "none(", "boundary(x)"],
+        "eviction": [5, True, b"corm", ["corm"], "", "unknown", "corm:window=a", "corm:window=-1"],
+        "hints": NO_TEXTS,
+        "stop": [None, "abc", 5, [""], [None], [5]],
+        "session": [3, b"ines", "\ud800"],
+    }.items()
+}
 PROMPTS = [
     None,
     5,
@@ -81,9 +79,9 @@ PROMPTS = [
 ]
 
 
-def refused(call: Callable[[], object], name: str = "") -> str:
+def refused(call: Callable[[], object], name: str = "", value: object = None) -> str:
     with pytest.raises(KVRagError) as caught:
-        call()
+        pytest.fail(f"{name} {value!r:.80}: taken, and gave {call()!r:.80}")
     assert name.replace("_", " ") in str(caught.value).replace("_", " ").lower()
     assert len(str(caught.value)) < 2000
     return str(caught.value)
@@ -94,22 +92,27 @@ def ids(value: object) -> str:
     return repr(value)[:24] if type(value) is not object else "object"
 
 
-@pytest.mark.parametrize(("name", "value"), ANSWERING, ids=ids)
-def test_answering(index: Index, name: str, value: object) -> None:
-    refused(lambda: KVEngine(index).stream(PROMPT, **{name: value}), name)
+def each(call: Callable[..., object], name: str, values: list[Any], said: str = "") -> None:
+    """Let a call be refused for each value of one parameter."""
+    for value in values:
+        refused(lambda value=value: call(**{name: value}), said, value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, value) for name, value in ANSWERING if name in ENGINE_DEFAULTS),
-        *wrong_of(EngineOptions),
-        *table(links=[5, True, b"x", "/nonexistent"], load_threads=[65], max_batch=[1025]),
-    ],
-    ids=ids,
-)
-def test_engines(index: Index, name: str, value: object) -> None:
-    refused(lambda: KVEngine(index, **{name: value}))
+@pytest.mark.parametrize("name", ANSWERING)
+def test_answering(index: Index, name: str) -> None:
+    each(partial(KVEngine(index).stream, PROMPT), name, ANSWERING[name], name)
+
+
+def test_engines(index: Index) -> None:
+    wrong = [one for one in ANSWERING.items() if one[0] in ENGINE_DEFAULTS]
+    wrong += wrong_of(EngineOptions).items()
+    wrong += {
+        "links": [5, True, b"x", "/nonexistent"],
+        "load_threads": [65],
+        "max_batch": [1025],
+    }.items()
+    for name, values in wrong:
+        each(partial(KVEngine, index), name, values)
 
 
 @pytest.mark.parametrize("value", [None, 5, True, b"x", "my-index", Path("my-index")], ids=ids)
@@ -176,46 +179,46 @@ def test_contexts_of_chunks(index: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    table(
-        path=[None, 5, b"x", True, *NO_PATHS],
-        model=[None, 5, b"x", True, ["x"], "/nonexistent", *NO_PATHS],
-        embedding=[5, True, b"x", [], "unknown", *NO_PATHS],
-        codec=[None, 5, True, b"raw", "", "unknown", "transform:nan"],
-        chunk_tokens=[*NO_WHOLE, None, 0, -1],
-        context=[5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],
-        compression=[None, 5, True, b"none", ["none"], "drop", "drop:nan", "drop:2"],
-        dtype=[5, True, b"float32", "float64", "float"],
-        tenant_salt=["salt", 5, b"", b"x" * 65, ["x"]],
-        device=[5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
-        store=[5, True, b"memory:", ["memory:"], "", "memory", "s4://x", "memory:?key_file="],
-        profile=[5, True, "x", b"x"],
-    ),
+    ("name", "values"),
+    {
+        "path": [None, 5, b"x", True, *NO_PATHS],
+        "model": [None, 5, b"x", True, ["x"], "/nonexistent", *NO_PATHS],
+        "embedding": [5, True, b"x", [], "unknown", *NO_PATHS],
+        "codec": [None, 5, True, b"raw", "", "unknown", "transform:nan"],
+        "chunk_tokens": [*NO_WHOLE, None, 0, -1],
+        "context": [5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],
+        "compression": [None, 5, True, b"none", ["none"], "drop", "drop:nan", "drop:2"],
+        "dtype": [5, True, b"float32", "float64", "float"],
+        "tenant_salt": ["salt", 5, b"", b"x" * 65, ["x"]],
+        "device": [5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
+        "store": [5, True, b"memory:", ["memory:"], "", "memory", "s4://x", "memory:?key_file="],
+        "profile": [5, True, "x", b"x"],
+    }.items(),
     ids=ids,
 )
-def test_making(tmp_path: Path, model: KVModel, name: str, value: object) -> None:
-    given = {"path": tmp_path / "index", "model": model, "embedding": "hashing", name: value}
-    refused(lambda: Index.create(**given))
+def test_making(tmp_path: Path, model: KVModel, name: str, values: list[Any]) -> None:
+    given = {"path": tmp_path / "index", "model": model, "embedding": "hashing"}
+    each(lambda **wrong: Index.create(**given | wrong), name, values)
     assert not (tmp_path / "index" / "index.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    table(
-        path=[None, 5, b"x", True, "/nonexistent", *NO_PATHS],
-        model=[5, b"x", True, ["x"]],
-        embedding=[5, True, b"x", [], "unknown", *NO_PATHS],
-        device=[5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
-        store=[
+    ("name", "values"),
+    {
+        "path": [None, 5, b"x", True, "/nonexistent", *NO_PATHS],
+        "model": [5, b"x", True, ["x"]],
+        "embedding": [5, True, b"x", [], "unknown", *NO_PATHS],
+        "device": [5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
+        "store": [
             *(5, True, b"memory:", ["memory:"], "memory", "s4://x", "memory:?key_file="),
             *(f"file:{path}" for path in NO_PATHS),
         ],
-        mend=[None, 1, "no"],
-    ),
+        "mend": [None, 1, "no"],
+    }.items(),
     ids=ids,
 )
-def test_opening(index: Index, name: str, value: object) -> None:
-    refused(lambda: Index.open(**{"path": index.path, name: value}))
+def test_opening(index: Index, name: str, values: list[Any]) -> None:
+    each(lambda **wrong: Index.open(**{"path": index.path} | wrong), name, values)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
 from tests.ingest.conftest import Machine
+from tests.support.proxy import FaultyProxy
 from tests.support.servers import S3Server, free_port
 
 BUCKET = "kvrag-shared"
@@ -41,13 +42,6 @@ def set_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def page(number: int) -> Document:
     text = f"Page {number}. The keeper of the northern light wrote the book. " * 3
     return Document(f"d{number}", text, {"number": number})
-
-
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -659,23 +653,22 @@ def test_two_servers_with_buckets_of_one_name(
 
 
 def test_a_bucket_that_does_not_answer_leaves_the_version(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_credentials(monkeypatch)
-    server = S3Server(tmp_path)
-    try:
-        client = boto3.client("s3", endpoint_url=server.endpoint)
-        client.create_bucket(Bucket=BUCKET)
+    with FaultyProxy(s3_server.port) as proxy:
+        client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+        client.create_bucket(Bucket="leaves")
         client.close()
-        url = f"s3://{BUCKET}/index?endpoint={server.endpoint}&timeout=0.5"
+        url = f"s3://leaves/index?endpoint=http://127.0.0.1:{proxy.port}&timeout=0.5"
         index = machine("one", url, context="none")
         index.add([page(0)])
-    finally:
-        server.kill()
-    with pytest.raises(StoreError, match="check the endpoint"):
-        index.refresh()
-    with pytest.raises(StoreError):
-        index.add([page(1)])
+        proxy.mode = "dead"
+        proxy.cut()
+        with pytest.raises(StoreError, match="check the endpoint"):
+            index.refresh()
+        with pytest.raises(StoreError):
+            index.add([page(1)])
     assert sources(index) == {"d0"}
     assert index.search_words("keeper", 1)
 

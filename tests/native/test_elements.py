@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from kvrag.errors import ParameterError
 from kvrag.native import gated, rms_norm, rotate
+from tests.support.properties import in_turn
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -18,8 +19,9 @@ def near(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-6) -> boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("adds_one", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5, 64), (33, 577), (200, 1024)])
+@pytest.mark.parametrize(
+    ("shape", "adds_one"), in_turn([(1, 1), (3, 7), (2, 5, 64), (33, 577), (200, 1024)])
+)
 def test_norm(isa: str, shape: tuple[int, ...], adds_one: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = (torch.randn(shape, generator=generator) * 3).to(dtype)
@@ -31,8 +33,7 @@ def test_norm(isa: str, shape: tuple[int, ...], adds_one: bool, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_gelu", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (17,), (5, 33), (70, 2048)])
+@pytest.mark.parametrize(("shape", "is_gelu"), in_turn([(1,), (17,), (5, 33), (70, 2048)]))
 def test_gate(isa: str, shape: tuple[int, ...], is_gelu: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     gate, up = (torch.randn(2, *shape, generator=generator) * 5).to(dtype)

@@ -27,7 +27,7 @@ from kvrag.native import (
 from tests.native import reference_rans
 from tests.native.cases import Case, make_case
 from tests.support.instructions import kept_instruction_set
-from tests.support.properties import examples
+from tests.support.properties import examples, in_turn
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("rans-*.npz"))
 
@@ -56,8 +56,7 @@ def test_there_are_golden_payloads() -> None:
     assert len(GOLDEN) == 4
 
 
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 96, 500])
-@pytest.mark.parametrize("with_context", [False, True])
+@pytest.mark.parametrize(("num_tokens", "with_context"), in_turn([1, 31, 32, 33, 96, 500]))
 def test_matches_the_reference(num_tokens: int, with_context: bool, isa: str) -> None:
     case = make_case(num_tokens, 9, num_tokens, with_context=with_context)
     payload = round_trip(case, 2)
@@ -122,8 +121,9 @@ def test_bells(spread: float, isa: str) -> None:
             assert payloads[1] == reference_rans.encode(frequencies, symbols, classes, 2, None)
 
 
-@pytest.mark.parametrize("most", [0, 2, 7, 8])
-@pytest.mark.parametrize("num_symbols", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("most", "num_symbols"), [(0, 2), (2, 3), (7, 4), (8, 2), (8, 4), (7, 2), (0, 4)]
+)
 def test_few_symbols_with_contexts(most: int, num_symbols: int, isa: str) -> None:
     rng = np.random.default_rng(most)
     frequencies = np.zeros((5 + most, 256), np.uint16)

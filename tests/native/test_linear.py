@@ -66,8 +66,10 @@ def test_threads_change_nothing(isa: str) -> None:
     assert_threads_change_nothing(layer, rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 17, MAX_ROWS, 50])
-@pytest.mark.parametrize("num_outputs", [16, 24, 40, 100])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_rows"),
+    [(16, 1), (100, 2), (24, 17), (40, MAX_ROWS), (16, 50), (100, 1), (24, MAX_ROWS), (40, 2)],
+)
 def test_threads_change_nothing_where_few_outputs_are_left(
     isa: str, num_outputs: int, num_rows: int
 ) -> None:

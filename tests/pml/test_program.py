@@ -177,15 +177,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("form", ["    {}", "    return {}", '    f"{{{}}}"', "    '' + {}"])
-def test_constants_of_a_call_are_text_and_decide_conditions(
-    tmp_path: Path, call: str, form: str
-) -> None:
-    source = f"{INNER}\n@prompt\ndef outer():\n{form.format(call)}\n"
-    (module,) = schema_of(loaded(tmp_path / "p.py", source).outer).children
-    assert isinstance(module, Module)
-    assert module.name == "inner"
-    assert text_of(module.children) == CALLS[call]
+def test_constants_of_a_call_are_text_and_decide_conditions(tmp_path: Path, call: str) -> None:
+    for form in ("    {}", "    return {}", '    f"{{{}}}"', "    '' + {}"):
+        source = f"{INNER}\n@prompt\ndef outer():\n{form.format(call)}\n"
+        (module,) = schema_of(loaded(tmp_path / f"p{len(form)}.py", source).outer).children
+        assert isinstance(module, Module)
+        assert module.name == "inner"
+        assert text_of(module.children) == CALLS[call]
 
 
 def test_names_and_texts_are_the_same_in_any_process(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.servers import PASSWORD, RedisServer, S3Server
+from tests.support.servers import PASSWORD, RedisServer
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +21,3 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def redis_password(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("KVRAG_REDIS_PASSWORD", PASSWORD)
     return PASSWORD
-
-
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    yield server
-    server.kill()
