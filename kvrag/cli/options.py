@@ -258,7 +258,7 @@ def group(name: str, base: type, options: Iterable[Field[Any]], **usual: Any) ->
 
 
 @contextmanager
-def _importing() -> Iterator[None]:
+def importing() -> Iterator[None]:
     """Collect no garbage while PyTorch is imported, and never what that made: 0.15 s."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -292,7 +292,7 @@ class _Engine(Options):
         LinksError
             When the links file cannot be read.
         """
-        with _importing():
+        with importing():
             from kvrag.engine.engine import KVEngine
 
         return KVEngine(index, **{"max_batch": 1, **self.values, **more})
@@ -380,7 +380,7 @@ class Searching:
         """Return how questions are asked; loads the reranker."""
         from kvrag.cli.opening import load_reranker
 
-        with _importing():
+        with importing():
             from kvrag.engine.asking import Asking
 
         return Asking(

@@ -174,11 +174,14 @@ def serve(
         return
     from kvrag.plugins import require
 
-    for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
         require(module, "serve")
-    from kvrag.server.access import is_loopback, read_keys
-    from kvrag.server.app import ServerOptions
-    from kvrag.server.running import check_address, check_origin
+    with o.importing():
+        from kvrag.cli.through import listening
+        from kvrag.engine.idle import Idle
+        from kvrag.server.access import is_loopback, read_keys
+        from kvrag.server.app import ServerOptions, make_app
+        from kvrag.server.running import Server, check_address, check_origin, log_to_stderr
 
     api_keys = read_keys(keys)
     check_address(host, has_keys=bool(api_keys), anyone=anyone)
@@ -196,10 +199,6 @@ def serve(
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
-    from kvrag.cli.through import listening
-    from kvrag.engine.idle import Idle
-    from kvrag.server.app import make_app
-    from kvrag.server.running import Server, log_to_stderr
 
     with _traced(trace) as traced, opening.open() as opened:
         made = answering.engine(opened, max_batch=options.max_streams)
@@ -285,7 +284,8 @@ def mcp(
     from kvrag.plugins import require
 
     require("mcp", "mcp")
-    from kvrag.server.mcp import make_server
+    with o.importing():
+        from kvrag.server.mcp import make_server
 
     with opening.open() as opened:
         engine = answering.engine(opened, max_batch=8)

@@ -81,9 +81,12 @@ def remembered(folder: str, describe: Callable[[str], Remembered | None]) -> Rem
         return None
 
 
+_version = lru_cache(version)  # which reads the whole description of a distribution
+
+
 def _digest(folder: Path) -> str:
     """Return a digest of all that a model's configuration and tokenizer depend on."""
-    digest = xxhash.xxh3_128(json.dumps([_FORMAT, VERSION, *map(version, _LIBRARIES)]).encode())
+    digest = xxhash.xxh3_128(json.dumps([_FORMAT, VERSION, *map(_version, _LIBRARIES)]).encode())
     for path in sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")]):
         if path.suffix in _SMALL and path.is_file():
             data = read_regular(path)

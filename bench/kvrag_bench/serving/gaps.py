@@ -221,7 +221,7 @@ def measure_gaps(model: str, seconds: float, say: Callable[[str], None]) -> list
     EngineError
         When the server does not start, or ends.
     """
-    require("aiohttp", "serve")
+    require("fastapi", "serve")
     with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
         say("indexing")
         path = Path(folder) / "index"

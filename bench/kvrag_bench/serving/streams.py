@@ -95,7 +95,7 @@ def measure_streams(options: StreamsOptions, say: Callable[[str], None]) -> list
     ModelLoadError, UnsupportedModelError
         When the model cannot be served.
     """
-    require("aiohttp", "serve")
+    require("fastapi", "serve")
     with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
         say("indexing")
         path = Path(folder) / "index"

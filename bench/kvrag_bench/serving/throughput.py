@@ -127,7 +127,7 @@ def measure_throughput(
     EngineError
         When a server does not start.
     """
-    require("aiohttp", "serve")
+    require("fastapi", "serve")
     if not Path("/proc/self/statm").exists():
         raise ParameterError("processor time of a server is known on Linux alone")
     most = max(options.clients)

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
-from kvrag.plugins import require
 from kvrag_bench.stream.trace import Trace, constant
 
 # A piece is what the slowest link carries in some ten milliseconds.
@@ -85,7 +84,8 @@ def _pump(source: socket.socket, sink: socket.socket, bucket: TokenBucket | None
 
 
 def _serve(folder: str, commands: Connection) -> None:
-    web = require("aiohttp.web", "serve")
+    from aiohttp import web
+
     application = web.Application()
     application.router.add_static("/", folder)
     listener = socket.create_server(("127.0.0.1", 0))
