@@ -28,7 +28,9 @@ CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 
 def test_each_figure_of_the_dashboard_is_one_that_the_server_counts(tmp_path: Path) -> None:
     with make_index(tmp_path) as index:
-        text = ServerMetrics(index, AnswerQueue(lambda: 0.0)).text().decode()
+        metrics = ServerMetrics(index)
+        metrics.watch(AnswerQueue(lambda: 0.0))
+        text = metrics.text().decode()
     offered = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     offered |= {f"{name}_{end}" for name in offered for end in ("bucket", "sum", "count")}
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "kvrag.json").read_text())

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrag.cli import console
+from kvrag.engine.answer import Answer, Source, Verdict
 from kvrag.errors import IndexFormatError
 
 if TYPE_CHECKING:
-    from kvrag.engine.answer import Answer, Source, Verdict
     from kvrag.engine.asking import Asking
     from kvrag.engine.base import Engine
     from kvrag.engine.request import Message, PlacedPrompt, Request

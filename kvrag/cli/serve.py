@@ -177,10 +177,11 @@ def serve(
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         require(module, "serve")
     with o.importing():
-        from kvrag.cli.through import listening
+        from kvrag.cli.listening import listening
         from kvrag.engine.idle import Idle
         from kvrag.server.access import is_loopback, read_keys
         from kvrag.server.app import ServerOptions, make_app
+        from kvrag.server.metrics import ServerMetrics
         from kvrag.server.running import Server, check_address, check_origin, log_to_stderr
 
     api_keys = read_keys(keys)
@@ -205,11 +206,11 @@ def serve(
         warm_up(opened)
         opened.follow(refresh)
         log_to_stderr()
-        idle = Idle()
-        app = traced(make_app(made, options, idle))
+        idle, metrics = Idle(), ServerMetrics(opened)
+        app = traced(make_app(made, options, idle, metrics))
         server = Server(app, host, port, grace_seconds=grace)
         said = f"{server.url}/v1\n{server.url}/  (a page to ask in)"
-        with listening(made, idle, opening, answering, grace):
+        with listening(made, idle, metrics, opening, answering, grace):
             until_told(server.serve_forever, server.stop, said)
 
 

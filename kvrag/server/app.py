@@ -182,7 +182,10 @@ class ServerOptions:
 
 
 def make_app(
-    engine: KVEngine, options: ServerOptions = ServerOptions(), idle: Idle | None = None
+    engine: KVEngine,
+    options: ServerOptions = ServerOptions(),
+    idle: Idle | None = None,
+    metrics: ServerMetrics | None = None,
 ) -> ASGIApp:
     """Return the application that serves an engine's index.
 
@@ -194,9 +197,12 @@ def make_app(
         How to serve.
     idle
         What does work between requests; None makes one.
+    metrics
+        What counts; None makes it.
     """
     queue = AnswerQueue(lambda: engine.moved, options.max_streams, options.max_waiting)
-    metrics = ServerMetrics(engine.index, queue)
+    metrics = metrics or ServerMetrics(engine.index)
+    metrics.watch(queue)
     audits = Audits(engine, options.audit, metrics.note_verdict)
     service = Service(engine, queue, audits, options.top_k, options.reranker)
     history = History.of(engine.index) if options.keeps_history else None

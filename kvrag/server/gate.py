@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 import uuid
@@ -60,7 +59,6 @@ _ROUTES = frozenset(
         *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
     }
 )
-requests_log = logging.getLogger("kvrag.server.requests")
 
 
 @dataclass
@@ -211,32 +209,21 @@ class Gate:
 
     def _note(self, scope: Scope, record: Record) -> None:
         """Count and log a request that has ended."""
-        path = scope["path"]
-        route = path if path in _ROUTES else "other"
-        seconds = time.perf_counter() - record.started
-        metrics, tenant = self._metrics, record.account.tenant
-        metrics.requests.labels(route, str(record.outcome), tenant).inc()
-        metrics.seconds.labels(route).observe(seconds)
+        path, generation = scope["path"], record.generation
         line: dict[str, Any] = {
             "request_id": record.request_id,
             "method": scope["method"],
-            "route": route,
+            "route": path if path in _ROUTES else "other",
             "status": record.outcome,
-            "seconds": round(seconds, 4),
+            "seconds": time.perf_counter() - record.started,
             "key": record.account.name,
-            "tenant": tenant,
+            "tenant": record.account.tenant,
+            **({} if record.user is None else {"user": record.user}),
         }
-        if record.user is not None:
-            line["user"] = record.user
-        generation = record.generation
-        if generation is not None:
-            for kind, count in generation.tokens.items():
-                metrics.tokens.labels(kind, tenant).inc(count)
-                line[f"{kind}_tokens"] = count
-            if generation.ttft_seconds is not None:
-                metrics.ttft.observe(generation.ttft_seconds)
-                line["ttft_seconds"] = round(generation.ttft_seconds, 4)
-        requests_log.info("request", extra={"fields": line})
+        if generation is None:
+            self._metrics.note(line, {}, None)
+        else:
+            self._metrics.note(line, generation.tokens, generation.ttft_seconds)
 
 
 def _limits(scope: Scope) -> tuple[int, float]:

@@ -24,6 +24,7 @@ from kvrag.server.requests import (
     NamedFunction,
     Object,
     Strict,
+    few_pieces,
     of_other_form,
 )
 from kvrag.server.shapes import ChatShape, finish_of
@@ -145,13 +146,14 @@ class NoReasoning(Strict):
 class ItemsRequest(Asked):
     """The body of ``POST /v1/responses``."""
 
-    input: (
+    input: Annotated[
         str
         | Annotated[
             list[MessageItem | CallItem | ResultItem],
             Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        ]
-    )
+        ],
+        few_pieces,
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=2)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrag.engine.answer import Verdict
 from kvrag.engine.metrics import IndexCollector
 from kvrag.ingest.index import Index
 from kvrag.server.queue import AnswerQueue
+
+requests_log = logging.getLogger("kvrag.server.requests")
 
 _KL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -17,20 +23,20 @@ class ServerMetrics:
     """Counts of requests, tokens and times.
 
     Metrics: ``kvrag_server_requests_total`` (labels ``route``, ``status``, ``tenant``; status 499
-    means that the client left), ``kvrag_server_tokens_total`` (``kind``, ``tenant``),
-    ``kvrag_server_ttft_seconds``, ``kvrag_server_seconds`` (``route``),
-    ``kvrag_server_answers_waiting`` and ``kvrag_server_answers_open``, of verified answers
-    ``kvrag_server_audited_total`` (``policy``, ``outcome``), ``kvrag_server_audited_tokens_total``
-    (``policy``, ``agrees``) and ``kvrag_server_audited_kl`` (``policy``), and those of
-    `kvrag.engine.metrics.IndexCollector`.
+    means that the client left, route ``socket`` that a command asked),
+    ``kvrag_server_tokens_total`` (``kind``, ``tenant``), ``kvrag_server_ttft_seconds``,
+    ``kvrag_server_seconds`` (``route``), ``kvrag_server_answers_waiting`` and
+    ``kvrag_server_answers_open``, of verified answers ``kvrag_server_audited_total`` (``policy``,
+    ``outcome``), ``kvrag_server_audited_tokens_total`` (``policy``, ``agrees``) and
+    ``kvrag_server_audited_kl`` (``policy``), and those of `kvrag.engine.metrics.IndexCollector`.
 
     Parameters
     ----------
-    index, queue
+    index
         What else to count.
     """
 
-    def __init__(self, index: Index, queue: AnswerQueue) -> None:
+    def __init__(self, index: Index) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(IndexCollector(index))
         self.requests = Counter(
@@ -77,11 +83,42 @@ class ServerMetrics:
             buckets=_KL,
             registry=registry,
         )
+
+    def watch(self, queue: AnswerQueue) -> None:
+        """Count what waits in a queue, too."""
         for name, what, count in (
             ("waiting", "Answers that wait for their turn.", lambda: queue.num_waiting),
             ("open", "Answers that are being generated.", lambda: queue.num_open),
         ):
-            Gauge(f"kvrag_server_answers_{name}", what, registry=registry).set_function(count)
+            gauge = Gauge(f"kvrag_server_answers_{name}", what, registry=self._registry)
+            gauge.set_function(count)
+
+    def note(
+        self, line: dict[str, Any], tokens: Mapping[str, int], ttft_seconds: float | None
+    ) -> None:
+        """Count a request that has ended, and log its line.
+
+        Parameters
+        ----------
+        line
+            Its fields in the log, of which some are counted.
+        tokens
+            Its numbers of tokens, by their kind.
+        ttft_seconds
+            The time to its first token, if there was one.
+        """
+        route, tenant = line["route"], line["tenant"]
+        self.requests.labels(route, str(line["status"]), tenant).inc()
+        self.seconds.labels(route).observe(line["seconds"])
+        for kind, count in tokens.items():
+            self.tokens.labels(kind, tenant).inc(count)
+            line[f"{kind}_tokens"] = count
+        if ttft_seconds is not None:
+            self.ttft.observe(ttft_seconds)
+            line["ttft_seconds"] = round(ttft_seconds, 4)
+        requests_log.info(
+            "request", extra={"fields": line | {"seconds": round(line["seconds"], 4)}}
+        )
 
     def note_verdict(self, verdict: Verdict | None) -> None:
         """Count a verdict; None: nobody found the time."""

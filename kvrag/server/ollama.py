@@ -41,6 +41,7 @@ from kvrag.server.requests import (
     Object,
     Strict,
     Tool,
+    few_pieces,
     of_other_form,
 )
 from kvrag.server.service import Service
@@ -227,7 +228,7 @@ class OllamaChat(Answered):
     """The body of ``POST /api/chat``."""
 
     messages: Annotated[
-        list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES, fail_fast=True)
+        list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES, fail_fast=True), few_pieces
     ] = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 

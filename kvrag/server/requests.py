@@ -32,6 +32,7 @@ MAX_TOKEN_IDS = 1 << 19
 MAX_STOP = 4
 MAX_STOP_LENGTH = 200
 MAX_MESSAGES = 2048
+MAX_PIECES = 4096
 MAX_HITS = 100
 MAX_TOOLS = 128
 MAX_DEPTH = 100
@@ -93,6 +94,21 @@ def _shallow(value: Any) -> Any:
 
 Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """An object that is not looked into here."""
+
+
+def _few_pieces(messages: Any) -> Any:
+    """Refuse parts and calls whose number would hold up others for seconds."""
+    if isinstance(messages, list):
+        fields = (one.get(name) for one in messages if isinstance(one, dict) for name in _PIECES)
+        number = sum(len(field) for field in fields if isinstance(field, list))
+        if number > MAX_PIECES:
+            raise ValueError(f"{number:,} parts and calls in all; expected at most {MAX_PIECES:,}")
+    return messages
+
+
+_PIECES = ("content", "tool_calls", "output")
+few_pieces = BeforeValidator(_few_pieces)
+"""The check of a conversation's messages."""
 
 
 def of_other_form(kind: type[Body], given: dict[str, Any]) -> Body:
@@ -354,7 +370,11 @@ class NamedTool(Strict):
 class ChatRequest(Generating):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        few_pieces,
+    ]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

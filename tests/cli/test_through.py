@@ -17,7 +17,9 @@ import pytest
 
 from kvrag.cli import options as o
 from kvrag.cli import through
+from kvrag.cli.listening import listening as socket_of_server
 from kvrag.engine.idle import Idle
+from kvrag.server.metrics import ServerMetrics
 from tests.cli.conftest import Ran, Run
 from tests.cli.test_serve_here import running
 from tests.cli.test_startup import check
@@ -34,32 +36,36 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @contextmanager
-def served(index: Path, model: Path | None = None, **answers: Any) -> Iterator[None]:
-    """Listen as `kvrag serve` does, and open no index for commands."""
+def listening(index: Path, model: Path | None = None, **answers: Any) -> Iterator[ServerMetrics]:
+    """Listen as `kvrag serve` does."""
     opening = o.Opening(index, model=None if model is None else str(model))
     answering = o.Answering(**answers)
-    with (
-        opening.open() as opened,
-        Idle() as idle,
-        pytest.MonkeyPatch.context() as patch,
-        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
-    ):
+    with opening.open() as opened, Idle() as idle:
+        metrics = ServerMetrics(opened)
+        engine = answering.engine(opened)
+        with socket_of_server(engine, idle, metrics, opening, answering, 20.0):
+            yield metrics
+
+
+@contextmanager
+def served(index: Path, model: Path | None = None, **answers: Any) -> Iterator[ServerMetrics]:
+    """Listen as `kvrag serve` does, and open no index for commands."""
+    with listening(index, model, **answers) as metrics, pytest.MonkeyPatch.context() as patch:
         patch.setattr(o.Opening, "open", lambda _: pytest.fail("the command opens the index"))
-        yield
+        yield metrics
 
 
 @contextmanager
 def impostor(index: Path, *lines: dict[str, Any]) -> Iterator[None]:
     """Answer a greeting and a question with lines, and close the connection."""
-    path = through._place(index, makes=True)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+        listener.bind(socket_path(index))
         listener.listen()
 
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
-                wire = through._Wire(connection)
+                wire = through.Wire(connection)
                 wire.receive()
                 for line in lines[:1]:
                     wire.send(**line)
@@ -72,6 +78,10 @@ def impostor(index: Path, *lines: dict[str, Any]) -> Iterator[None]:
         thread.start()
         yield
         thread.join()
+
+
+def socket_path(index: Path) -> str:
+    return f"{through.place(index, makes=True)}.0{through.SUFFIX}"
 
 
 def untimed(value: Any) -> Any:
@@ -141,15 +151,10 @@ def test_a_history_that_is_refused(run: Run, index_folder: Path) -> None:
 def test_other_options_are_answered_here(
     run: Run, index_folder: Path, options: tuple[object, ...], why: str
 ) -> None:
-    opening, answering = o.Opening(index_folder), o.Answering(boundary_tokens=3, policy="seam")
     common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2, "--json")
     if "boundary" not in options:
         common = (*common, "--boundary-tokens", 3, "--policy", "seam")
-    with (
-        opening.open() as opened,
-        Idle() as idle,
-        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
-    ):
+    with listening(index_folder, boundary_tokens=3, policy="seam"):
         done = run(*common, *options)
     assert (done.code, why in done.err) == (0, True), done.err
     assert done.json["usage"]["completion_tokens"] <= 2
@@ -158,12 +163,7 @@ def test_other_options_are_answered_here(
 def test_an_index_in_the_place_of_the_served_one(
     run: Run, index_folder: Path, whole_index: Path
 ) -> None:
-    opening, answering = o.Opening(index_folder), o.Answering()
-    with (
-        opening.open() as opened,
-        Idle() as idle,
-        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
-    ):
+    with listening(index_folder):
         for path in index_folder.iterdir():  # the folder stays, as a volume's does
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.copytree(whole_index, index_folder, dirs_exist_ok=True)
@@ -270,7 +270,7 @@ def test_a_server_that_ends_in_mid_answer(run: Run, index_folder: Path) -> None:
         done = run("query", "--index", index_folder, QUESTION)
     assert (done.code, done.out) == (1, "half an")
     assert "'kvrag serve' ended before it had answered" in done.err
-    through._place(index_folder, makes=True).unlink()  # type: ignore[union-attr]
+    Path(socket_path(index_folder)).unlink()
     with impostor(index_folder, READY, PIECE):
         done = run("chat", "--index", index_folder, stdin=f"{QUESTION}\n{QUESTION}\n")
     assert (done.code, done.err.count("ended before it had answered")) == (1, 1)
@@ -281,7 +281,7 @@ def test_a_server_that_says_nothing(
 ) -> None:
     monkeypatch.setattr(through, "_GREETING_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(through._place(index_folder, makes=True)))
+        listener.bind(socket_path(index_folder))
         listener.listen()
         done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
     assert (done.code, "does not answer" in done.err) == (0, True), done.err
@@ -296,18 +296,53 @@ def test_only_this_user_may_open_it(run: Run, index_folder: Path, place: Path) -
         assert run(*common).code == 0
     assert not [*place.iterdir()]
     place.chmod(0o770)
-    opening, answering = o.Opening(index_folder), o.Answering()
-    with (
-        opening.open() as opened,
-        Idle() as idle,
-        through.listening(answering.engine(opened), idle, opening, answering, 20.0),
-    ):
+    with listening(index_folder):
         assert not [*place.iterdir()]
     done = run(*common)
     assert (done.code, f"{place} is not used" in done.err) == (0, True), done.err
 
 
-def test_a_server_until_it_is_killed(run: Run, index_folder: Path, tmp_path: Path) -> None:
+def test_answers_are_counted(run: Run, index_folder: Path) -> None:
+    common = ("query", "--index", index_folder, "--max-tokens", 3)
+    with served(index_folder) as metrics:
+        usage = run(*common, QUESTION, "--json").json["usage"]
+        assert run(*common, "why " * 3000).code == 1
+    counts = metrics.text().decode()
+    for status in (200, 400):
+        count = f'requests_total{{route="socket",status="{status}",tenant=""}} 1.0'
+        assert f"kvrag_server_{count}" in counts
+    for kind in ("prompt", "completion"):
+        count = f'tokens_total{{kind="{kind}",tenant=""}} {float(usage[f"{kind}_tokens"])}'
+        assert f"kvrag_server_{count}" in counts
+    assert "kvrag_server_ttft_seconds_count 1.0" in counts
+
+
+def test_of_two_servers_each_ends_alone(run: Run, index_folder: Path, place: Path) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    with listening(index_folder, session_bytes=0) as first:
+        with listening(index_folder) as last:
+            # The newest is asked, unless only another would answer the same.
+            assert [run(*common).err, run(*common, "--session-bytes", 0).err] == ["", ""]
+        assert len([*place.iterdir()]) == 1
+        assert run(*common).err == ""
+    for metrics, number in ((first, 2), (last, 1)):
+        count = f'requests_total{{route="socket",status="200",tenant=""}} {number}.0'
+        assert f"kvrag_server_{count}" in metrics.text().decode()
+
+
+def test_another_instruction_set_is_taken_here(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    with listening(index_folder):
+        monkeypatch.setenv("KVRAG_ISA", "scalar")
+        done = run(*common)
+    assert (done.code, "its KVRAG_ISA is None, not scalar" in done.err) == (0, True), done.err
+
+
+def test_a_server_until_it_is_killed(
+    run: Run, index_folder: Path, tmp_path: Path, place: Path
+) -> None:
     with running(index_folder) as process:
         link = tmp_path / "link"
         link.symlink_to(index_folder)
@@ -315,4 +350,6 @@ def test_a_server_until_it_is_killed(run: Run, index_folder: Path, tmp_path: Pat
         check(None, [(["query", QUESTION, "--index", link, "--max-tokens", 2], 0)])
         process.kill()
         process.wait()
+        assert [*place.iterdir()]
         assert run("query", QUESTION, "--index", index_folder, "--max-tokens", 2).code == 0
+        assert not [*place.iterdir()]

@@ -212,6 +212,7 @@ def test_options_of_ollamas_runner_change_nothing(ollama: Client, served: Served
         ({"messages": [{"role": "user", "content": "x", "images": ["aaaa"]}]}, "images"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages.0.role"),
         ({"messages": "x"}, "messages: Input should be a valid list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 120}] * 40}, "4,800 parts and"),
         ({"nonsense": 1}, "unknown parameter 'nonsense'"),
         ({"model": "llama3"}, "there is no model 'llama3' for this request"),
     ],

@@ -98,6 +98,30 @@ def test_the_page_is_that_of_its_sources(tmp_path: Path) -> None:
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), "run 'npm run build'"
 
 
+MARKS = """
+const element = () => ({ children: [], append() {}, setAttribute() {}, replaceChildren() {} });
+globalThis.document = { createElement: element };
+const { Markdown } = await import("./markdown.js");
+for (const mark of ["*a ", "**a ", "a*b ", "_a ", "*", "__", "`"]) {
+  for (const isOpen of [true, false]) {
+    new Markdown(element()).show(mark.repeat(100_000 / mark.length) + "x", isOpen);
+  }
+}
+"""
+
+
+def test_marks_that_end_nothing_are_read_in_linear_time(tmp_path: Path) -> None:
+    bundler = ROOT / "web" / "node_modules" / ".bin" / "esbuild"
+    if shutil.which("node") is None or not bundler.exists():
+        pytest.skip("needs node, and npm install in web/")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "marks.js").write_text(MARKS)
+    source, out = ROOT / "web" / "src" / "markdown.ts", tmp_path / "markdown.js"
+    subprocess.run([bundler, source, "--bundle", "--format=esm", f"--outfile={out}"], check=True)
+    # A second, or minutes if it takes the square of the length.
+    subprocess.run(["node", "marks.js"], cwd=tmp_path, check=True, timeout=60)
+
+
 def test_a_server_with_keys_shows_the_page_and_nothing_more(rag: Rag) -> None:
     key = ApiKey(name="ada", key="key-of-ada-0123456789")
     with serving(rag.index, ServerOptions(keys=[key])) as served:

@@ -27,6 +27,10 @@ def post(served: Served, route: str, changed: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{served.url}/{route}", content=body, headers=headers, timeout=60)
 
 
+def parts(kind: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": kind, "text": "x"}] * 1400}
+
+
 def said(*content: Any, role: str = "user", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, **({"content": content[0]} if content else {}), **more}]}
 
@@ -66,6 +70,7 @@ CHAT: list[tuple[Any, str | None, str]] = [
     ({"stop": {"a": 1}}, "stop", "valid string"),
     ({"stop": ["y", "x" * 201]}, "stop", "a stop string has over 200 characters"),
     ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": [parts("text")] * 3}, "messages", "4,200 parts and calls in all"),
     (said("x", role="tool"), "messages.0", "tool_call_id"),
     (said("x", role="oracle"), "messages.0.role", "Input should be"),
     (said(None), "messages.0", "content is missing"),
@@ -124,6 +129,7 @@ ITEMS: list[tuple[Any, str | None, str]] = [
     ({"reasoning": {"effort": "high"}}, None, "reasoning: this server does not support it"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "Input should be 'function'"),
     ({"input": []}, "input", "at least 1 item"),
+    ({"input": [parts("input_text")] * 3}, "input", "4,200 parts and calls in all"),
     ({"input": [{"role": "oracle", "content": "x"}]}, "input.0.role", "Input should be"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, None, "input.0"),
     ({"input": [{"role": "user", "content": IMAGE}]}, None, "input.0.content.0"),

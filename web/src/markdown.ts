@@ -13,8 +13,15 @@ const OPEN = "\uFDD0";
 const CLOSE = "\uFDD1";
 const NOTE = new RegExp(`${OPEN}(\\d+)${CLOSE}`);
 
-const SPAN =
-  /(`+)([^`]+)\1|(\*\*|__)(?=\S)(.*?\S)\3|(\*|(?<![\p{L}\p{N}])_)(?=[^\s*_])(.*?[^\s*_])\5(?![\p{L}\p{N}])/gsu;
+// What begins a span, and what may end it. Each is sought once at most where there is none, so that the time is linear.
+const OPENING = /`+|(?:\*\*|__)(?=\S)|(?:\*|(?<![\p{L}\p{N}])_)(?=[^\s*_])/gu;
+const CLOSING: Record<string, RegExp> = {
+  "`": /`+/g,
+  "**": /(?<=\S)\*\*/g,
+  __: /(?<=\S)__/g,
+  "*": /(?<=[^\s*_])\*(?![\p{L}\p{N}])/gu,
+  _: /(?<=[^\s*_])_(?![\p{L}\p{N}])/gu,
+};
 
 /** What stands at a place of the text. */
 export interface Note {
@@ -52,8 +59,9 @@ export class Markdown {
 function noted(text: string, notes: Note[]): string {
   let left = text.replace(/[\uFDD0\uFDD1]/g, "\uFFFD");
   for (let number = notes.length - 1; number >= 0; number -= 1) {
+    let before = left.slice(0, notes[number].at);
     // A row of a table keeps its last line.
-    const before = left.slice(0, notes[number].at).replace(/\s*\|\s*$/, "");
+    if (before.trimEnd().endsWith("|")) before = before.trimEnd().slice(0, -1).trimEnd();
     left = before + OPEN + number + CLOSE + left.slice(before.length);
   }
   return left;
@@ -164,7 +172,9 @@ function list(lines: string[], inline: Inline): HTMLElement {
 
 /** A text that is not finished, with the ends of what it has begun. */
 function closed(text: string): string {
-  let left = text.replace(/[*_`]+$/, "");
+  let end = text.length;
+  while (end && "*_`".includes(text[end - 1])) end -= 1;
+  let left = text.slice(0, end);
   for (const mark of ["**", "`"]) {
     if (left.split(mark).length % 2 === 0) left += mark;
   }
@@ -173,16 +183,33 @@ function closed(text: string): string {
 
 function spans(text: string, notes: Note[]): (Node | string)[] {
   const made: (Node | string)[] = [];
+  const unclosed = new Set<string>();
   let at = 0;
-  for (const found of text.matchAll(SPAN)) {
-    const [whole, , code, , bold, , slanted] = found;
-    made.push(...leaf(text.slice(at, found.index), notes));
-    if (code !== undefined) made.push(h("code", {}, ...leaf(code, notes)));
-    else if (bold !== undefined) made.push(h("strong", {}, ...spans(bold, notes)));
-    else made.push(h("em", {}, ...spans(slanted, notes)));
-    at = found.index + whole.length;
+  for (let from = 0, opening; (opening = next(OPENING, text, from)); ) {
+    const [mark] = opening;
+    const isCode = mark.startsWith("`");
+    const kind = isCode ? "`" : mark;
+    const begin = opening.index + mark.length;
+    const closing = unclosed.has(kind) ? null : next(CLOSING[kind], text, begin + 1);
+    if (!closing) {
+      unclosed.add(kind);
+      from = isCode ? begin : opening.index + 1; // the second of two stars may begin another span
+      continue;
+    }
+    const length = Math.min(mark.length, closing[0].length);
+    const inner = text.slice(begin, closing.index);
+    made.push(...leaf(text.slice(at, begin - length), notes));
+    if (isCode) made.push(h("code", {}, ...leaf(inner, notes)));
+    else made.push(h(mark.length > 1 ? "strong" : "em", {}, ...spans(inner, notes)));
+    from = closing.index + length;
+    at = from;
   }
   return [...made, ...leaf(text.slice(at), notes)];
+}
+
+function next(pattern: RegExp, text: string, from: number): RegExpExecArray | null {
+  pattern.lastIndex = from;
+  return pattern.exec(text);
 }
 
 /** A text with its notes. */

@@ -1,0 +1,231 @@
+"""The end of `kvrag serve` of the socket over which commands ask (`kvrag.cli.through`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.cli.answering import Outcome, Say
+from kvrag.cli.conversation import Asker
+from kvrag.cli.through import SUFFIX, StoppedAnswerError, Wire, described, place
+from kvrag.engine.asking import Asking
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.idle import Idle
+from kvrag.engine.options import ENGINE_DEFAULTS, EngineOptions, everywhere
+from kvrag.errors import KVRagError
+from kvrag.server.metrics import ServerMetrics
+from kvrag.server.problems import CLIENT_GONE, as_problem
+
+_PING_SECONDS = 5.0
+# A client that reads nothing for so long is dropped.
+_UNREAD_SECONDS = 60
+# Room in memory changes no answer: the server's own counts.
+_OF_SERVER = ("session_bytes", "session_store_bytes", "card_bytes", "pinned_bytes")
+# What keeps a connection from being accepted now, but not later.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_PAUSE_SECONDS = 0.1
+
+
+@dataclass
+class _Listener:
+    """Answers connections, each in its thread."""
+
+    engine: KVEngine
+    idle: Idle
+    metrics: ServerMetrics
+    same: dict[str, Any]
+    is_ending: bool = False
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.open: dict[socket.socket, threading.Thread] = {}
+
+    def accept(self, listener: socket.socket) -> None:
+        """Accept connections until the listener is closed."""
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _UNREAD_SECONDS, 0)
+            )
+            thread = threading.Thread(
+                target=self._serve, args=[connection], name="kvrag-command", daemon=True
+            )
+            self.open[connection] = thread
+            thread.start()
+
+    def end(self, grace_seconds: float) -> None:
+        """End the connections; answers that have begun may go on for a while."""
+        self.is_ending = True
+        due = time.monotonic() + grace_seconds
+        for connection, thread in [*self.open.items()]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)
+            thread.join(max(0.0, due - time.monotonic()))
+        self.is_cut = True
+        for thread in [*self.open.values()]:
+            thread.join()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError, EOFError):
+            self._converse(connection, Wire(connection))
+        self.open.pop(connection, None)
+
+    def _converse(self, connection: socket.socket, wire: Wire) -> None:
+        hello = wire.receive()
+        if (why := self._unfit(hello)) is not None:
+            wire.send(no=why)
+            return
+        asking = Asking(hello["k"], hello["filter"], use_chat_template=not hello["no_chat"])
+        try:
+            asker = Asker(self.engine, asking, hello["history"], self.idle)
+        except KVRagError as error:
+            wire.send(error=str(error))
+            return
+        wire.send(ready=True)
+        # It takes no KV of other conversations: a separate process would have none.
+        given = {name: hello["same"][name] for name in ENGINE_DEFAULTS} | {
+            "session": uuid.uuid4().hex
+        }
+
+        heard = select.poll()
+        heard.register(connection, select.POLLIN)
+
+        def say(kind: str, text: str) -> None:
+            is_stopped = not self.is_ending and heard.poll(0)
+            if is_stopped or self.is_cut:
+                raise StoppedAnswerError
+            wire.send(say=[kind, text])
+
+        while True:
+            line = wire.receive()
+            if "forget" in line:
+                asker.forget()
+            elif "ask" in line:
+                line["options"] = {**given, **line["options"]}
+                self._answer(asker, line, say, wire)
+
+    def _answer(self, asker: Asker, line: dict[str, Any], say: Say, wire: Wire) -> None:
+        started, status, outcome = time.perf_counter(), CLIENT_GONE, None
+        try:
+            with _pinged(wire):
+                outcome = asker.ask(line["ask"], say, line["options"], verifies=line["verifies"])
+            wire.send(outcome=asdict(outcome))
+            status = 200
+        except StoppedAnswerError:
+            wire.send(stopped=True)
+        except KVRagError as error:
+            status = as_problem(error).status
+            wire.send(error=str(error))
+        except OSError:
+            raise
+        except Exception as error:
+            status = as_problem(error).status  # and the log says more
+            wire.send(error=f"unexpected {type(error).__name__} in 'kvrag serve': {error}")
+        finally:
+            self._note(status, time.perf_counter() - started, outcome)
+
+    def _note(self, status: int, seconds: float, outcome: Outcome | None) -> None:
+        tokens, ttft_seconds = {}, None
+        if outcome is not None:
+            usage, ttft_seconds = asdict(outcome.answer.usage), outcome.answer.ttft_seconds
+            tokens = {name.removesuffix("_tokens"): number for name, number in usage.items()}
+        fields = {"route": "socket", "status": status, "seconds": seconds, "tenant": ""}
+        self.metrics.note(fields, tokens, ttft_seconds)
+
+    def _unfit(self, hello: dict[str, Any]) -> str | None:
+        """Return why this server would not answer as the command by itself; None if it would."""
+        asked, own = hello["same"], self.same
+        if asked["version"] != own["version"]:
+            return f"it is of version {own['version']}"
+        if asked["index"] != own["index"]:
+            return "its index was replaced"
+        if hello["rerank"] is not None:
+            return "it does not rerank for commands"
+        usual = everywhere(EngineOptions)
+        for name, value in asked.items():
+            is_by_answer = name in ENGINE_DEFAULTS and value is not None
+            is_of_server = name in _OF_SERVER and value == usual[name].default
+            if value != own[name] and not (is_by_answer or is_of_server):
+                option = name if name.isupper() else f"--{name.replace('_', '-')}"
+                return f"its {option} is {own[name]}, not {value}"
+        return None
+
+
+@contextmanager
+def _pinged(wire: Wire) -> Iterator[None]:
+    """Tell the client now and then that the server lives."""
+    ended = threading.Event()
+
+    def ping() -> None:
+        with suppress(OSError):
+            while not ended.wait(_PING_SECONDS):
+                wire.send(ping=True)
+
+    thread = threading.Thread(target=ping, name="kvrag-ping", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def listening(
+    engine: KVEngine,
+    idle: Idle,
+    metrics: ServerMetrics,
+    opening: o.Opening,
+    answering: o.Answering,
+    grace_seconds: float,
+) -> Iterator[None]:
+    """Answer `kvrag query` and `kvrag chat` of the same index, until the block ends."""
+    beginning = place(opening.index, makes=True)
+    if beginning is None:
+        yield
+        return
+    # Each server has its own: none ends with another.
+    path = beginning.with_suffix(f".{secrets.token_hex(4)}{SUFFIX}")
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            unfinished = path.with_suffix("")
+            listener.bind(os.fspath(unfinished))
+            unfinished.chmod(0o600)
+            listener.listen()
+            unfinished.rename(path)  # commands ask from now on
+        except OSError as error:
+            console.note(f"'kvrag query' will not ask this server: {error}")
+            yield
+            return
+        answers = _Listener(engine, idle, metrics, described(opening, answering))
+        thread = threading.Thread(
+            target=answers.accept, args=[listener], name="kvrag-commands", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            thread.join()
+            answers.end(grace_seconds)
