@@ -30,6 +30,7 @@ from kvrag.fusion.repair import Repair
 from kvrag.ingest.config import write_atomically
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
+from kvrag.loading.pace import fit_prices
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowPass
 from kvrag.process import after_fork, working
@@ -40,6 +41,7 @@ SWITCH = "KVRAG_NEVER_SLOWER"
 
 _NUM_ROWS = (16, 64, 256, 1024, 4096)
 _REPEATS = 3
+_WAY = "line"  # of measuring: prices of another are not taken
 # A run that takes longer is the last, at the second number of rows or a later one: other prompts'
 # answers wait for each run.
 _LONGEST_CPU_RUN, _LONGEST_RUN = 0.03, 0.5
@@ -127,6 +129,11 @@ def measure(model: KVModel) -> RowPrices:
         seconds.append(took)
         if one_run > longest and len(num_rows) > 1:
             break
+    if is_cpu:
+        # A line: what else the machine does disturbs single figures, and decisions with them.
+        fixed, per_row = fit_prices([(1.0, number) for number in num_rows], seconds)
+        num_rows = [num_rows[0], num_rows[-1]]
+        seconds = [fixed + per_row * number for number in num_rows]
     # More rows never cost less: what says so was disturbed.
     least = np.minimum.accumulate(seconds[::-1])[::-1]
     return RowPrices(tuple(num_rows), tuple(map(float, least)))
@@ -188,7 +195,7 @@ def _key(model: KVModel, fingerprint: str) -> str:
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else os.uname().machine
     num_threads = torch.get_num_threads() if device.type == "cpu" else 0
-    values = fingerprint, device.type, name, num_threads, model.compute, _version()
+    values = _WAY, fingerprint, device.type, name, num_threads, model.compute, _version()
     return json.dumps([*map(str, values), torch.__version__])
 
 

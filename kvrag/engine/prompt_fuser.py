@@ -133,7 +133,7 @@ class PromptFuser:
         self._links = links
         self._options = options
         self._estimates = StreamEstimates()
-        self._waited = Pace()
+        self._waited = Pace(0.5)  # one slow read does not decide
         self.buffers = BufferPool()
         self._device: torch.device | None = None
         self._hot = HotTiers(options.card_bytes, options.pinned_bytes)
@@ -312,8 +312,12 @@ class PromptFuser:
             threads.start(index.model.capture_rows, threads.READING)
         if self._prices is not None and layout.spans:
             self._prices.measure_later(index.model)
-            if report.stream is None and (num_loaded := report.num_cached - report.num_kept):
-                self._waited.observe(num_loaded, report.seconds["load"])
+            num_loaded, prices = report.num_cached - report.num_kept, self._row_prices()
+            if report.stream is None and num_loaded and prices is not None:
+                # In the time of the idle machine that the prices are of.
+                priced = prices.of(num_rows / index.model.spec.num_layers)
+                busy = max(1.0, computing_seconds(report.seconds) / priced)
+                self._waited.observe(num_loaded, report.seconds["load"] / busy)
         seconds = {"layout": layout_seconds, **report.seconds}
         seconds["load"] = seconds.get("load", 0.0) + begun.seconds
         misses = dict(report.misses)

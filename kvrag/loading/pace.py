@@ -10,18 +10,22 @@ import numpy as np
 
 _NUM_REMEMBERED = 32
 _LEAST_SPREAD = 2.0
-_KEPT_TO = 0.9
 
 
 class Pace:
     """Seconds as a constant plus a price for each unit of work, fitted to recent observations.
 
-    The estimate is high enough for nine of ten observations, since callers reserve that time.
-
     Thread-safe.
+
+    Parameters
+    ----------
+    kept_to
+        The share of observations for which the estimate is high enough: nine of ten by default,
+        since callers reserve that time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_to: float = 0.9) -> None:
+        self._kept_to = kept_to
         self._lock = threading.Lock()
         self._seen: deque[tuple[float, float]] = deque(maxlen=_NUM_REMEMBERED)
         self._prices: tuple[float, float] | None = None
@@ -61,7 +65,7 @@ class Pace:
                 # The estimate for an amount of 0 may be 0.
                 told = [(fixed + per_unit * amount, took) for amount, took in seen]
                 over = sorted(took / expected for expected, took in told if expected > 0.0)
-                slack = over[int(_KEPT_TO * (len(over) - 1))]
+                slack = over[int(self._kept_to * (len(over) - 1))]
                 self._prices = fixed * slack, per_unit * slack
             fixed, per_unit = self._prices
             return fixed + per_unit * amount

@@ -1,9 +1,13 @@
 """Never slower: by stated prices, prompts are computed as a whole where that is faster."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from kvrag.engine import prices
 from kvrag.engine.engine import KVEngine
@@ -47,6 +51,40 @@ def test_reuse_is_priced_by_its_rows_and_its_look() -> None:
     exact_alone = PromptRows(1100, 10, ())
     assert BY_ROW.of_reuse(TwoStagePolicy(), exact_alone, 100) == pytest.approx(0.1)
     assert BY_LAUNCH.of_reuse(TwoStagePolicy(), SPANS, 100) == pytest.approx(2.0)
+
+
+TURN = PromptRows(946, 30, (ReusedSpan("a", 500, 0, 346),), num_leading=500)
+"""A turn as Open WebUI writes it: instructions, passages, a question."""
+
+
+@pytest.mark.parametrize("number", [None, 16, 64, 256, 1024])
+def test_a_disturbed_figure_decides_nothing(number: int | None, monkeypatch: Any) -> None:
+    seconds = {16: 0.027, 64: 0.088, 256: 0.33, 1024: 1.45}
+    if number is not None:
+        seconds[number] *= 1.5
+    monkeypatch.setattr(prices, "_layers_seconds", lambda _, rows: (seconds[rows], 0.0))
+    like = SimpleNamespace(device=torch.device("cpu"), max_positions=1025)
+    pricing = Pricing(measure(cast("KVModel", like)), Pace())
+    assert not pricing.takes_full(TwoStagePolicy(), TURN, 600, 0)
+    # Where everything is computed twice, reuse does not pay.
+    assert pricing.takes_full(TwoStagePolicy(), replace(TURN, num_leading=0), 600, 0)
+
+
+def test_waits_count_as_on_an_idle_machine(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process makes computing as slow as loading: neither is dearer than before."""
+    _state(monkeypatch, RowPrices((1, 1000), (1e-9, 1e-6)))
+    engine = KVEngine(index, session_bytes=0)
+    report = engine.fuse(PROMPT, policy="none").report
+    waited = engine._fuser._waited.seconds(report.num_cached)
+    assert waited is not None
+    assert waited < report.seconds["load"] / 100
+
+
+def test_one_slow_read_decides_nothing() -> None:
+    waited = Pace(0.5)
+    for seconds in (0.01, 0.01, 5.0, 0.01, 0.01):
+        waited.observe(1000, seconds)
+        assert not Pricing(BY_ROW, waited).takes_full(NonePolicy(), SPANS, 100, 0)
 
 
 def test_a_slow_store_is_tried_again() -> None:
@@ -175,6 +213,6 @@ def test_what_is_measured_is_a_price_list(
     """The way of the CPU and that of a card, both on the CPU."""
     monkeypatch.setattr(prices, "_layers_seconds", getattr(prices, run))
     found = measure(model)
-    assert found.num_rows[:2] == (16, 64)
+    assert found.num_rows[0] == 16
     assert found.num_rows[-1] < model.max_positions
     assert list(found.seconds) == sorted(found.seconds)
