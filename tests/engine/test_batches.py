@@ -206,7 +206,7 @@ def test_damage_in_one_prompt_harms_no_other_that_is_fused_beside_it(
         assert was_lost or one.text == other.text
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "falcon-alibi"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon-alibi"])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers in float32 are the same, whether or not rows go together."""
     model = KVModel(make_model(family), make_tokenizer())

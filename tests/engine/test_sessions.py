@@ -209,9 +209,7 @@ class GivenPicks(RecomputePolicy):
         return torch.tensor(self.picks, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "mistral-sliding", "gpt2", "falcon-alibi", "bloom"]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding", "gpt2", "falcon-alibi"])
 def test_turns_are_as_if_fused_anew_with_the_same_picks(family: str, tmp_path: Path) -> None:
     model = KVModel(make_model(family), make_tokenizer())
     with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:

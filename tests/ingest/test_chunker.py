@@ -138,7 +138,7 @@ def test_paths_have_rising_levels_and_end_with_their_heading(levels: list[int]) 
             assert min(levels[last + 1 : heading.start + 1]) > int(title)
 
 
-_MANY = 200_000
+_MANY = 100_000
 
 
 @pytest.mark.parametrize(

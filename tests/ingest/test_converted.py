@@ -90,12 +90,12 @@ def test_damaged_files_are_refused(parser: Parser, suffix: str, how: str) -> Non
         load(parser, suffix, content)
 
 
-@pytest.mark.parametrize("suffix", [".pptx", ".xlsx", ".epub"])
-def test_archives_that_unpack_without_end_are_refused_before(suffix: str) -> None:
+def test_archives_that_unpack_without_end_are_refused_before() -> None:
     content = office.archive_bytes({f"{n}.xml": b" " * (1 << 25) for n in range(9)})
     assert len(content) < 1_000_000
-    with pytest.raises(DocumentError, match=r"it unpacks to 301,989,888 bytes, and at most 268,4"):
-        next(load_bytes(f"/docs/a{suffix}", content))
+    for suffix in (".pptx", ".xlsx", ".epub"):
+        with pytest.raises(DocumentError, match=r"unpacks to 301,989,888 bytes, and at most 268,4"):
+            next(load_bytes(f"/docs/a{suffix}", content))
 
 
 _LAUGHS = "<!DOCTYPE x [<!ENTITY a 'ha'>" + "".join(

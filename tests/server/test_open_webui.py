@@ -7,6 +7,7 @@ import pytest
 
 from kvrag.server.app import ServerOptions
 from tests.support.api_server import Served, serving
+from tests.support.properties import in_turn
 from tests.support.rag import PASSAGES, Rag
 
 TITLE = """### Task:
@@ -44,8 +45,7 @@ def send(served: Served, api: str, messages: list[dict[str, str]], **more: Any) 
     return message["content"], told["kvrag"]["reports"][0]
 
 
-@pytest.mark.parametrize("api", list(_PATHS))
-@pytest.mark.parametrize("is_system", [False, True])
+@pytest.mark.parametrize(("api", "is_system"), in_turn(_PATHS))
 def test_turns_whose_passages_move_and_the_calls_between_them(
     rag: Rag, api: str, is_system: bool
 ) -> None:

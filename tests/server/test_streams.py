@@ -27,7 +27,7 @@ async def ask_all(served: Served, asked: list[str]) -> list[str]:
 
         async def ask(prompt: str) -> str:
             stream = await client.completions.create(
-                model="model", prompt=prompt, max_tokens=12, stream=True
+                model="model", prompt=prompt, max_tokens=6, stream=True
             )
             return "".join([chunk.choices[0].text async for chunk in stream])
 
@@ -37,6 +37,6 @@ async def ask_all(served: Served, asked: list[str]) -> list[str]:
 def test_64_streams_at_once_are_the_engines_answers(rag: Rag) -> None:
     asked = prompts()
     with serving(rag.index, ServerOptions(max_streams=16)) as served:
-        expected = [served.engine.generate(prompt, max_tokens=12).text for prompt in asked]
+        expected = [served.engine.generate(prompt, max_tokens=6).text for prompt in asked]
         assert len(set(expected)) > NUM_STREAMS / 2
         assert asyncio.run(ask_all(served, asked)) == expected
