@@ -191,6 +191,12 @@ def _print_verified(report: VerifyReport) -> None:
         mended = ", the catalog repaired" if report.catalog_problems else ""
         kept = ", the list of records repaired" if report.store_problems else ""
         console.write(f"sound{repaired}{mended}{kept}\n")
+        if report.num_later:
+            console.write(
+                f"after a deletion, {console.count(report.num_later, 'record')} to be made again: "
+                "by the next 'kvrag ingest', by 'kvrag serve' while nobody asks, or by 'kvrag "
+                "verify --repair'\n"
+            )
     elif report.is_healed:
         console.write("The catalog is repaired, but the lost entries are gone.\n")
     else:

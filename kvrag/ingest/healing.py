@@ -59,6 +59,9 @@ class Audit:
         Names of the sound chunks' KV, each with its number of tokens.
     optional
         The same for their optional records (`Chunk.is_optional`), which the store may lack.
+    later
+        Those of `needed` that are made when nobody asks, if the store lacks them: what the chunk
+        was encoded after was deleted.
     problems
         A line of text for each problem.
     """
@@ -67,6 +70,7 @@ class Audit:
     num_documents: int = 0
     needed: dict[ChunkKey, int] = field(default_factory=dict)
     optional: dict[ChunkKey, int] = field(default_factory=dict)
+    later: set[ChunkKey] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
 
@@ -120,6 +124,7 @@ def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
 def _audit_chunks(
     catalog: Catalog, key_of: KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
 ) -> Iterator[str]:
+    is_shared = catalog.encoding is not None and catalog.encoding.context.is_shared
     for one in catalog.stored.chunks():
         found.num_chunks += 1
         source, ordinal = one.packed.source, one.packed.ordinal
@@ -135,6 +140,8 @@ def _audit_chunks(
         for key, context_ids in keys.items():
             is_optional = one.chunk.is_optional(context_ids)
             (found.optional if is_optional else found.needed)[key] = one.packed.num_tokens
+            if is_shared and not context_ids:
+                found.later.add(key)
         if one.keys != expected:
             yield f"{place}: names the KV {shown(one.keys)}, expected {expected}"
 

@@ -66,14 +66,15 @@ def verify_records(
     started = time.perf_counter()
     needed = {**audit.optional, **audit.needed}
     problems: list[RecordProblem] = []
-    num_records = num_repaired = 0
-    size_bytes = 0
+    num_records = num_repaired = num_later = size_bytes = 0
     for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
         size, reason = _read_record(storage, key, num_tokens)
         is_there = storage.home is storage.store or storage.home.contains(key)
         if reason is None and not is_there:
             reason = _MISSING
-        is_left_out = reason == _MISSING and key not in audit.needed
+        is_later = key in audit.later and repair is None
+        is_left_out = reason == _MISSING and (is_later or key not in audit.needed)
+        num_later += is_left_out and key in audit.needed
         num_records += not is_left_out
         size_bytes += size
         if reason is not None and not is_left_out:
@@ -95,6 +96,7 @@ def verify_records(
         num_repaired=num_repaired,
         catalog_problems=first_of(audit.problems),
         seconds=time.perf_counter() - started,
+        num_later=num_later,
     )
 
 

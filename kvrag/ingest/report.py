@@ -225,6 +225,9 @@ class VerifyReport(Report):
         computed as if they had never been stored.
     is_store_mended
         Whether that list was mended.
+    num_later
+        Missing records of chunks that were encoded after a text that was deleted. A server makes
+        them while nobody asks, a repair at once; until then, prompts compute their tokens.
     """
 
     num_chunks: int
@@ -238,6 +241,7 @@ class VerifyReport(Report):
     is_healed: bool = False
     store_problems: tuple[str, ...] = ()
     is_store_mended: bool = False
+    num_later: int = 0
 
     @property
     def ok(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvrag.chunk import Chunk, Document
+from kvrag.cli.upkeep import _print_verified
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -183,7 +184,9 @@ def test_chunks_of_one_document_precede_each_other(make_index: MakeIndex) -> Non
 
 
 @pytest.mark.parametrize("by_chunk", [False, True])
-def test_nothing_that_saw_a_deleted_text_remains(index: Index, by_chunk: bool) -> None:
+def test_nothing_that_saw_a_deleted_text_remains(
+    index: Index, by_chunk: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = next(one for one in PAGES if is_after(index, one))
     seen = {chunk.chunk_id: index.key_of(chunk) for chunk in is_after(index, gone)}
     ids = index.catalog.chunk_ids_of(gone.source)
@@ -195,9 +198,13 @@ def test_nothing_that_saw_a_deleted_text_remains(index: Index, by_chunk: bool) -
     index.upkeep.gc()
     assert not any(map(index.store.contains, seen.values()))
     # Until the next ingestion, prompts compute them, or they are made alone while nobody asks.
-    assert not index.upkeep.verify().ok
+    found = index.upkeep.verify()
+    assert (found.ok, found.num_later) == (True, len(seen))
+    _print_verified(found)
+    assert "to be made again" in capsys.readouterr().out
     assert index.on_demand.make_all() == len(PAGES) - 1
-    assert index.upkeep.verify().ok
+    found = index.upkeep.verify()
+    assert (found.ok, found.num_later) == (True, 0)
     report = index.add([])
     assert report.num_records == len(seen)
     assert all(standing(index, chunk) for chunk in index.get_chunks([*seen]))

@@ -5,8 +5,10 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -57,10 +59,9 @@ def _answers(url: str) -> bool:
 
 
 @contextmanager
-def proxy(config: Path, listen: str, replicas: Sequence[Served]) -> Iterator[None]:
+def proxy(config: Path, listen: str, replicas: Sequence[str]) -> Iterator[None]:
     places = {
-        f"REPLICA_{number}": one.server.url.removeprefix("http://")
-        for number, one in enumerate(replicas, 1)
+        f"REPLICA_{number}": one.removeprefix("http://") for number, one in enumerate(replicas, 1)
     }
     log = config.with_suffix(".log")
     with log.open("wb") as output:
@@ -76,6 +77,54 @@ def proxy(config: Path, listen: str, replicas: Sequence[Served]) -> Iterator[Non
     finally:
         process.terminate()
         process.wait(30)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[str]:
+    """Listen, and answer each request with a name; yield the URL."""
+
+    class Named(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(name)))
+            self.end_headers()
+            self.wfile.write(name.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Named) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+def test_conversations_without_a_key_stay_at_their_replica(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(CONFIG.read_text())
+    listen = f"127.0.0.1:{free_port()}"
+
+    def replica_of(messages: list[dict[str, str]]) -> str:
+        body = json.dumps({"stream": True, "messages": messages}).encode()
+        with urlopen(Request(f"http://{listen}/v1/chat/completions", body), timeout=60) as answer:
+            return str(answer.read(), "utf-8")
+
+    with naming("one") as one, naming("two") as two, proxy(config, listen, (one, two)):
+        found = []
+        for number in range(20):
+            system = [{"role": "system", "content": "Be brief. " * 500}] * (number % 2)
+            turns = [{"role": "user", "content": f'Is "{number}" a number? ' + "é" * 9_000}]
+            for _ in range(3):
+                found.append(replica_of(system + turns))
+                turns += [{"role": "assistant", "content": "Yes. " * 30_000}, turns[0]]
+            assert len({*found[-3:]}) == 1, number
+        assert {*found} == {"one", "two"}
 
 
 @contextmanager
@@ -102,7 +151,7 @@ def hit_rate(index: Index, folder: Path, balance: str) -> float:
     with (
         replica(index) as one,
         replica(index) as two,
-        proxy(config, listen, (one, two)),
+        proxy(config, listen, (one.server.url, two.server.url)),
     ):
         draw = random.Random(5)
         for _ in range(NUM_PROMPTS):
