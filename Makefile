@@ -61,9 +61,11 @@ test: $(STAMP)
 
 # `make test-all -o test` runs make check and what `make test` has left out: the slow tests, each file by one
 # worker. With EXHAUSTIVE=1, tests that kill, flip, fuzz or draw examples run again, ten times as often and more.
+# Only files with slow tests, of their own or of a contract, are collected: the others take each worker ten seconds.
 EXHAUSTIVE ?=
+SLOW = $(shell grep -rlE 'mark\.slow|_contract import' tests --include='test_*.py')
 test-all: check test
-	KVRAG_EXHAUSTIVE=$(EXHAUSTIVE) $(PYTEST) --dist loadfile -m slow
+	KVRAG_EXHAUSTIVE=$(EXHAUSTIVE) $(PYTEST) --dist loadfile -m slow $(SLOW)
 	$(if $(filter-out 0,$(EXHAUSTIVE)),KVRAG_EXHAUSTIVE=1 $(PYTEST) -m "not slow and (hypothesis or trials)" \
 		--hypothesis-profile=full)
 
