@@ -1,5 +1,5 @@
-import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -14,6 +14,7 @@ from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed
 from kvrag_bench.load.throttled import Line, ThrottledStore
 from kvrag_testing.records import key_number, record_of
+from tests.support.threads import together
 
 SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=5)
 
@@ -21,11 +22,7 @@ SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=
 def test_a_line_carries_so_many_bytes_a_second_for_all_readers_together() -> None:
     line = Line(1e6)
     started = time.perf_counter()
-    readers = [threading.Thread(target=line.carry, args=(50_000,)) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    together(*[partial(line.carry, 50_000)] * 4)
     assert time.perf_counter() - started >= 0.199
 
 

@@ -1,10 +1,10 @@
 """A prompt that goes on from an earlier one takes its KV, and answers as if it were fused anew."""
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Prompt
-from kvrag.errors import KVRagError, PromptTooLongError
+from kvrag.errors import PromptTooLongError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import whole
@@ -26,6 +26,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import HEAD, make_model, make_tokenizer
 from tests.support.properties import examples
+from tests.support.threads import together
 
 QUESTIONS = ("Who keeps it?", "Where is the old tower?", "When did she say so, and why?")
 
@@ -392,7 +393,6 @@ def test_lost_records_do_not_matter_to_kept_rows(tmp_path: Path, model: KVModel)
 def test_threads_and_streams_each_have_their_conversation(index: Index) -> None:
     """Several conversations, each in a thread, with one engine."""
     engine, alone = KVEngine(index, max_tokens=5, max_batch=3), KVEngine(index, max_tokens=5)
-    failed: list[BaseException] = []
 
     def turns(name: str, order: tuple[int, ...]) -> Iterator[str]:
         prompt = root_of(order, f"{name}?")
@@ -417,15 +417,5 @@ def test_threads_and_streams_each_have_their_conversation(index: Index) -> None:
     names = {"Ines": (1, 0), "Tomas": (2, 3), "Varn": (3, 0, 2), "fox": (1, 2)}
     expected = {name: texts(alone, name, order) for name, order in names.items()}
 
-    def run(name: str, order: tuple[int, ...]) -> None:
-        try:
-            assert texts(engine, name, order) == expected[name]
-        except (AssertionError, KVRagError) as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=one) for one in names.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    found = together(*(partial(texts, engine, *one) for one in names.items()))
+    assert found == list(expected.values())

@@ -21,6 +21,7 @@ from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, r
 from kvrag.store.file import FileStore
 from kvrag_bench.shapes import random_model, random_text
 from tests.support.proxy import FaultyProxy
+from tests.support.threads import together
 from tests.support.web_server import WebServer
 
 NUM_CHUNKS = 4
@@ -264,21 +265,12 @@ def test_a_bad_line(
 
 def test_prompts_at_the_same_time(index: Index, prompt: str, plain: torch.Tensor) -> None:
     engine = KVEngine(index, **FULL)
-    failures: list[Exception] = []
 
     def ask() -> None:
-        try:
-            for ttft in (5.0, 0.05):
-                check_right(engine, prompt, plain, ttft)
-        except Exception as error:
-            failures.append(error)
+        for ttft in (5.0, 0.05):
+            check_right(engine, prompt, plain, ttft)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(*[ask] * 4)
     assert sum(engine.stream_counts["deadlines"].values()) == 8
 
 

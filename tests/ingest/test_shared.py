@@ -3,9 +3,9 @@
 import json
 import shutil
 import sqlite3
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvrag.ingest.shared.place import read_place
 from tests.ingest.conftest import Machine
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import S3Server, free_port
+from tests.support.threads import together
 
 BUCKET = "kvrag-shared"
 
@@ -104,24 +105,12 @@ def test_documents_and_chunks_go_everywhere(machine: Machine, url: str) -> None:
 def test_writers_at_once_lose_nothing(machine: Machine, url: str) -> None:
     machine("creator", url, context="none")
     writers = [machine(f"machine{number}", url) for number in range(3)]
-    failures: list[BaseException] = []
 
     def write(index: Index, first: int) -> None:
-        try:
-            for number in range(first, first + 6):
-                index.add([page(number)])
-        except BaseException as error:
-            failures.append(error)
+        for number in range(first, first + 6):
+            index.add([page(number)])
 
-    threads = [
-        threading.Thread(target=write, args=(index, 10 * number))
-        for number, index in enumerate(writers)
-    ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failures
+    together(*(partial(write, index, 10 * number) for number, index in enumerate(writers)))
     expected = {f"d{10 * writer + number}" for writer in range(3) for number in range(6)}
     versions = {(index.refresh(), index.catalog.version()) for index in writers}
     assert len(versions) == 1

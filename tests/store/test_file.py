@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kvrag.store.file import FileStore
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 from tests.support.folders import file_path, files_under
+from tests.support.threads import together
 
 KEY = key_number(0)
 
@@ -249,13 +251,7 @@ def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(FileStore, "_write", write)
     records = [bytes([number]) * 100_000 for number in range(2)]
-    threads = [
-        threading.Thread(target=FileStore(folder).put, args=(KEY, record)) for record in records
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(FileStore(folder).put, KEY, record) for record in records))
     assert stored(FileStore(folder), KEY) in records
     assert len(files_under(folder)) == 1
 

@@ -20,6 +20,7 @@ from kvrag.store.tiered import TieredStore
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support.killing import lines_until_killed
+from tests.support.threads import together
 from tests.support.waiting import wait_until
 
 KEY = key_number(0)
@@ -160,20 +161,14 @@ def test_what_is_read_in_part_stays_below(tiers: TieredStore, remote: Remote) ->
 def test_one_fetch_for_all_who_want_a_record(tiers: TieredStore, remote: Remote) -> None:
     remote.inner.put(KEY, record_of(KEY, 3_000_000))
     remote.seconds = 0.02
-    found: list[bytes] = []
     start = threading.Barrier(16)
 
-    def work() -> None:
+    def work() -> bytes:
         start.wait(10)
-        found.append(read_by_layers(tiers, KEY))
+        return read_by_layers(tiers, KEY)
 
-    threads = [threading.Thread(target=work) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = together(*[work] * 16)
     assert set(found) == {record_of(KEY, 3_000_000)}
-    assert len(found) == 16
     # Each of the 12 granules at most once: layers that overlap share one.
     assert 6 <= remote.num_reads <= 12
     assert remote.inner.counts()[0].bytes_read == 3_000_000

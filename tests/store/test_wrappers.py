@@ -1,8 +1,8 @@
 """Stores around stores keep the contract, and do what they are for."""
 
 import contextlib
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from kvrag.store.registry import open_store
 from kvrag.store.remote import Breaker
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
+from tests.support.threads import together
 
 KEY = key_number(0)
 SECRET = bytes(range(32))
@@ -202,29 +203,18 @@ def test_reading_much_once_pushes_nothing_out() -> None:
 
 def test_many_threads_keep_within_the_limit() -> None:
     store = limited(20_000)
-    failures: list[object] = []
 
     def work(first: int) -> None:
-        try:
-            for number in range(first, 300, 6):
-                key = key_number(number % 60)
-                store.put(key, record_of(key))
-                found = store.open(key)
-                if found is not None:
-                    if read_all(found) != record_of(key):
-                        failures.append(key)
-                    found.close()
-                if store.size_bytes() > 20_000:
-                    failures.append(store.size_bytes())
-        except Exception as error:
-            failures.append(error)
+        for number in range(first, 300, 6):
+            key = key_number(number % 60)
+            store.put(key, record_of(key))
+            found = store.open(key)
+            if found is not None:
+                assert read_all(found) == record_of(key)
+                found.close()
+            assert store.size_bytes() <= 20_000
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(*(partial(work, first) for first in range(6)))
 
 
 @pytest.mark.parametrize(

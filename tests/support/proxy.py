@@ -4,7 +4,6 @@ import contextlib
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 
@@ -31,12 +30,7 @@ class FaultyProxy:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()

@@ -1,8 +1,19 @@
-"""Find the threads of the package that are at work."""
+"""Threads: of tests that let calls meet, and of the package."""
 
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def together(*calls: Callable[[], T]) -> list[T]:
+    """Return what calls give, each in a thread of its own; raise what one of them raises."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [running.result() for running in [pool.submit(call) for call in calls]]
 
 
 def at_work(prefix: str = "kvrag-") -> list[str]:

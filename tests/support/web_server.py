@@ -6,7 +6,6 @@ import ipaddress
 import ssl
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -64,12 +63,7 @@ class WebServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
