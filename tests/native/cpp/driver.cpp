@@ -256,6 +256,73 @@ void int8_once() {
   }
 }
 
+// Weights by groups, of every width: against what the same bytes say one by one.
+void grouped_once() {
+  constexpr u64 kWidths[] = {4, 5, 6, 8};
+  const u64 rows = 1 + below(110), inputs = 1 + below(150), outputs = 1 + below(140);
+  const u64 bits = kWidths[below(4)], panels = (outputs + kInt8Panel - 1) / kInt8Panel;
+  const u64 places = panels * grouped_groups(inputs), scales = places * kInt8Panel;
+  // Half precision, up to 0.03 and of either sign.
+  const auto half = [] { return static_cast<u16>(below(2) << 15 | (8 << 10) | below(2048)); };
+  const auto weight = filled<u8>(places * grouped_bytes(bits), [&] {
+    return static_cast<u8>(bits == 8 ? 1 + below(255) : below(256));
+  });
+  const auto scale = filled<u16>(scales * (bits == 6 ? 2 : 1), half);
+  const bool has_least = bits < 6 && below(2) == 0;
+  const auto least = filled<u16>(has_least ? scales : 0, half);
+  const auto bias = filled<float>(panels * kInt8Panel, uniform);
+  const auto input = filled<float>(rows * inputs, uniform);
+  if (below(4) == 0) input[below(rows * inputs)] = INFINITY;
+  const auto input16 = exactly<u16>(rows * inputs);
+  for (u64 i = 0; i < rows * inputs; ++i) input16[i] = reconstruct::to_bf16(input[i]);
+  const auto each = filled<i64>(outputs, [number = i64{0}]() mutable { return number++; });
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const u32 threads = 1 + static_cast<u32>(below(3));
+    const auto unpacked = exactly<float>(outputs * inputs), out = exactly<float>(rows * outputs);
+    const auto rounded = exactly<u16>(rows * outputs);
+    GroupedLinear layer{ElementType::f32,
+                        input.get(),
+                        weight.get(),
+                        scale.get(),
+                        has_least ? least.get() : nullptr,
+                        bias.get(),
+                        0.5f,
+                        unpacked.get(),
+                        bits,
+                        rows,
+                        inputs,
+                        outputs};
+    unpack_grouped(layer, each.get(), outputs, threads);
+    layer.out = out.get();
+    run_grouped_linear(layer, threads);
+    layer.type = ElementType::bf16;
+    layer.input = input16.get();
+    layer.out = rounded.get();
+    run_grouped_linear(layer, threads);
+    for (u64 row = 0; row < rows; ++row) {
+      const float* const from = input.get() + row * inputs;
+      float peak = 0;
+      for (u64 i = 0; i < inputs; ++i) peak = std::fmax(peak, std::fabs(from[i]));
+      for (u64 o = 0; o < outputs; ++o) {
+        float sum = bias[o], bound = 1e-3f;
+        for (u64 i = 0; i < inputs; ++i) {
+          sum += from[i] * unpacked[o * inputs + i];
+          bound += std::fabs(unpacked[o * inputs + i]) * peak / 250;
+        }
+        const u64 place = row * outputs + o;
+        const float value = out[place], near = reconstruct::from_bf16(rounded[place]);
+        if (peak == INFINITY) {
+          check(std::isnan(value) && std::isnan(near), "numbers from a row that has none");
+        } else {
+          check(std::fabs(value - sum) <= bound, "another output by groups");
+          check(std::fabs(near - sum) <= 2 * bound + std::fabs(sum) / 128, "bfloat16 is far off");
+        }
+      }
+    }
+  }
+}
+
 // A decoder's layer for a row of each prompt or for rows of one: the same as by the first
 // instruction set, and what rows of one prompt write.
 void layers_once() {
@@ -408,6 +475,7 @@ int main(int argc, char** argv) {
     layer_once();
     elements_once();
     int8_once();
+    grouped_once();
     layers_once();
   }
   share_the_pool();
