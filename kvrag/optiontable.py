@@ -5,8 +5,8 @@ Docstrings, checks, and the help of commands take them from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from textwrap import fill
 from typing import Any, TypeVar
 
@@ -50,11 +50,15 @@ def option(default: Any, text: str, **rule: Any) -> Any:
     return field(default=default, metadata={_OPTION: Option(text, **rule)})
 
 
-def options_of(cls: Any) -> Iterator[tuple[Field[Any], Option]]:
-    """Yield the fields of a class that are options, each with its rule."""
-    for one in fields(cls):
-        if _OPTION in one.metadata:
-            yield one, one.metadata[_OPTION]
+def options_of(cls: Any) -> list[tuple[Field[Any], Option]]:
+    """Return the fields of a class that are options, each with its rule."""
+    return _options_of(cls)
+
+
+@cache
+def _options_of(cls: Any) -> list[tuple[Field[Any], Option]]:
+    """Look each class through once: every request asks."""
+    return [(one, one.metadata[_OPTION]) for one in fields(cls) if _OPTION in one.metadata]
 
 
 def text_of(cls: Any, name: str) -> str:
@@ -62,6 +66,7 @@ def text_of(cls: Any, name: str) -> str:
     return next(rule.text for one, rule in options_of(cls) if one.name == name)
 
 
+@cache
 def kind_of(one: Field[Any]) -> type:
     """Return the type of an option's plain values: whole numbers, numbers, flags or texts."""
     words = str(one.type).split(" | ")
@@ -99,7 +104,7 @@ def check_options(values: Any) -> None:
     ParameterError
         If one has the wrong type or is out of range.
     """
-    for one, _ in options_of(values):
+    for one, _ in options_of(type(values)):
         object.__setattr__(values, one.name, checked(one, getattr(values, one.name)))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from kvrag.codec.names import RAW
@@ -25,6 +26,7 @@ from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.slices import Clock
 from kvrag.models import known_text
 from kvrag.models.kv_model import KVModel
+from kvrag.models.tokenizer import Tokenizer, facts_of
 from kvrag_bench import shapes
 from kvrag_bench.card import Counts, pretended_card, to_card
 from kvrag_bench.setting import room_in, temporary_index
@@ -87,8 +89,8 @@ def narrow_model(shape: str) -> KVModel:
     return KVModel(hf.to(torch.bfloat16), _byte_level_tokenizer(), name=f"narrow {shape}")
 
 
-def _byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer like Llama 3's: tokenising takes as long as its kind does."""
+def _byte_level_tokenizer() -> Any:
+    """Return a tokenizer like Llama 3's, as kvrag loads it: tokenising takes as long as there."""
     words = shapes.random_words()
     syllables = sorted({word[place : place + 2] for word in words for place in (0, 2)})
     merges = [
@@ -97,16 +99,19 @@ def _byte_level_tokenizer() -> PreTrainedTokenizerFast:
         *((f"Ġ{word[:2]}", word[2:]) for word in words),
     ]
     tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
-    backend = Tokenizer(models.BPE({one: number for number, one in enumerate(tokens)}, merges))
+    backend = Backend(models.BPE({one: number for number, one in enumerate(tokens)}, merges))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Split(Regex(known_text.PATTERNS[1]), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     backend.decoder = decoders.ByteLevel()
     begin = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
     backend.post_processor = processors.Sequence([processors.ByteLevel(), begin])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>"
     )
+    facts = facts_of(made)
+    assert facts is not None
+    return Tokenizer(made.backend_tokenizer, facts, "", lambda: made)
 
 
 def count_launches(

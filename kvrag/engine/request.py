@@ -167,12 +167,11 @@ class Request(AnswerOptions):
                     "dataclasses.replace(request, ...)"
                 )
             return prompt
-        known = sorted(one.name for one, _ in options_of(cls))
-        unknown = sorted(set(options) - set(known))
-        if unknown:
+        known = {one.name for one, _ in options_of(cls)}
+        if unknown := sorted(options.keys() - known):
             raise ParameterError(
                 f"unknown option {arguments.cut(', '.join(unknown))}; a request takes "
-                f"{', '.join(known)}"
+                f"{', '.join(sorted(known))}"
             )
         return cls(prompt, **options)
 
@@ -181,11 +180,13 @@ class Request(AnswerOptions):
         meant = self.recompute.over(defaults.recompute)
         given = {
             one.name: getattr(defaults, one.name)
-            for one, _ in options_of(self)
+            for one, _ in options_of(type(self))
             if getattr(self, one.name) is None
         }
-        own = {one.name: getattr(meant, one.name) for one in fields(Recompute)}
-        return replace(self, **{**given, **own})
+        made = object.__new__(type(self))  # both were checked when they were made
+        vars(made).update(vars(self) | given | vars(meant))
+        vars(made).pop("eviction_policy", None)  # the default may be another
+        return made
 
     @property
     def recompute(self) -> Recompute:

@@ -323,7 +323,7 @@ class CardReading:
         if self._placement is None:
             keys, values = self._fused.layers
             widths = {table.cos.shape[-1] for table in self._tables}
-            parts = [list(self._parts(one)) for one in self._steps]
+            parts = list(self._parts())
             if not any(parts):
                 return
             self._placement = Placement(
@@ -340,18 +340,25 @@ class CardReading:
             self._placement.place(step, layers, table)
         self._may_write[number % len(self._slots)] = self._computing.record_event()
 
-    def _parts(self, layers: range) -> Iterator[Part]:
-        """Yield where the rows go that some layers of a group need."""
-        number = self._group_of(layers.start)
-        group, slot = self._groups[number], self._slots[number % len(self._slots)]
-        for lane in self._lanes:
-            there = slot, lane.offset * len(group), lane.source.stride, group.start
-            if lane.hot is not None:
-                there = lane.hot.memory, 0, lane.source.stride, 0
-            for span in self._spans[lane.record_id]:
-                if self._firsts.get(span, 0) <= layers.start:
-                    rows = span.chunk_start, span.prompt_start, span.length
-                    yield Part(*there, lane.source.num_tokens, *rows)
+    def _parts(self) -> Iterator[list[Part]]:
+        """Yield for each step where the rows go that its layers need."""
+        spans = [
+            (self._firsts.get(one, 0), lane, (one.chunk_start, one.prompt_start, one.length))
+            for lane in self._lanes
+            for one in self._spans[lane.record_id]
+        ]
+        for layers in self._steps:
+            number = self._group_of(layers.start)
+            group, slot = self._groups[number], self._slots[number % len(self._slots)]
+            found = []
+            for first, lane, rows in spans:
+                stride, num_tokens = lane.source.stride, lane.source.num_tokens
+                there = slot, lane.offset * len(group), stride, group.start
+                if lane.hot is not None:
+                    there = lane.hot.memory, 0, stride, 0
+                if first <= layers.start:
+                    found.append(Part(*there, num_tokens, *rows))
+            yield found
 
     def _upload(self, numbers: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
         size = numbers.numel() * numbers.itemsize

@@ -306,6 +306,11 @@ def execute(
     size = slice_rows(model.device)
     captured = compiled if isinstance(compiled, CapturedLayers) and shift is None else None
     layers = range(0)
+
+    def run_together() -> None:
+        assert captured is not None
+        captured.run_together(together, hidden, rows, fused, tables)
+
     while layers.stop <= last_layer:
         layer_index = layers.stop
         layers, together = range(layer_index, layer_index + 1), range(0)
@@ -319,7 +324,10 @@ def execute(
                 together = captured.together(layer_index, rows)
                 if together.stop > last_layer or not selection.stays(together):
                     together = range(0)
-            if not together:
+            if together and together.stop <= loader.num_loaded:
+                run_together()
+                layers = together
+            elif not together:
                 changed = None
                 if shift is not None:
                     table, picked = tables[layer_index], selection.picks[-1]
@@ -336,14 +344,14 @@ def execute(
                 forward = partial(_forward_slice, run, hidden, of, noted)
                 forward(slice(0, size))
         clock.lap("compute")
-        if captured is not None and together:
+        if together != layers and together:
             # A card computes them at once.
             layers = together
             yield from loader.bring(layers, clock)
             with computing():
-                captured.run_together(layers, hidden, rows, fused, tables)
+                run_together()
             clock.lap("compute")
-            selection.picks += selection.picks[-1:] * (len(layers) - 1)
+        selection.picks += selection.picks[-1:] * (len(layers) - 1)
         rows_by_layer += [len(selection.rows)] * len(layers)
         for begin in () if together else range(size, len(rows), size):
             yield False
@@ -413,7 +421,9 @@ def _report(
     num_exact = sum(span.length for span in plan.exact) - num_made
     rows_made = loader.num_tokens(span.record_id for span in made)
     num_compressed = sum(span.num_compressed for span in plan.compressed)
-    num_recomputed = mean_count([len(one) for one in picks])
+    # Most layers have the same tensor, whose length takes a microsecond.
+    lengths = {key: len(one) for key, one in {id(one): one for one in picks}.items()}
+    num_recomputed = mean_count([lengths[id(one)] for one in picks])
     num_fresh = num_plain - layout.num_kept - num_exact - prompt.num_reused - num_compressed
     reasons = dict(layout.fresh_reasons)
     num_more = num_fresh - num_made - sum(reasons.values())

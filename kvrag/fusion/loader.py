@@ -107,6 +107,8 @@ class SpanLoader:
         For each record that was made for this prompt, the seconds of computing it.
     stream_report
         The report on streaming; None without a target, and before `stream`.
+    num_loaded
+        Layers from 0 on for which nothing is left to do.
     """
 
     def __init__(
@@ -131,8 +133,7 @@ class SpanLoader:
         self.record_seconds: dict[RecordId, float] = {}
         self.made_seconds: dict[RecordId, float] = {}
         self.stream_report: StreamReport | None = None
-        # Layers from 0 on for which nothing is left to do.
-        self._num_loaded = 0
+        self.num_loaded = 0
 
     def open(self, spans: Sequence[ReusedSpan]) -> None:
         """Set the spans to load, and open their records.
@@ -242,7 +243,7 @@ class SpanLoader:
             others.
         """
         self.end()
-        self._into, self._num_loaded = (fused, tables), 0
+        self._into, self.num_loaded = (fused, tables), 0
         if self.stream_report is not None or not self._spans:
             return
         first_layers = unneeded or {}
@@ -289,8 +290,8 @@ class SpanLoader:
 
     def bring(self, layers: range, clock: Clock) -> Slices[None]:
         """Load layers as `load_layer` does, those that are not there yet, as they come."""
-        for layer_index in range(max(layers.start, self._num_loaded), layers.stop):
-            if layer_index >= self._num_loaded:  # some come with others
+        for layer_index in range(max(layers.start, self.num_loaded), layers.stop):
+            if layer_index >= self.num_loaded:  # some come with others
                 yield from until(partial(self.has_layer, layer_index), clock)
                 with torch.no_grad():
                     self.load_layer(layer_index)
@@ -313,10 +314,10 @@ class SpanLoader:
             failures = {} if reading is None else reading.load_layer(layer_index)
             if failures:
                 self._lose(failures)
-        self._num_loaded = layer_index + 1
+        self.num_loaded = layer_index + 1
         # Ranks agree about each layer: the groups that are on their cards may differ.
         if isinstance(reading, CardReading) and self._ranks.size == 1:
-            self._num_loaded = reading.num_placed
+            self.num_loaded = reading.num_placed
 
     def is_sound(self) -> bool:
         """Return whether `check` would return at once, after all layers are loaded."""

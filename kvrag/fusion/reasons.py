@@ -60,14 +60,14 @@ def why_fresh(
                 num_tokens = other.prompt_start - one.prompt_end
                 why[one.prompt_end : other.prompt_start] = [reason] * num_tokens
     why[: layout.prefix_length] = [PREFIX] * layout.prefix_length
-    for span in layout.spans:
-        why[span.prompt_start : span.prompt_end] = [""] * span.length
     stretches, start = [], 0
-    for reason, tokens in groupby(why):
-        end = start + len(list(tokens))
-        if reason:
+    places = [(span.prompt_start, span.prompt_end) for span in layout.spans]
+    for begin, stop in (*places, (len(why), len(why))):
+        for reason, tokens in groupby(why[start:begin]):
+            end = start + len(list(tokens))
             stretches.append(Stretch(start, end, reason))
-        start = end
+            start = end
+        start = stop
     return tuple(stretches)
 
 

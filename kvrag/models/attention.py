@@ -13,7 +13,7 @@ keys. On the CPU it attends in the compiled kernel, which takes a third of PyTor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvrag.models.decoders import Model
 from kvrag.models.families import Chunked, inside
@@ -157,15 +156,16 @@ class KnownRows:
     blocks: dict[int, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
 
 
-# By the tensor itself: equal rows in another one are not known.
-_known: MutableMapping[torch.Tensor, KnownRows] = WeakTensorKeyDictionary()
+_KNOWN = "_kvrag_known"
+"""An attribute of the tensor itself: equal rows in another one are not known."""
 
 
 def known_rows(rows: torch.Tensor) -> KnownRows:
     """Return what is known of rows ``[n]``, as long as the tensor lives."""
-    found = _known.get(rows)
+    found: KnownRows | None = getattr(rows, _KNOWN, None)
     if found is None:
-        found = _known[rows] = KnownRows()
+        found = KnownRows()
+        setattr(rows, _KNOWN, found)
     return found
 
 

@@ -159,34 +159,40 @@ def is_replaced(module: nn.Module) -> bool:
     )
 
 
-def state_of(model: nn.Module) -> tuple[object, ...]:
+def state_of(*models: nn.Module) -> tuple[object, ...]:
     """Return what modules compute, as far as it can change: their parts, code and weights' places.
 
     Two states are equal if nothing that is noted here has changed. Numbers that are written into
     the same memory do not count.
     """
-    modules: list[nn.Module] = [model]
-    state: list[object] = []
-    codes: dict[type, int] = {}
-    # There may be thousands of modules, before each prompt: so nothing is looked up twice.
+    modules = list(models)
+    # There may be thousands of modules, before each prompt: each list is made without calls.
     for module in modules:  # also those that are added here
-        own: dict[str, Any] = vars(module)
-        if own["_modules"]:
-            modules += filter(None, own["_modules"].values())
-        kind = type(module)
-        if (code := codes.get(kind)) is None:
-            code = codes[kind] = id(kind.forward)
-        state += (id(module), own["training"], code)
-        if "forward" in own:
-            state += ("forward", id(own["forward"]))
-        if "_active_adapter" in own or "_disable_adapters" in own:  # flags of PEFT's
-            state += (str(own.get("_active_adapter")), own.get("_disable_adapters"))
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            state.append("hooked")
-        for parts in (own["_parameters"], own["_buffers"]):
-            if parts:
-                state += (part.data_ptr() for part in parts.values() if part is not None)
-    return tuple(state)
+        if parts := module._modules:
+            modules += filter(None, parts.values())
+    owns = list(map(vars, modules))
+    kinds: list[Any] = list(map(type, modules))
+    return (
+        list(map(id, modules)),
+        kinds,
+        {kind: kind.forward for kind in set(kinds)},
+        [own["training"] for own in owns],
+        [own.get("forward") for own in owns],
+        [
+            (number, str(own.get("_active_adapter")), own.get("_disable_adapters"))
+            for number, own in enumerate(owns)
+            if "_active_adapter" in own or "_disable_adapters" in own  # flags of PEFT's
+        ],
+        [bool(own["_forward_hooks"] or own["_forward_pre_hooks"]) for own in owns],
+        [
+            part.data_ptr()
+            for own in owns
+            for parts in (own["_parameters"], own["_buffers"])
+            if parts
+            for part in parts.values()
+            if part is not None
+        ],
+    )
 
 
 def has_global_hooks() -> bool:

@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,27 +161,23 @@ def _joined(
 ) -> Tokens:
     """Return a prompt's tokens: those of what was left of it, and of what was taken out."""
     apart = np.array(rest.offsets, np.int64).reshape(-1, 2)
-    is_text = apart[:, 1] > 0  # what the tokenizer adds has no place
-    order = np.maximum.accumulate(apart[:, 0])
+    shifts = np.cumsum([0, *(middle.end - middle.first for _, middle in taken)])
+    firsts = np.array([start + middle.first for start, middle in taken]) - shifts[:-1]
+    ends = np.searchsorted(np.maximum.accumulate(apart[:, 0]), firsts)
+    edges = [0, *ends.tolist(), len(apart)]
+    # What the tokenizer adds has no place.
+    places = apart + (np.repeat(shifts, np.diff(edges)) * (apart[:, 1] > 0))[:, None]
+    listed = list(map(tuple, places.tolist()))
     token_ids: list[int] = []
     starts: list[NDArray[np.int64]] = []
     spans: dict[int, Span] = {}
-    begin, shift = 0, 0
-
-    def leave(end: int) -> None:
-        places = apart[begin:end] + shift * is_text[begin:end, None]
-        number = len(token_ids)
-        token_ids.extend(rest.token_ids[begin:end])
-        starts.append(places[:, 0])
-        spans.update(zip(range(number, len(token_ids)), map(tuple, places.tolist()), strict=True))
-
-    for start, middle in taken:
-        end = int(np.searchsorted(order, start + middle.first - shift))
-        leave(end)
-        token_ids.extend(middle.token_ids)
-        starts.append(middle.starts + start)
-        begin, shift = end, shift + middle.end - middle.first
-    leave(len(rest.token_ids))
+    for (begin, end), one in zip(pairwise(edges), (*taken, None), strict=True):
+        spans.update(enumerate(listed[begin:end], len(token_ids)))
+        token_ids += rest.token_ids[begin:end]
+        starts.append(places[begin:end, 0])
+        if one is not None:
+            token_ids += one[1].token_ids
+            starts.append(one[1].starts + one[0])
     return Tokens(tuple(token_ids), SpliceOffsets(np.concatenate(starts), spans, offsets))
 
 

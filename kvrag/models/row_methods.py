@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from kvrag.kvcache import KVSpec
 from kvrag.models.adapter import RowAdapter
@@ -75,7 +75,14 @@ class RowMethods:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.decoder.device
+        # A prompt asks a dozen times: without the generators of `parameters`.
+        modules: list[nn.Module] = [self.decoder]
+        while True:
+            module = modules.pop()
+            for weight in module._parameters.values():
+                if weight is not None:
+                    return weight.device
+            modules += filter(None, reversed(module._modules.values()))
 
     @contextmanager
     def computing_rows(
@@ -189,18 +196,19 @@ class RowMethods:
         quantised = self.compute if self.compute in QUANTISED else None
         if quantised is None and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None
-        is_on_cpu, tables, layers = self.device.type == "cpu", self._any_tables(), self._rows.layers
-        seen = self.device, has_global_hooks(), *chain.from_iterable(map(state_of, layers))
+        device, tables, layers = self.device, self._any_tables(), self._rows.layers
+        is_on_cpu = device.type == "cpu"
+        seen = device, has_global_hooks(), *state_of(*layers)
         if seen != self._seen:
             described = describe_layers(layers, self._windows, tables)
             if not is_on_cpu:
                 width = tables[0].cos.shape[-1]
-                if described is not None and not on_card(described, self.device, width):
+                if described is not None and not on_card(described, device, width):
                     described = None
                 self._slots = self._graphs = None
                 if described is not None:
-                    self._slots = Slots(described, self.device)
-                    self._graphs = RowGraphs(described, self._slots, self.device, self.lock)
+                    self._slots = Slots(described, device)
+                    self._graphs = RowGraphs(described, self._slots, device, self.lock)
             self._described, self._seen, self._made = described, seen, None
         if is_on_cpu:
             made = self._made

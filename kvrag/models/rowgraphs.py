@@ -8,7 +8,8 @@ out operation by operation.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -74,6 +75,9 @@ class RowGraphs:
         weights = sum(one.layer.weight.numel() for one in linears)
         self._most_filled = _MOST_FILLED / weights
         self._graphs: dict[tuple[int, int, bool], Graph[None]] = {}
+        # The buckets of these, ascending, by first layer; their inputs, by bucket.
+        self._captured: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        self._hidden: dict[int, torch.Tensor] = {}
         self._operations: dict[int, RowOperations] = {}
         self._wanted: set[tuple[int, bool]] = set()
         # 0 rows until a prompt's state is written there.
@@ -128,18 +132,14 @@ class RowGraphs:
         state
             `RowPlaces.state` of the rows, on the card: the same tensor for the same rows.
         """
-        kind = layers.start, looks
         # Since `find`, memory may have ended, and with it buckets that lack other graphs.
-        bucket = min(
-            size
-            for first, size, looked in self._graphs
-            if (first, looked) == kind and size >= len(rows)
-        )
+        buckets = self._captured[layers.start, looks]
+        bucket = buckets[bisect_left(buckets, len(rows))]
         if self._owner is not state:
             self._positions[: len(rows)].copy_(rows)
             self._state[: len(state)].copy_(state)
             self._owner = state
-        slot = self._slots.of(bucket)[HIDDEN][: len(rows)]
+        slot = self._hidden[bucket][: len(rows)]
         slot.copy_(hidden)
         self._graphs[layers.start, bucket, looks].replay()
         hidden.copy_(slot)
@@ -215,7 +215,7 @@ class RowGraphs:
             raise RuntimeError("a capture failed")
         state = cardlayers.brought(again.state(), self._device)
         self.run(self._groups[0], found, again.positions, state, looks=False)
-        del self._graphs[0, bucket, False]
+        del self._graphs[0, bucket, False], self._captured[0, False]
         pairs = ((found, expected), (again.keys[0], places.keys[0]))
         return max(tiled.distance(*pair) for pair in pairs)
 
@@ -261,6 +261,8 @@ class RowGraphs:
             return bool(self._buckets)
         if graph is None:
             return False
+        self._hidden[bucket] = prepared.slots[HIDDEN]
+        insort(self._captured[group.start, looks], bucket)
         self._graphs[group.start, bucket, looks] = graph
         return True
 

@@ -203,9 +203,9 @@ class RotaryPositions:
                 )
         self._rotary = rotary
         self._is_measured = layouts is not None
-        self._layers = tuple(
-            zip(layer_types, layouts or [Layout()] * len(layer_types), strict=True)
-        )
+        layers = list(zip(layer_types, layouts or [Layout()] * len(layer_types), strict=True))
+        self._kinds = list(dict.fromkeys(layers))
+        self._numbers = [self._kinds.index(one) for one in layers]
 
     def given(
         self, positions: torch.Tensor, layer_type: str | None, dtype: torch.dtype = torch.float32
@@ -219,10 +219,9 @@ class RotaryPositions:
 
     def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
         """Return one table per layer for `positions` ``[N]`` (layers of one kind share theirs)."""
-        made = {
-            (layer_type, layout): layout.table(self.given(positions, layer_type))
-            for layer_type, layout in dict.fromkeys(self._layers)
-        }
+        made = [
+            layout.table(self.given(positions, layer_type)) for layer_type, layout in self._kinds
+        ]
         if self._is_measured:
-            made = {kind: replace(table, positions=positions) for kind, table in made.items()}
-        return [made[layer] for layer in self._layers]
+            made = [replace(table, positions=positions) for table in made]
+        return [made[number] for number in self._numbers]
