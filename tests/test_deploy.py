@@ -15,7 +15,8 @@ import yaml
 from typer.main import get_command
 
 from kvrag.cli.main import app
-from kvrag.server.access import ApiKey
+from kvrag.errors import ParameterError
+from kvrag.server.access import ApiKey, read_keys
 from kvrag.server.app import ServerOptions
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.queue import AnswerQueue
@@ -113,12 +114,13 @@ def pods(objects: dict[tuple[str, str], Any]) -> tuple[Any, Any]:
 
 
 def variables(container: Any) -> dict[str, str]:
-    return {one["name"]: one.get("value", "") for one in container["env"]}
+    return {one["name"]: one.get("value", "") for one in container.get("env", ())}
 
 
 @NEEDS_HELM
 def test_helm_finds_no_fault_in_the_chart() -> None:
-    for values in ({}, VALUES, {**VALUES, "serviceMonitor": {"enabled": True}}):
+    more = {"serviceMonitor": {"enabled": True}, "keys": "kvrag-keys"}
+    for values in ({}, VALUES, {**VALUES, **more}):
         done = helm("lint", "--strict", str(CHART), **values)
         assert done.returncode == 0, done.stdout
 
@@ -200,6 +202,30 @@ def test_the_server_takes_what_the_chart_says(tmp_path: Path) -> None:
         urlopen(Request(running.server.url + metrics["path"], headers=headers), timeout=60).close()
 
 
+@NEEDS_HELM
+def test_keys_reach_the_server_as_a_file_of_its_user(tmp_path: Path) -> None:
+    server, _ = pods(rendered(keys="kvrag-keys"))
+    (container,) = server["spec"]["containers"]
+    (copying,) = server["spec"]["initContainers"]
+    volumes = {one["name"]: one for one in server["spec"]["volumes"]}
+    assert volumes["secret"]["secret"] == {"secretName": "kvrag-keys"}
+    mounted = {one["mountPath"]: one["name"] for one in copying["volumeMounts"]}
+    *command, source, target = copying["command"]
+    assert (mounted["/secret"], mounted["/keys"]) == ("secret", "keys")
+    assert {"name": "keys", "mountPath": "/keys", "readOnly": True} in container["volumeMounts"]
+    assert _parsed(container["args"])["keys"] == Path(target)
+    for path in (source, target):
+        (tmp_path / path[1:]).parent.mkdir()
+    held = tmp_path / "keys.toml"
+    held.write_text('[[keys]]\nname = "ada"\nkey = "key-of-ada-0123456789"\n')
+    held.chmod(0o440)
+    (tmp_path / source[1:]).symlink_to(held)  # as in a pod
+    with pytest.raises(ParameterError, match="other users"):
+        read_keys(held)
+    subprocess.run([*command, tmp_path / source[1:], tmp_path / target[1:]], check=True)
+    assert [one.name for one in read_keys(tmp_path / target[1:])] == ["ada"]
+
+
 def _parsed(arguments: list[str]) -> dict[str, Any]:
     """Return the parameters of a command line of kvrag, which has no others."""
     command: Any = get_command(app)
@@ -215,7 +241,7 @@ def _parsed(arguments: list[str]) -> dict[str, Any]:
 
 @NEEDS_HELM
 def test_the_containers_of_the_chart_write_to_volumes_alone() -> None:
-    for values in ({"model": "smollm2-135m"}, {"volume": {"persistent": True}}):
+    for values in ({"model": "smollm2-135m"}, {"volume": {"persistent": True}, "keys": "a"}):
         objects = rendered(**values)
         assert not any(kind in ("Secret", "ServiceMonitor") for kind, _ in objects)
         claims = objects["StatefulSet", "kvrag"]["spec"].get("volumeClaimTemplates", [])
