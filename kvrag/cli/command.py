@@ -48,11 +48,15 @@ class Command(TyperCommand):
         """Parse the command line; settings replace the options' defaults."""
         self._refuse_gone(ctx, args)
         try:
-            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            given, rest, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception as error:  # Typer's own class, in a module that differs between versions
             if found := getattr(error, "possibilities", None):
-                error.possibilities = similar.nearest(error.option_name, found)  # type: ignore[attr-defined]
+                name: str = error.option_name  # type: ignore[attr-defined]
+                short = [name[1:] for one in self.params if name[1:] in one.opts]
+                error.possibilities = short or similar.nearest(name, found)  # type: ignore[attr-defined]
             raise
+        if rest and not ctx.allow_extra_args:
+            ctx.fail(f"too many words: {cut(' '.join(rest))}; put a text of several in quotes")
         if not given.get("help") and not ctx.resilient_parsing:
             with guard():
                 self._settle(ctx, given)

@@ -166,7 +166,10 @@ class _Listener:
             is_of_server = name in _OF_SERVER and value == usual[name].default
             if value != own[name] and not (is_by_answer or is_of_server):
                 option = name if name.isupper() else f"--{name.replace('_', '-')}"
-                return f"its {option} is {own[name]}, not {value}"
+                is_own, is_asked = (
+                    "the default" if one is None else one for one in (own[name], value)
+                )
+                return f"its {option} is {is_own}, not {is_asked}"
         return None
 
 

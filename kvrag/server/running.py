@@ -221,7 +221,10 @@ class Server:
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or str(error)
-            raise ParameterError(f"cannot listen at {host}, port {port}: {why}") from error
+            raise ParameterError(
+                f"cannot listen at {host}, port {port}: {why}; choose another --port, or 0 for a "
+                "free one"
+            ) from error
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Connections inherit it.
             self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)

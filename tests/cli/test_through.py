@@ -143,9 +143,9 @@ def test_a_history_that_is_refused(run: Run, index_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--compute", "float32"), "its --compute is None, not float32"),
+        (("--compute", "float32"), "its --compute is the default, not float32"),
         (("--session-bytes", 0), "its --session-bytes is"),
-        (("--policy", "boundary"), "its --boundary-tokens is 3, not None"),
+        (("--policy", "boundary"), "its --boundary-tokens is 3, not the default"),
     ],
 )
 def test_other_options_are_answered_here(
@@ -337,7 +337,9 @@ def test_another_instruction_set_is_taken_here(
     with listening(index_folder):
         monkeypatch.setenv("KVRAG_ISA", "scalar")
         done = run(*common)
-    assert (done.code, "its KVRAG_ISA is None, not scalar" in done.err) == (0, True), done.err
+    assert (done.code, "its KVRAG_ISA is the default, not scalar" in done.err) == (0, True), (
+        done.err
+    )
 
 
 def test_a_server_until_it_is_killed(
