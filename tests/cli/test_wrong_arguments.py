@@ -64,6 +64,8 @@ def message(run: Run, *arguments: object) -> str:
         ("--model /nonexistent", "/nonexistent"),
         ("--store s4://x", "a store is file:PATH"),
         ("--indx x", "(Possible options: --index)"),
+        ("--k 3", "(Possible options: -k)"),
+        ("and the clock", "too many words: and the clock; put a text of several in quotes"),
     ],
 )
 def test_query(run: Run, whole_index: Path, options: str, said: str) -> None:
