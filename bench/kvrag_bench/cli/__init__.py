@@ -27,6 +27,7 @@ COMMANDS = {
     "recognition": "kvrag_bench.cli.recognition:bench_recognition",
     "serve": "kvrag_bench.cli.serve:bench_serve",
     "throughput": "kvrag_bench.cli.throughput:bench_throughput",
+    "fronts": "kvrag_bench.cli.fronts:bench_fronts",
     "gaps": "kvrag_bench.cli.gaps:bench_gaps",
     "peers": "kvrag_bench.cli.peers:bench_peers",
     "regress": "kvrag_bench.cli.regress:bench_regress",
