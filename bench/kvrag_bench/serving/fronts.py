@@ -182,7 +182,7 @@ def replay_fronts(
     model
         The model.
     num_turns, num_replays
-        Turns of each conversation, and how often each is replayed, in sessions of their own.
+        Turns of each conversation, and how often each is replayed, each time in another session.
     max_tokens
         Most tokens of an answer.
     say
