@@ -67,6 +67,7 @@ struct Few {
     }
     float added[kNumKeys][kNumHeads];
     if constexpr (kNumKeys == 4) {
+#pragma GCC unroll 4
       for (u32 h = 0; h < kNumHeads; ++h) {
         const Floats of_head[4] = {sums[0][h], sums[1][h], sums[2][h], sums[3][h]};
         float of_keys[4];
@@ -74,7 +75,9 @@ struct Few {
         for (u32 k = 0; k < 4; ++k) added[k][h] = of_keys[k];
       }
     } else {
+#pragma GCC unroll 4
       for (u32 k = 0; k < kNumKeys; ++k) {
+#pragma GCC unroll 4
         for (u32 h = 0; h < kNumHeads; ++h) added[k][h] = linear::total(sums[k][h]);
       }
     }

@@ -172,6 +172,9 @@ static inline void some(const Linear& layer, const float* apart, u64 row, u64 ou
   const Element* const bias = static_cast<const Element*>(layer.bias);
   static_assert(kOutputs == 4);
   float added[kNumRows][kOutputs];
+  // With each place in `sums` known, GCC keeps it in registers, not in memory, throughout the loop
+  // above.
+#pragma GCC unroll 8
   for (u32 r = 0; r < kNumRows; ++r) {
     const Floats of_row[kOutputs] = {sums[0][r], sums[1][r], sums[2][r], sums[3][r]};
     totals(of_row, added[r]);
