@@ -92,6 +92,59 @@ struct Few {
     }
   }
 
+  // Scores of kWidth keys from `key` on, the same, bit for bit: their sums are folded together.
+  // Only for whole registers of channels.
+  template <u32 kNumHeads>
+  void score_wide(u64 head, u64 key) const {
+    // Keys that are kWidth / kKeysAtOnce apart are multiplied together, and fill a vector by turns.
+    constexpr u32 kParts = kWidth / kKeysAtOnce;
+    const Element* query[kNumHeads];
+    const float* laid[kNumHeads];
+    for (u32 h = 0; h < kNumHeads; ++h) {
+      query[h] = queries + static_cast<i64>(head + h) * a.query_head_stride;
+      laid[h] = apart + (head + h) * a.key_dim;
+    }
+    const i64 ahead = static_cast<i64>(kRowsAhead) * a.key_row_stride;
+    Floats parts[kNumHeads][kParts];
+#pragma GCC unroll 4
+    for (u32 part = 0; part < kParts; ++part) {
+      const Element* row[kKeysAtOnce];
+#pragma GCC unroll 4
+      for (u32 k = 0; k < kKeysAtOnce; ++k) {
+        row[k] = keys + static_cast<i64>(first + key + part + k * kParts) * a.key_row_stride;
+      }
+      Floats sums[kKeysAtOnce][kNumHeads] = {};
+      for (u64 d = 0; d < a.key_dim; d += Way::kStep) {
+        typename Way::Inputs x[kNumHeads];
+#pragma GCC unroll 4
+        for (u32 h = 0; h < kNumHeads; ++h) x[h] = Way::inputs(query[h] + d, laid[h] + d);
+#pragma GCC unroll 4
+        for (u32 k = 0; k < kKeysAtOnce; ++k) {
+          __builtin_prefetch(row[k] + d + ahead, 0, 2);
+          const auto loaded = Way::weights(row[k] + d);
+#pragma GCC unroll 4
+          for (u32 h = 0; h < kNumHeads; ++h) Way::add(sums[k][h], loaded, x[h]);
+        }
+      }
+#pragma GCC unroll 4
+      for (u32 h = 0; h < kNumHeads; ++h) {
+        using linear::fold;
+        if constexpr (kKeysAtOnce == 4) {
+          parts[h][part] = fold<kWidth / 4>(fold<kWidth / 2>(sums[0][h], sums[2][h]),
+                                            fold<kWidth / 2>(sums[1][h], sums[3][h]));
+        } else {
+          parts[h][part] = fold<kWidth / 2>(sums[0][h], sums[1][h]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (u32 h = 0; h < kNumHeads; ++h) {
+      const Floats found = linear::fold<1>(linear::fold<2>(parts[h][0], parts[h][2]),
+                                           linear::fold<2>(parts[h][1], parts[h][3]));
+      store(scores + (head + h) * count + key, found * factor_of(a));
+    }
+  }
+
   // Turn a head's scores into weights; return what they sum to.
   float weigh(float* of_head) const {
     if (a.softcap != 0.0f) {
@@ -155,7 +208,13 @@ struct Few {
   void attend(Element* out) const {
     in_groups<kHeadsAtOnce>(0, a.group, [&](auto heads, u64 head) {
       constexpr u32 kNumHeads = decltype(heads)::value;
-      in_groups<kKeysAtOnce>(0, count, [&](auto at_once, u64 key) {
+      u64 scored = 0;
+      if constexpr (kWidth == 4 * kKeysAtOnce) {
+        if (a.key_dim % Way::kStep == 0) {
+          for (; scored + kWidth <= count; scored += kWidth) score_wide<kNumHeads>(head, scored);
+        }
+      }
+      in_groups<kKeysAtOnce>(scored, count, [&](auto at_once, u64 key) {
         score<kNumHeads, decltype(at_once)::value>(head, key);
       });
       float shares[kNumHeads];

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -48,7 +49,10 @@ def test_answers_of_each_way(served: Served) -> None:
     row = _row("kvrag", 3, reused, 7.0)
     assert row.of_full == row.requests_per_minute / 7.0 > 0
     assert 0 < row.ttft_p50_seconds <= row.ttft_p95_seconds
-    assert row.processor_ms > 0 < row.megabytes
+    assert row.processor_ms > 0 < row.megabytes[-1]
+    timed = asked(served, "kvrag", replace(OPTIONS, processor_time=True))
+    assert timed.seconds == pytest.approx(timed.processor, abs=0.1)
+    assert all(0 <= one.ttft <= one.seconds <= timed.seconds for one in timed.told)
 
 
 def test_questions_are_never_asked_twice(served: Served) -> None:

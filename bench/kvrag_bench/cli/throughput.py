@@ -9,6 +9,7 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag_bench.cli import lists
+from kvrag_bench.cli import options as b
 
 
 def bench_throughput(
@@ -27,6 +28,7 @@ def bench_throughput(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in which all ways take turns.")] = 2,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 4,
     max_tokens: o.MaxTokensOption = 32,
+    processor_time: b.ProcessorTimeOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Ask a server questions over the handbook that it was never asked, from many clients."""
@@ -36,7 +38,14 @@ def bench_throughput(
     quiet_libraries()
     counts = lists.numbers(clients, "--clients")
     options = ThroughputOptions(
-        model, lists.names(ways, "--ways"), counts, requests, rounds, chunks, max_tokens
+        model,
+        lists.names(ways, "--ways"),
+        counts,
+        requests,
+        rounds,
+        chunks,
+        max_tokens,
+        processor_time=processor_time,
     )
     with console.progress("measuring") as say:
         rows = measure_throughput(options, say)
@@ -59,7 +68,7 @@ def bench_throughput(
             console.format_seconds(row.ttft_p50_seconds),
             console.format_seconds(row.ttft_p95_seconds),
             f"{row.processor_ms:.0f} ms",
-            f"{row.megabytes:.0f} MB",
+            f"{row.megabytes[-1]:.0f} MB",
             str(row.num_failed),
         )
     console.out().print(table)

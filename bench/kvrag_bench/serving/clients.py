@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,12 @@ class Told:
 
 
 async def ask_all(
-    url: str, bodies: Iterable[dict[str, Any]], num_clients: int, *, of_index: bool = False
+    url: str,
+    bodies: Iterable[dict[str, Any]],
+    num_clients: int,
+    *,
+    of_index: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Told | None]:
     """Let clients ask, each again as soon as its answer has ended, until nothing is left to ask.
 
@@ -96,6 +101,8 @@ async def ask_all(
         Streams at the same time.
     of_index
         Whether the model is asked that searches the server's index.
+    clock
+        Returns the seconds that answers are timed by.
 
     Returns
     -------
@@ -116,18 +123,20 @@ async def ask_all(
 
         async def client() -> None:
             for body in left:
-                told.append(await _ask(session, url, {"model": model, **body}))
+                told.append(await _ask(session, url, {"model": model, **body}, clock))
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
     return told
 
 
-async def _ask(session: Any, url: str, body: dict[str, Any]) -> Told | None:
+async def _ask(
+    session: Any, url: str, body: dict[str, Any], clock: Callable[[], float]
+) -> Told | None:
     import aiohttp
 
     route = "chat/completions" if "messages" in body else "completions"
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    begun, first, pieces, usage, has_ended = time.perf_counter(), None, [], None, False
+    begun, first, pieces, usage, has_ended = clock(), None, [], None, False
     try:
         async with session.post(f"{url}/{route}", json=asked) as response:
             async for line in response.content:
@@ -139,12 +148,12 @@ async def _ask(session: Any, url: str, body: dict[str, Any]) -> Told | None:
                 for choice in event.get("choices", ()):
                     pieces.append(choice.get("text") or choice.get("delta", {}).get("content"))
                     if pieces[-1] and first is None:
-                        first = time.perf_counter() - begun
+                        first = clock() - begun
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
     if not has_ended or usage is None:
         return None
-    seconds = time.perf_counter() - begun
+    seconds = clock() - begun
     texts = [piece for piece in pieces if piece]
     # An answer may be empty.
     return Told(

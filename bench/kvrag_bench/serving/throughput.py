@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,6 +54,8 @@ class ThroughputOptions:
         Chunks in a prompt, and most tokens of an answer.
     serve
         Further options of `kvrag serve`.
+    processor_time
+        Whether all times are processor time of the server, whatever else the machine does.
     """
 
     model: str
@@ -63,6 +66,7 @@ class ThroughputOptions:
     num_chunks: int = 4
     max_tokens: int = 32
     serve: tuple[str, ...] = ()
+    processor_time: bool = False
 
     def __post_init__(self) -> None:
         known = (*WAYS, LLAMA_CPP)
@@ -83,13 +87,13 @@ class ThroughputRow:
     prompt_tokens, answer_tokens
         Means of the answers.
     requests_per_minute, of_full
-        By the clock, and how many times those of full prefill with as many clients; None without.
+        And how many times those of full prefill with as many clients; None without.
     ttft_p50_seconds, ttft_p95_seconds
         Time to the first text, the wait included.
     processor_ms
         Processor time of the server for each answer.
     megabytes
-        Memory of the server at the end.
+        Memory of the server after each round.
     """
 
     way: str
@@ -103,7 +107,7 @@ class ThroughputRow:
     ttft_p50_seconds: float
     ttft_p95_seconds: float
     processor_ms: float
-    megabytes: float
+    megabytes: list[float]
 
 
 @dataclass
@@ -112,7 +116,7 @@ class _Seen:
     num_failed: int = 0
     seconds: float = 0.0
     processor: float = 0.0
-    megabytes: float = 0.0
+    megabytes: list[float] = field(default_factory=list)
 
 
 def measure_throughput(
@@ -214,14 +218,17 @@ async def _warm_up(
 async def _round(
     server: StartedServer, way: str, clients: int, asking: _Asking, into: _Seen
 ) -> None:
-    bodies = [asking.next(way) for _ in range(max(clients, asking.options.num_requests))]
-    processor, begun = _processor_seconds(server), time.perf_counter()
-    for told in await ask_all(server.url, bodies, clients, of_index=way in WAYS):
+    options = asking.options
+    bodies = [asking.next(way) for _ in range(max(clients, options.num_requests))]
+    used = partial(_processor_seconds, server)
+    clock = used if options.processor_time else time.perf_counter
+    processor, begun = used(), clock()
+    for told in await ask_all(server.url, bodies, clients, of_index=way in WAYS, clock=clock):
         into.num_failed += told is None
         into.told += [] if told is None else [told]
-    into.seconds += time.perf_counter() - begun
-    into.processor += _processor_seconds(server) - processor
-    into.megabytes = _megabytes(server)
+    into.seconds += clock() - begun
+    into.processor += used() - processor
+    into.megabytes.append(_megabytes(server))
 
 
 def _rate(seen: _Seen) -> float:
