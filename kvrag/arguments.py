@@ -6,6 +6,7 @@ infinity are refused.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import math
 import numbers
@@ -13,7 +14,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,35 @@ def deprecated(name: str, instead: str, *, since: str, until: str) -> None:
         DeprecationWarning,
         stacklevel=3,
     )
+
+
+_MOST = 3
+
+
+def like(name: str, known: Iterable[str]) -> str:
+    """Return " (is it ...?)" with the most similar names, or "" if none is similar."""
+    return suggestion(nearest(name, alike(name, known)))
+
+
+def alike(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are most similar to one, best first."""
+    return difflib.get_close_matches(name, list(known), n=_MOST)
+
+
+def nearest(name: str, found: Sequence[str]) -> list[str]:
+    """Return those of similar names that are about as similar as the most similar one."""
+    ratios = [difflib.SequenceMatcher(None, one, name).ratio() for one in found]
+    return [one for one, ratio in zip(found, ratios, strict=True) if ratio > max(ratios) - 0.1]
+
+
+def suggestion(found: Sequence[str]) -> str:
+    """Return " (is it ...?)" with the first of these names, or "" if there are none."""
+    return f" (is it {' or '.join(map(repr, found[:_MOST]))}?)" if found else ""
+
+
+def beside(path: Path) -> list[str]:
+    """Return the names in a path's folder, or none if it cannot be read."""
+    try:
+        return sorted(entry.name for entry in path.absolute().parent.iterdir())
+    except OSError:
+        return []

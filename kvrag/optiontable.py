@@ -1,16 +1,25 @@
 """Options that are written once: fields of a dataclass that say what they mean and their bounds.
 
+Methods' parameters after colons (``corm:window=256``) are fields, too.
+
 Docstrings, checks, and the help of commands take them from there.
 """
 
 from __future__ import annotations
 
+import numbers
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
+from itertools import chain
 from textwrap import fill
+from types import NoneType
 from typing import Any, TypeVar
 
 from kvrag import arguments
+from kvrag.arguments import cut, shown
+from kvrag.errors import ParameterError
 
 _OPTION = "option"
 _WIDTH = 92
@@ -129,3 +138,91 @@ def described(cls: type[T]) -> type[T]:
     """Write the options of a class below its docstring."""
     cls.__doc__ = f"{cls.__doc__}\n    Attributes\n    ----------\n{attributes(cls)}\n"
     return cls
+
+
+# The types that a parameter accepts, for each word in its field's annotation.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (numbers.Integral,),
+    "float": (numbers.Real,),
+    "str": (str,),
+    "None": (NoneType,),
+}
+_DESCRIBED = re.compile(r"(\w+)\((.*=.*)\)")
+_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
+
+
+def parse_spec(spec: str, kind: str, *known: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters in a spec.
+
+    Parameters
+    ----------
+    spec
+        Such as ``"gradual:spread=0.8:on=k"``, or the output of `describe`.
+    kind
+        The word for such a method in messages, such as ``"policy"``.
+    known
+        The names that exist.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown name, a setting without a value, or one that is given twice.
+    """
+    if not isinstance(spec, str):
+        raise ParameterError(f"{kind} {shown(spec)}: expected a name; known: {_names(known)}")
+    described = _DESCRIBED.fullmatch(spec)
+    name, *settings = [described[1], *described[2].split(", ")] if described else spec.split(":")
+    if not any(name in some for some in known):
+        raise ParameterError(f"unknown {kind} {shown(name)}; known: {_names(known)}")
+    given: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ParameterError(
+                f"{kind} {shown(spec)}: expected PARAMETER=VALUE, found {shown(setting)}"
+            )
+        if key in given:
+            raise ParameterError(f"{kind} {shown(spec)} gives {cut(key)} twice; remove one")
+        given[key] = _value(text)
+    return name, given
+
+
+def check_fields(method: Any, kind: str) -> None:
+    """Raise ParameterError if a plain field of a method does not hold its annotated type."""
+    for one in fields(method):
+        # A string where its module postpones annotations.
+        kind_of = one.type.__name__ if isinstance(one.type, type) else str(one.type)
+        kinds = kind_of.split(" | ")
+        value = getattr(method, one.name)
+        # Methods check fields of other types themselves.
+        if not _TYPES.keys() >= set(kinds):
+            continue
+        accepted = tuple(chain.from_iterable(_TYPES[kind] for kind in kinds))
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise ParameterError(
+                f"{kind} {method.name!r}: {one.name}={shown(value)} has the wrong type: expected "
+                f"{_EXPECTED[kinds[0]]}"
+            )
+
+
+def describe(method: Any) -> str:
+    """Return a method's name with its parameters, as in ``deviation(ratio=0.15, on=v)``."""
+    parameters = ", ".join(
+        f"{one.name}={getattr(method, one.name)}"
+        for one in fields(method)
+        if one.repr and getattr(method, one.name) is not None
+    )
+    return f"{method.name}({parameters})" if parameters else str(method.name)
+
+
+def _names(known: Iterable[Collection[str]]) -> str:
+    return ", ".join(chain.from_iterable(known))
+
+
+def _value(text: str) -> int | float | str:
+    for parse in (int, float):
+        try:
+            return parse(text)
+        except ValueError:
+            continue
+    return text

@@ -1,4 +1,4 @@
-"""Classes by name: kvrag's own, and those that other distributions register.
+"""Classes by name, kvrag's own and other distributions'; and failures of foreign code.
 
 Another distribution registers a name with an entry point in one of these groups:
 
@@ -12,14 +12,16 @@ kvrag looks there only for names that it does not define itself, so its own cann
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from kvrag.errors import ParameterError
+from kvrag.errors import DocumentError, KVRagError, ParameterError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
 
 T = TypeVar("T")
 
@@ -130,3 +132,37 @@ def require(module: str, extra: str) -> Any:
             f"this needs the library {module.partition('.')[0]!r}, which is not installed: "
             f"pip install 'kvrag[{extra}]'"
         ) from error
+
+
+def reason(error: BaseException) -> str:
+    """Return what a library says about foreign input; raise `error` if it is not the library's.
+
+    Parsers raise whatever the bytes lead to, and a panic in a Rust library (tokenizers) is not even
+    an `Exception`.
+    """
+    is_panic = type(error).__name__ == "PanicException"
+    if isinstance(error, KVRagError) or not (isinstance(error, Exception) or is_panic):
+        raise error
+    return told(error)
+
+
+def told(error: BaseException) -> str:
+    """Return an error's kind and message."""
+    with contextlib.suppress(Exception):  # the error's message may itself fail
+        return f"{type(error).__name__}: {str(error)[:1000] or 'no message was given'}"
+    return type(error).__name__
+
+
+@contextlib.contextmanager
+def document_failures(fail: Callable[[str], None]) -> Iterator[None]:
+    """Pass any error that a document causes inside to `fail`, as a reason.
+
+    Errors of the store, the disk, the catalog or the model have specific types. They are raised:
+    every later document would fail too.
+    """
+    try:
+        yield
+    except DocumentError as error:
+        fail(str(error))
+    except BaseException as error:
+        fail(reason(error))

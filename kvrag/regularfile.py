@@ -1,4 +1,4 @@
-"""Files that users name, read so that no pipe or device blocks a reader or fills the memory.
+"""Files that users name, read so that no pipe or device blocks a reader; their checksums.
 
 Every function raises OSError with the reason in ``strerror``, so callers that translate the
 system's errors translate these too.
@@ -7,10 +7,13 @@ system's errors translate these too.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MAX_BYTES = 64 << 20
 """The limit of a file that a person writes, or that holds settings."""
@@ -86,3 +89,14 @@ def _check(path: str | Path, mode: int) -> None:
     if kind := other_kind(mode):
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"not a regular file but {kind}", str(path))
+
+
+NAME = "checksum"
+"""The name under which a file holds its checksum."""
+
+
+def checksum(values: Mapping[str, Any]) -> str:
+    """Return the digest of all values in a file except the digest itself."""
+    said = {name: value for name, value in values.items() if name != NAME}
+    canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvrag.cli import demo_view
+from kvrag.cli import demo
 from kvrag.errors import KVRagError
-from kvrag.ingest.calibrations import FILE_NAME as CALIBRATION
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.maintenance import KEPT_FOLDER as KEPT
 from kvrag.ingest.maintenance import kept_keys
 from kvrag.ingest.profiles import read_profile
+from kvrag.ingest.upkeep import CALIBRATION_NAME as CALIBRATION
 from kvrag.loading.price_list import read_prices
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
@@ -111,7 +111,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "index": ("index.json", lambda path: IndexConfig.load(path.parent)),
     "profile": ("it.safetensors", read_profile),
     "prices": ("prices.toml", read_prices),
-    "questions": ("questions.json", demo_view.read_questions),
+    "questions": ("questions.json", demo.read_questions),
     "data": ("data.json", lambda path: datasets.read_questions(str(path))),
     "markup": ("schema.xml", read_elements),
     "GGUF": ("model.gguf", find_gguf),

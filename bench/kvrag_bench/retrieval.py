@@ -9,10 +9,9 @@ from pathlib import Path
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest.folding import asked_words
 from kvrag.ingest.index import Index
-from kvrag.ingest.ranking import Reranker
-from kvrag.ingest.search import SearchHit
+from kvrag.ingest.search import Reranker, SearchHit
+from kvrag.ingest.words import asked_words
 from kvrag.models.loading import load_tokenizer
 from kvrag_bench.corpora import Case, one_layer, read_corpus, read_handbook
 from kvrag_corpus.real import generate_set

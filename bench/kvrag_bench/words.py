@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.errors import ParameterError
-from kvrag.ingest.folding import asked_words, folded, is_spaceless, words_of
 from kvrag.ingest.loaders import load_bytes
-from kvrag.ingest.words import any_word_of
+from kvrag.ingest.words import any_word_of, asked_words, folded, is_spaceless, words_of
 
 _SHORTEST = 20  # characters of a passage
 _PIECE = 8  # characters in a row that are asked for, where words have no spaces

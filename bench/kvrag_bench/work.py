@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
-from kvrag.models.packed import PackedWeight
+from kvrag.models.linears import PackedWeight
 from kvrag.native import FewRowsLinear, Int8Linear, Scores, attend
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel

@@ -53,7 +53,7 @@ def calibrate(
         shares = tuple(map(float, ratios.split(",")))
     except ValueError as error:
         raise ParameterError(f"--ratios {shown(ratios)}: {error}; expected shares") from error
-    from kvrag.ingest.calibrations import check_can_keep
+    from kvrag.ingest.upkeep import check_can_keep
     from kvrag.tune.calibrate import CalibrationOptions, usual_choice
     from kvrag.tune.calibrate import calibrate as measure
 

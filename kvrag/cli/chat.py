@@ -11,16 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrag.arguments import shown
+from kvrag.arguments import like, shown
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.answering import Outcome, Shown, print_below, print_sources, print_why
+from kvrag.cli.console import EXIT_FAILURE, fail
 from kvrag.cli.conversation import Asker
-from kvrag.cli.failures import EXIT_FAILURE, fail
 from kvrag.cli.opening import warm_up
 from kvrag.cli.through import NoServerOption, Remote, ServerGoneError, connected
 from kvrag.errors import KVRagError
-from kvrag.similar import like
 
 _PROMPT = "> "
 _COMMANDS = {
@@ -86,8 +85,7 @@ def _here(
 ) -> Iterator[Asker]:
     """Yield what answers in this process, and prepares for other questions meanwhile."""
     with opening.open() as opened:
-        from kvrag.engine.first_places import FirstPlaces
-        from kvrag.engine.idle import Idle
+        from kvrag.engine.idle import FirstPlaces, Idle
 
         asking = searching.asking()
         engine = answering.engine(opened)

@@ -17,7 +17,7 @@ import typer
 import kvrag
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.cli.console import EXIT_FAILURE
 from kvrag.cli.opening import quiet_libraries
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.plugins import described, registered

@@ -17,11 +17,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from kvrag import similar
+from kvrag import arguments
 from kvrag.arguments import cut
 from kvrag.cli import console
 from kvrag.cli import settings as s
-from kvrag.cli.failures import EXIT_USAGE, guard, guarded
+from kvrag.cli.console import EXIT_USAGE, guard, guarded
 
 _FILE = "kvrag.file"
 _POLICY = "policy"
@@ -53,7 +53,7 @@ class Command(TyperCommand):
             if found := getattr(error, "possibilities", None):
                 name: str = error.option_name  # type: ignore[attr-defined]
                 short = [name[1:] for one in self.params if name[1:] in one.opts]
-                error.possibilities = short or similar.nearest(name, found)  # type: ignore[attr-defined]
+                error.possibilities = short or arguments.nearest(name, found)  # type: ignore[attr-defined]
             raise
         if rest and not ctx.allow_extra_args:
             ctx.fail(f"too many words: {cut(' '.join(rest))}; put a text of several in quotes")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrag import similar
+from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.command import Command, settings_file
@@ -63,7 +63,8 @@ def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
                 raise ParameterError(f"'kvrag {' '.join(command[: number + 1])}' {gone}")
             raise ParameterError(
                 f"there is no command 'kvrag {' '.join(command[: number + 1])}'"
-                f"{similar.like(name, known)}" + (f"; expected {', '.join(known)}" if known else "")
+                f"{arguments.like(name, known)}"
+                + (f"; expected {', '.join(known)}" if known else "")
             )
         found = found.get_command(root, name)
     if not isinstance(found, Command):

@@ -1,8 +1,10 @@
-"""Where output goes: results to stdout, everything else (banners, progress, errors) to stderr."""
+"""Where output goes: results to stdout, everything else (banners, bars, failures) to stderr."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import functools
 import json
 import os
 import re
@@ -11,10 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+import typer
+
+from kvrag.cli import console
+from kvrag.errors import KVRagError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 R = TypeVar("R")
 
@@ -297,3 +305,63 @@ def _field(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, dict):
         return label, ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
     return label, "none" if value is None else str(value)
+
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+DEBUG_VARIABLE = "KVRAG_DEBUG"
+
+P = ParamSpec("P")
+
+
+def fail(message: str) -> typer.Exit:
+    """Print `message` as an error and return the exit to raise."""
+    # Messages may quote files that others wrote.
+    text = console.harmless(" ".join(message.split())) or "no message was given"
+    print(f"error: {text}", file=sys.stderr)
+    return typer.Exit(EXIT_FAILURE)
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Let an error in the block print one sentence, not a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # The reader of stdout has closed the pipe: nothing to report.
+        raise fail(_describe(error)) from None
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command in `guard`."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with guard():
+            return command(*args, **kwargs)
+
+    return wrapper
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, KVRagError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (
+            f"{error.name} cannot be imported, which kvrag needs here: {error}. 'kvrag doctor' "
+            "shows what is missing; 'pip install --upgrade kvrag' installs it"
+        )
+    kind = type(error).__name__
+    return f"unexpected {kind}: {error} (`kvrag --debug ...` shows where; please report it)"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.answering import Outcome, Say, answer, as_turn, retrieve
 from kvrag.cli.console import count
 from kvrag.errors import ParameterError
-from kvrag.ingest.folding import long_words
+from kvrag.ingest.words import long_words
 
 if TYPE_CHECKING:
     from kvrag.engine.asking import Asking

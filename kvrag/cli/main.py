@@ -12,17 +12,17 @@ import typer
 
 import kvrag
 from kvrag.cli.command import lazy_group
-from kvrag.cli.failures import DEBUG_VARIABLE, guarded
+from kvrag.cli.console import DEBUG_VARIABLE, guarded
 
 _COMMANDS = {
     "ingest": "ingest:ingest",
     "query": "query:query",
     "chat": "chat:chat",
     "adopt": "ingest:adopt",
-    "search": "search:search",
+    "search": "query:search",
     "explain": "query:explain",
     "ls": "upkeep:ls",
-    "rm": "rm:rm",
+    "rm": "upkeep:rm",
     "stats": "upkeep:stats",
     "verify": "upkeep:verify",
     "gc": "upkeep:gc",

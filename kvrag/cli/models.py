@@ -12,7 +12,7 @@ import typer
 from kvrag.arguments import shown
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.failures import EXIT_FAILURE, fail
+from kvrag.cli.console import EXIT_FAILURE, fail
 from kvrag.errors import ModelLoadError, ParameterError
 
 if TYPE_CHECKING:

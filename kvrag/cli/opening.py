@@ -18,7 +18,7 @@ from kvrag.errors import KVRagError, ParameterError
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
-    from kvrag.ingest.ranking import Reranker
+    from kvrag.ingest.search import Reranker
 
 _WHERE_MODULES_ARE = (
     "install the module, or name its folder in PYTHONPATH (PYTHONPATH=. for the current one, "
@@ -103,7 +103,7 @@ def load_reranker(name: str | None) -> Reranker | None:
     """Return the cross-encoder that ``--rerank`` names, or None."""
     if name is None:
         return None
-    from kvrag.ingest.ranking import Reranker
+    from kvrag.ingest.search import Reranker
 
     return Reranker(name)
 

@@ -31,8 +31,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies import AUTO_POLICY, DEFAULT_POLICY
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.models.precision import COMPUTES, check_compute
-from kvrag.optiontable import Option, kind_of
-from kvrag.parameters import parse_spec
+from kvrag.optiontable import Option, kind_of, parse_spec
 
 if TYPE_CHECKING:
     from kvrag.engine.asking import Asking

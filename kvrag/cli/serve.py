@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrag import similar
+from kvrag import arguments
 from kvrag.arguments import cut, shown
 from kvrag.cli import console
 from kvrag.cli import options as o
@@ -151,8 +151,8 @@ def serve(
         known = [name for one in context.command.params for name in one.opts]
         named = cut(context.args[0].partition("=")[0])
         raise ParameterError(
-            f"there is no option {named}{similar.like(named, known)}; options of 'vllm serve' are "
-            "for --engine vllm"
+            f"there is no option {named}{arguments.like(named, known)}; options of 'vllm serve' "
+            "are for --engine vllm"
         )
     if unfit:
         other = _TRANSFORMERS if engine == _VLLM else _VLLM

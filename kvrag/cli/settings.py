@@ -18,7 +18,7 @@ from typing import Any
 
 import typer
 
-from kvrag import arguments, similar
+from kvrag import arguments
 from kvrag.engine.options import AnswerOptions, everywhere
 from kvrag.errors import ParameterError
 from kvrag.regularfile import read_regular
@@ -216,7 +216,7 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
             raise ParameterError(f"{origin}: {name} {gone}")
         raise ParameterError(
             f"{origin}: 'kvrag {command}' has no option "
-            f"{arguments.shown(name)}{similar.like(name, keys)}; it has " + ", ".join(sorted(keys))
+            f"{arguments.shown(name)}{arguments.like(name, keys)}; it has {', '.join(sorted(keys))}"
         )
     if not key.accepts(value):
         raise ParameterError(
@@ -320,7 +320,7 @@ def _entries(
             if name not in COMMON:
                 raise ParameterError(
                     f"{origin()}: {arguments.shown(name)} is no key for all "
-                    f"commands{similar.like(name, COMMON)}; "
+                    f"commands{arguments.like(name, COMMON)}; "
                     f"expected {', '.join(COMMON)} outside tables; one command's option belongs in "
                     "its table, such as [query]"
                 )
@@ -332,7 +332,7 @@ def _entries(
                 raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}' {gone}")
             raise ParameterError(
                 f"{origin()}: there is no command 'kvrag {arguments.cut(' '.join(here))}'"
-                f"{similar.like(name, known)}; expected {', '.join(known)}"
+                f"{arguments.like(name, known)}; expected {', '.join(known)}"
             )
         command = group.get_command(context, name)
         if hasattr(command, "list_commands"):

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.codec.container import RecordReader
-from kvrag.codec.quantiser import Symbols, to_values
-from kvrag.codec.tables import ESCAPE, ZERO_SYMBOL
+from kvrag.codec.tables import ESCAPE, ZERO_SYMBOL, Symbols, to_values
 from kvrag.errors import RecordError
 from kvrag.native import RansModel, decode_rows, encode_rows
 from kvrag.positions.rotary import RotaryTable

@@ -13,7 +13,7 @@ from kvrag.arguments import shown
 from kvrag.codec.bands import Bands
 from kvrag.codec.names import parse_codec
 from kvrag.codec.pca import PCA
-from kvrag.codec.quantiser import Exact, PerChannel, Quantiser, Uniform
+from kvrag.codec.tables import Exact, PerChannel, Quantiser, Uniform
 from kvrag.codec.transforms import NoTransform, Transform
 from kvrag.errors import ParameterError
 

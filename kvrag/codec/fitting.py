@@ -21,13 +21,15 @@ from kvrag.codec.config import PipelineConfig
 from kvrag.codec.lossless import rest_bits, split
 from kvrag.codec.pca import PCA, Components
 from kvrag.codec.profile import Level, Plane, Profile
-from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise
 from kvrag.codec.tables import (
     ESCAPE,
+    ESCAPE_BITS,
+    MAX_MAGNITUDE,
     NUM_CONTEXTS,
     NUM_SYMBOLS,
     RADIX,
     TOTAL,
+    Exact,
     bits_of,
     cluster,
     coarser,
@@ -37,6 +39,7 @@ from kvrag.codec.tables import (
     empirical_bits,
     fit_digit_frequencies,
     fit_frequencies,
+    quantise,
     value_costs,
 )
 from kvrag.codec.transforms import FittedTransform, greatest_tame

@@ -14,8 +14,7 @@ from kvrag.codec.base import Codec, check_kv
 from kvrag.codec.container import RecordReader
 from kvrag.codec.pca import Components
 from kvrag.codec.profile import Level, Profile
-from kvrag.codec.quantiser import MAX_MAGNITUDE
-from kvrag.codec.tables import RADIX
+from kvrag.codec.tables import MAX_MAGNITUDE, RADIX
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import RansModel

@@ -16,7 +16,7 @@ from kvrag.codec.block import MATRIX, BlockReader, pack_streams
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.level import LevelCoder, ProfiledCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import to_symbols
+from kvrag.codec.tables import to_symbols
 from kvrag.kvcache import ChunkKV, KVSpec
 
 NAME = "lossless"

@@ -20,7 +20,7 @@ PACKED = "packed"
 RAW_HEADS = "raw-heads"
 PLAIN: Table[type[Codec]] = Table(
     "kvrag.codecs",
-    {RAW: "kvrag.codec.raw:RawCodec", RAW_HEADS: "kvrag.codec.rawheads:RawHeadsCodec"},
+    {RAW: "kvrag.codec.raw:RawCodec", RAW_HEADS: "kvrag.codec.raw:RawHeadsCodec"},
 )
 """Codecs without a profile, by their names in records."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0

@@ -17,8 +17,14 @@ from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.level import CodedBlock, LevelCoder, ProfiledCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import quantise, to_symbols
-from kvrag.codec.tables import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
+from kvrag.codec.tables import (
+    NUM_CONTEXTS,
+    coarser,
+    digit_contexts,
+    digit_symbols,
+    quantise,
+    to_symbols,
+)
 from kvrag.codec.transforms import greatest_tame
 from kvrag.kvcache import ChunkKV, KVSpec
 

@@ -25,8 +25,7 @@ from safetensors.torch import save as save_tensors
 
 from kvrag.arguments import shown
 from kvrag.codec.config import PipelineConfig
-from kvrag.codec.quantiser import Exact
-from kvrag.codec.tables import NUM_CONTEXTS, NUM_SYMBOLS, TOTAL, value_costs
+from kvrag.codec.tables import NUM_CONTEXTS, NUM_SYMBOLS, TOTAL, Exact, value_costs
 from kvrag.codec.transforms import FittedTransform, NoTransform, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import DTYPES, KVSpec

@@ -1,4 +1,4 @@
-"""The codec that stores KV exactly as the model gave it.
+"""The codecs that store KV exactly as the model gave it: layer by layer, or head by head.
 
 A layer's block holds its keys ``[H, T, D]``, then its values ``[H, T, D]``, little-endian, in the
 model's dtype. Reading a layer takes one copy from the store and one pass for the checksum.
@@ -12,8 +12,9 @@ import threading
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Codec, OpenedRecord, check_kv, check_layer_index
+from kvrag.codec.base import Codec, EncodedChunk, OpenedRecord, check_kv, check_layer_index
 from kvrag.codec.container import RecordReader, padded_size, write_record
+from kvrag.codec.names import RAW_HEADS
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -130,3 +131,130 @@ def require_little_endian(name: str) -> None:
     """Raise ParameterError for a codec that stores numbers as they are in memory."""
     if sys.byteorder != "little":
         raise ParameterError(f"codec {name!r} needs a little-endian machine; this one is not")
+
+
+# Some key heads of an opened record, for a process that has only those of the model.
+
+
+class HeadRange(EncodedChunk):
+    """A part of an opened record: a range of its key heads.
+
+    A record that stores heads apart (codec ``raw-heads``) is read only there. From any other,
+    whole layers are read and decoded, and the other heads are dropped.
+
+    Parameters
+    ----------
+    record
+        The opened record. Sizes and planes are those of the whole record.
+    heads
+        The first head, and the one after the last.
+    """
+
+    def __init__(self, record: EncodedChunk, heads: slice) -> None:
+        self._record = record
+        self._heads = heads
+
+    @property
+    def num_tokens(self) -> int:
+        return self._record.num_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        return self._record.size_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        return self._record.bytes_read
+
+    @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        return self._record.plane_bytes
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._record.read_heads(layer_index, self._heads)
+
+    def fetch(self, num_planes: int) -> None:
+        self._record.fetch(num_planes)
+
+    def use(self, num_planes: int) -> None:
+        self._record.use(num_planes)
+
+    def cancel(self) -> None:
+        self._record.cancel()
+
+
+# Models with more layers and heads than that get blocks of several heads, so that a header stays
+# below 25 KB.
+_MAX_BLOCKS = 1024
+
+
+class RawHeadsChunk(OpenedRecord):
+    """An opened record of the codec (an `EncodedChunk`)."""
+
+    def __init__(self, reader: RecordReader) -> None:
+        super().__init__(reader)
+        self._spec = reader.header.spec
+        self._num_groups = len(reader.header.blocks) // self._spec.num_layers
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.read_heads(layer_index, slice(0, self._spec.num_kv_heads))
+
+    def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self._spec
+        check_layer_index(layer_index, spec.num_layers)
+        each = spec.num_kv_heads // self._num_groups
+        groups = range(heads.start // each, -(-heads.stop // each))
+        first = layer_index * self._num_groups
+        blocks = range(first + groups.start, first + groups.stop)
+        size = 2 * each * self.num_tokens * spec.head_dim
+        padded = padded_size(size * spec.dtype.itemsize)
+        content = self._reader.room(len(groups) * padded)
+        self._reader.read_blocks(blocks, memoryview(content))
+        # Not inference tensors, even if the caller is in inference mode: others may use them.
+        with torch.inference_mode(False), torch.no_grad():
+            rows = torch.frombuffer(content, dtype=torch.uint8).view(len(groups), padded)
+            both = rows[:, : size * spec.dtype.itemsize].contiguous().view(spec.dtype)
+            shape = (len(groups), 2, each, self.num_tokens, spec.head_dim)
+            keys, values = both.view(shape).transpose(0, 1).flatten(1, 2)
+        wanted = slice(heads.start - groups.start * each, heads.stop - groups.start * each)
+        return keys[wanted], values[wanted]
+
+
+class RawHeadsCodec(Codec):
+    """Stores KV uncompressed, head by head: what is read equals the model's output."""
+
+    name = label = RAW_HEADS
+
+    def __init__(self) -> None:
+        require_little_endian(self.name)
+
+    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+        spec = check_kv(kv)
+        num_groups = _num_groups(spec)
+        blocks = [
+            tuple(
+                bytes_of(group)
+                for layer in (kv.keys[layer_index], kv.values[layer_index])
+                for group in [layer.chunk(num_groups)[number]]
+            )
+            for layer_index in range(spec.num_layers)
+            for number in range(num_groups)
+        ]
+        return write_record(
+            key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
+        )
+
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> RawHeadsChunk:
+        reader.require(self.name, spec)
+        num_groups = _num_groups(spec)
+        reader.require_blocks(spec.num_layers * num_groups)
+        layer_bytes = spec.layer_bytes_per_token * reader.header.num_tokens
+        reader.require_block_size(layer_bytes // num_groups)
+        return RawHeadsChunk(reader)
+
+
+def _num_groups(spec: KVSpec) -> int:
+    """Return into how many blocks of equally many heads a layer is split."""
+    most = max(1, _MAX_BLOCKS // spec.num_layers)
+    heads = spec.num_kv_heads
+    return max(one for one in range(1, min(heads, most) + 1) if heads % one == 0)

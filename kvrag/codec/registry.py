@@ -15,7 +15,7 @@ from kvrag.codec.names import PLAIN
 from kvrag.codec.packed import PackedCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import Exact
+from kvrag.codec.tables import Exact
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import KVSpec
 

@@ -11,7 +11,7 @@ from kvrag.chunk import Chunk
 from kvrag.engine.request import Message, Request
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.ingest.ranking import Reranker
+from kvrag.ingest.search import Reranker
 
 # Prompts for models without a chat template: text that the model completes.
 

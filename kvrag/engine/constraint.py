@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from kvrag import arguments
-from kvrag.child import Child, ChildError
 from kvrag.errors import ParameterError
 from kvrag.loading import threads
+from kvrag.process import Child, ChildError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

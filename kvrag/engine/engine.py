@@ -32,16 +32,16 @@ from kvrag.engine.request import (
 from kvrag.engine.scheduler import Scheduler, Start
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
-from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.spec import is_text
 from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.linked_rows import ChosenLinks
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
-from kvrag.ingest.ranking import Reranker
+from kvrag.ingest.search import Reranker
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.models.adapter import without_adapters

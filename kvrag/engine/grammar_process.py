@@ -12,7 +12,7 @@ import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from kvrag.child import serve
+from kvrag.process import serve
 
 _MEMORY_BYTES = 256 << 20
 # An eighth of what threads usually have: what fits here fits in any of them.

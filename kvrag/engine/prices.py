@@ -24,7 +24,7 @@ from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.repair import Repair
 from kvrag.ingest.config import write_atomically

@@ -17,23 +17,21 @@ from kvrag.engine.options import EngineOptions
 from kvrag.engine.prices import Prices
 from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
-from kvrag.engine.sessions import FEWEST_ROWS, Sessions
-from kvrag.engine.stored_sessions import StoredKept, StoredSessions
+from kvrag.engine.sessions import FEWEST_ROWS, Sessions, StoredKept, StoredSessions
 from kvrag.errors import KVRagError, PromptTooLongError
-from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices
 from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.fusion.linked_rows import ChosenLinks
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy, PromptRows, RecomputePolicy, planned_rows
 from kvrag.fusion.pricing import Pricing, RowPrices
-from kvrag.fusion.reasons import counted
 from kvrag.fusion.repair import Repair
+from kvrag.fusion.runs import counted
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.fusion.staging import EarlyRecords, HotTiers
 from kvrag.ingest.index import Index

@@ -21,12 +21,12 @@ from kvrag.fusion.compression.spec import is_text
 from kvrag.fusion.fuser import MADE, OUTPRICED, FusedPrompt
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
-from kvrag.fusion.reasons import Stretch
+from kvrag.fusion.runs import Stretch
 from kvrag.fusion.segments import Match
 from kvrag.fusion.staging import EarlyRecords
-from kvrag.ingest.folding import long_words
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
+from kvrag.ingest.words import long_words
 from kvrag.models.chat import PromptText, render_messages
 from kvrag.models.known_text import KnownText
 from kvrag.models.tokens import Span

@@ -1,13 +1,33 @@
-"""The KV of ended answers, in bounded room, for prompts that continue them."""
+"""The KV of ended answers, in bounded room, for prompts that continue them.
+
+`StoredSessions` writes what memory has no room for into the index's store. What is known of a
+record is in this process's memory only, and its name is drawn by chance. So no other process,
+engine or user finds it, replaces it or takes its place.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import torch
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.raw import RawCodec
+from kvrag.errors import RecordError, StoreError
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.kept import Kept, Overlap
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.slices import Clock, Slices
+from kvrag.ingest.index import Index
+from kvrag.kvcache import ChunkKV, FusedKV
 
 FEWEST_ROWS = 4
 """Fewer rows are not taken: computing them costs as little as copying them."""
@@ -101,3 +121,249 @@ class Sessions:
                 overlap = kept.overlap(layout, choice)
                 found.append((overlap.num_rows - kept.cost, place, overlap))
         return found
+
+
+logger = logging.getLogger("kvrag")
+
+_MAX_WAITING = 2
+"""Most buffers that wait in memory to be stored; more are dropped."""
+_READ_FOR_ONE = 16
+"""Rows that can surely be read while one is computed. A record is read whole."""
+_PAUSE_SECONDS = 60.0
+"""After a store has refused a record, how long no other is offered to it."""
+
+
+@dataclass(frozen=True)
+class StoredKept(Kept):
+    """What an answered prompt leaves, in the store: its `kv` is empty.
+
+    Attributes
+    ----------
+    key
+        The name of its record.
+    record_bytes
+        The record's size.
+    """
+
+    key: ChunkKey
+    record_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that it takes in the store."""
+        return self.record_bytes
+
+    @property
+    def cost(self) -> float:
+        """What reading it costs, in rows that could be computed meanwhile."""
+        return len(self.token_ids) / _READ_FOR_ONE
+
+
+class StoredSessions:
+    """Writes KV that falls out of memory to an index's store, and reads it back.
+
+    A separate thread writes and removes: no answer waits for it.
+
+    Parameters
+    ----------
+    index
+        The index; its store encrypts, limits and spreads these records over tiers as it does all.
+    max_bytes
+        Room for all records; 0 writes nothing. The least recently used ones are removed first.
+    release
+        Takes buffers that were written or dropped.
+    """
+
+    def __init__(self, index: Index, max_bytes: int, release: Callable[[FusedKV], None]) -> None:
+        self.max_bytes = max_bytes
+        self._index = index
+        self._release = release
+        self._sessions = Sessions(max_bytes, self._forget)
+        self._thread = ThreadPoolExecutor(1, "kvrag-sessions")
+        # The thread holds it while it works, and a garbage collection in it may call `close`.
+        self._working = threading.RLock()
+        self._keys: set[ChunkKey] = set()
+        self._process = os.getpid()
+        self._is_closed = False
+        self._counting = threading.Lock()
+        self._num_waiting = 0
+        self._removed_bytes = 0
+        self._refused_until = 0.0
+        self._has_warned = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the records that are there now."""
+        return self._sessions.size_bytes
+
+    def write(self, session: str | None, kept: Kept) -> None:
+        """Store KV in the background, or drop it if it is too large or too much waits."""
+        fits = len(kept.token_ids) * kept.kv.spec.bytes_per_token <= self.max_bytes
+        with self._counting:
+            fits = fits and self._num_waiting < _MAX_WAITING
+            fits = fits and time.monotonic() >= self._refused_until
+            self._num_waiting += fits
+        if fits:
+            try:
+                self._thread.submit(self._write, session, kept)
+                return
+            except RuntimeError:  # closed, or too many threads
+                self._end_waiting()
+        self._release(kept.kv)
+
+    def take(
+        self, session: str | None, layout: Layout, choice: Choice, least: float
+    ) -> Overlap | None:
+        """Return what a prompt may take, for `read`; see `Sessions.take`."""
+        return self._sessions.take(session, layout, choice, least)
+
+    def read(
+        self, session: str | None, earlier: Overlap, buffer: FusedKV, clock: Clock
+    ) -> Slices[int | None]:
+        """Read what was taken into the first rows of a buffer.
+
+        The record is removed if the prompt continues it, and otherwise stays.
+
+        Parameters
+        ----------
+        session, earlier
+            What `take` was called with, and what it returned.
+        buffer
+            Has room for the rows.
+        clock
+            Gets the time as stage ``load``.
+
+        Returns
+        -------
+        int or None
+            Bytes read; None if the record is lost, damaged or refused. It is forgotten then.
+        """
+        kept, num_rows = earlier.kept, earlier.num_rows
+        assert isinstance(kept, StoredKept)
+        store = self._index.store
+        is_lost, is_read = False, False
+        clock.resume()
+        try:
+            record = store.open(kept.key)
+            if record is None:
+                raise StoreError(f"record {kept.key} is gone")
+            with contextlib.closing(record):
+                encoded = RawCodec().open(kept.key, record, buffer.spec)
+                if encoded.num_tokens != len(kept.token_ids):
+                    raise RecordError(f"record {kept.key} holds {encoded.num_tokens} tokens")
+                for layer in range(buffer.spec.num_layers):
+                    rows = encoded.read_layer(layer)
+                    for into, part in zip((buffer.keys, buffer.values), rows, strict=True):
+                        into[layer][0, :, :num_rows].copy_(part[:, :num_rows])
+                    clock.lap("load")
+                    yield False
+                    clock.resume()
+            is_read = True
+            return encoded.bytes_read
+        except (RecordError, StoreError) as error:
+            clock.lap("load")
+            is_lost = True
+            if isinstance(error, RecordError):
+                store.note_damage(kept.key)
+            return None
+        finally:
+            if is_lost or (is_read and earlier.goes_on):
+                self._forget(session, kept)
+            else:
+                self._sessions.keep(session, kept)
+
+    def flush(self) -> None:
+        """Wait until everything is written and removed."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Remove all records, and write no more."""
+        if os.getpid() != self._process:
+            return  # a fork: they are its parent's
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._working:
+            self._is_closed = True
+            self._remove_all(0)
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Remove all records, and write none while the block gives the index another store."""
+        with self._working:
+            self._remove_all(self.max_bytes)
+            yield
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _write(self, session: str | None, kept: Kept) -> None:
+        with self._working:
+            try:
+                if not self._is_closed:
+                    self._store(session, kept)
+            except Exception as error:  # no answer depends on it, and nobody waits for it
+                self._refused_until = time.monotonic() + _PAUSE_SECONDS
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "earlier turns cannot be stored, and are computed again once memory has no "
+                        "room for them: %s",
+                        error,
+                    )
+            finally:
+                self._end_waiting()
+                self._release(kept.kv)
+
+    def _store(self, session: str | None, kept: Kept) -> None:
+        """Write a record of KV, and remove others to make room."""
+        key = ChunkKey(secrets.token_hex(20))
+        num_rows = len(kept.token_ids)
+        # Unlike a chunk's, its keys are placed: it is read for the same positions.
+        keys, values = (
+            torch.stack([one[0, :, :num_rows] for one in part]).cpu()
+            for part in (kept.kv.keys, kept.kv.values)
+        )
+        record = RawCodec().encode(key, ChunkKV(keys, values))
+        if len(record) > self.max_bytes:
+            return
+        for _, one in self._sessions.shrink(self.max_bytes - len(record)):
+            self._remove(one)
+        self._keys.add(key)  # even if this fails, a part may be there
+        self._index.store.put(key, record)
+        nothing = FusedKV(kept.kv.spec, 0, 0)
+        about = kept.token_ids, kept.turns, kept.num_exact, kept.choice
+        self._sessions.keep(session, StoredKept(nothing, *about, key, len(record)))
+
+    def _end_waiting(self) -> None:
+        with self._counting:
+            self._num_waiting -= 1
+
+    def _forget(self, session: str | None, kept: Kept) -> None:
+        """Remove a record in the background."""
+        del session
+        with contextlib.suppress(RuntimeError):  # it is closed, which removes all
+            self._thread.submit(self._remove, kept)
+
+    def _remove(self, kept: Kept) -> None:
+        assert isinstance(kept, StoredKept)
+        with self._working, contextlib.suppress(StoreError):  # `close` tries again
+            self._index.store.delete(kept.key)
+            self._keys.discard(kept.key)
+            self._removed_bytes += kept.size_bytes
+            if self._removed_bytes > self.max_bytes:
+                self._reclaim()
+
+    def _remove_all(self, room: int) -> None:
+        """Remove all records; from then on, there is so much room."""
+        self._sessions = Sessions(room, self._forget)
+        for key in self._keys:
+            with contextlib.suppress(StoreError):
+                self._index.store.delete(key)
+        if self._keys or self._removed_bytes:
+            self._reclaim()
+        self._keys.clear()
+
+    def _reclaim(self) -> None:
+        """Have the store reclaim the room of removed records."""
+        self._removed_bytes = 0
+        with contextlib.suppress(StoreError):
+            self._index.store.collect_garbage()

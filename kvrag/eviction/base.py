@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.parameters import check_fields, describe
+from kvrag.optiontable import check_fields, describe
 
 
 @dataclass(frozen=True)

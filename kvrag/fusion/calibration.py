@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrag.arguments import shown
-from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
 from kvrag.fusion.repair import Repair, make_repair, names_gone
 from kvrag.loading.cost import LoadingCost, StoredRows, pipelined_seconds
+from kvrag.regularfile import checksum
 
 FORMAT_VERSION = 3
 _OLDEST_VERSION = 2  # had no checksum

@@ -11,17 +11,17 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Estimate, Measured
 from kvrag.fusion.policies import AUTO_POLICY
 from kvrag.fusion.policies.base import (
+    NonePolicy,
     PromptRows,
     check_ratio,
     mean_count,
     planned_counts,
     share_of,
 )
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import POLICIES, parameters_of
 from kvrag.fusion.repair import MODIFIERS, Repair, add_given, check_given, make_repair
 from kvrag.loading.cost import ChunkDecision, StoredRows
-from kvrag.parameters import check_fields, describe, parse_spec
+from kvrag.optiontable import check_fields, describe, parse_spec
 
 # Estimates within this factor count as equal.
 _SAME = 1.02

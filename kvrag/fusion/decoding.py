@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from kvrag.eviction import EvictionReport
 from kvrag.eviction.base import EvictionPolicy
-from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.whole import WholePrompt
 from kvrag.models.batch import BatchRow

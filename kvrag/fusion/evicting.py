@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from kvrag.eviction import EvictionReport
 from kvrag.eviction.base import EvictionPolicy, HeldKeys
 from kvrag.eviction.cache import EvictingCache
-from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.models.attention import RowMask

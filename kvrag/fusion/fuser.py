@@ -20,18 +20,14 @@ from kvrag.fusion.controller import Choice
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.links import LinkTokens
-from kvrag.fusion.loader import OpenKV, SpanLoader
+from kvrag.fusion.loader import OpenKV, SpanLoader, Target
 from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
-from kvrag.fusion.policies.base import RecomputePolicy, chooses_by_attention, mean_count
-from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.question import QuestionAttention, ask
-from kvrag.fusion.repair import Repair
+from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy, chooses_by_attention, mean_count
+from kvrag.fusion.repair import ChunkShift, Repair
 from kvrag.fusion.report import FusionReport
-from kvrag.fusion.selection import Selection
-from kvrag.fusion.shift import ChunkShift
+from kvrag.fusion.selection import QuestionAttention, Selection, ask
 from kvrag.fusion.slices import Clock, Slices, in_background, slice_rows, until, whole
-from kvrag.fusion.streamed import Target
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters

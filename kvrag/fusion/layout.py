@@ -130,7 +130,7 @@ class Layout:
     num_folded
         Number of messages that were moved or joined for the chat template.
     fresh_reasons
-        Why tokens are in no span: reason -> number of tokens (`kvrag.fusion.reasons`); empty if
+        Why tokens are in no span: reason -> number of tokens (`kvrag.fusion.runs`); empty if
         nobody looked.
     num_kept
         Number of first rows that an earlier answer has left in the buffer (`kvrag.fusion.kept`).

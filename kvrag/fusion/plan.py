@@ -11,8 +11,7 @@ import torch
 
 from kvrag.fusion.controller import Choice, Expected, LoadingController
 from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
-from kvrag.fusion.policies.base import PromptRows, num_whole_layers, planned_rows
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy, PromptRows, num_whole_layers, planned_rows
 from kvrag.fusion.pricing import Pricing
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.staging import HotRecords

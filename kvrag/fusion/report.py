@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvrag.eviction.report import EvictionReport
+from kvrag.eviction import EvictionReport
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_plan import StreamReport
 from kvrag.models.precision import QUANTISED

@@ -23,8 +23,7 @@ from kvrag.loading.hot import HotChunk, HotTier
 from kvrag.loading.pinned import buffers, copy_stream, registered, start_copy
 from kvrag.native.gpu.compiling import free_bytes
 from kvrag.process import memory_bytes
-from kvrag.store.base import Store
-from kvrag.store.capabilities import tiers_of
+from kvrag.store.base import Store, tiers_of
 from kvrag.store.metrics import StoreCounts
 
 GROUP_LAYERS = 8

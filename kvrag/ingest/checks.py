@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest.config import IndexConfig
-from kvrag.store.base import Store
-from kvrag.store.capabilities import Limits, capability, is_in_memory, tiers_of
+from kvrag.store.base import Limits, Store, capability, is_in_memory, tiers_of
 
 if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding

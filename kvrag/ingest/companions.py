@@ -22,7 +22,7 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.ingest.contexts import FOLDER, LEAST_TOKENS, SEPARATOR
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.plan import PlannedDocument
-from kvrag.ingest.rows import Change, Heads, pack_ids
+from kvrag.ingest.schema import Change, Heads, pack_ids
 from kvrag.ingest.stages import lacking, windows
 from kvrag.ingest.storage import Storage
 from kvrag.models.tokens import encode

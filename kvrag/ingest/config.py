@@ -1,30 +1,39 @@
-"""The settings of an index, recorded once in ``index.json``."""
+"""The settings of an index, recorded once in ``index.json``, and the lock of its one writer."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
-from kvrag.checksum import checksum
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import expected_bytes_per_token
-from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError
+from kvrag.errors import (
+    IndexFormatError,
+    IndexLockedError,
+    IndexNotFoundError,
+    ParameterError,
+    StoreError,
+)
 from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
-from kvrag.regularfile import read_regular
-from kvrag.store.files import store_error, sync_folder
+from kvrag.regularfile import checksum, other_kind, read_regular
+from kvrag.store.file import store_error, sync_folder
 
 if TYPE_CHECKING:
     from kvrag.kvcache import KVSpec
+
 
 FORMAT_VERSION = 5
 FILE_NAME = "index.json"
@@ -312,3 +321,48 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
     if not 1 <= len(salt) <= 64:
         raise _foreign(path, "'tenant_salt' is not 1 to 64 bytes")
     return checked
+
+
+LOCK_NAME = "writer.lock"
+
+
+@contextlib.contextmanager
+def writer_lock(folder: Path) -> Iterator[None]:
+    """Hold the right to write to the index in `folder`.
+
+    The kernel releases the lock when the process ends, for whatever reason; the file stays.
+
+    Raises
+    ------
+    IndexLockedError
+        Immediately, when another process or thread holds the lock; names the process.
+    StoreError
+        When the folder cannot be written.
+    """
+    path = folder / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to the index in {folder}: {error.strerror or error}; change the "
+            "folder's permissions, or make the index elsewhere"
+        ) from error
+    try:
+        if kind := other_kind(os.fstat(descriptor).st_mode):
+            raise StoreError(f"cannot lock {path}: it is not a regular file but {kind}; remove it")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StoreError(f"cannot lock {path}: {error.strerror or error}") from error
+            holder = os.read(descriptor, 32).decode("ascii", "replace").strip()
+            raise IndexLockedError(
+                f"the index in {folder} is being written to by process {holder or 'unknown'}; "
+                "wait until it has finished, or end it (nothing done so far is lost)"
+            ) from error
+        with contextlib.suppress(OSError):  # a full disk must not stop gc, which makes room
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

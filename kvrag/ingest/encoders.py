@@ -20,7 +20,7 @@ from kvrag.models.control import KEEP, ControlTokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvrag.fusion.compression.encoding import Compressor
+    from kvrag.fusion.compression.anchors import Compressor
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
     from kvrag.models.known_text import KnownTexts
@@ -196,7 +196,7 @@ class Encoders:
     @cached_property
     def _compressor(self) -> Compressor:
         """The compressor of chunks, loaded on first use. Raises AnchorsError, and as `model`."""
-        from kvrag.fusion.compression.encoding import Compressor
+        from kvrag.fusion.compression.anchors import Compressor
 
         assert self._compression is not None
         compressor = Compressor(self.model, self._compression)

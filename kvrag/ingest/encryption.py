@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
-from kvrag.ingest import lock
 from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.catalogfile import finish_placing, next_path, put_in_place, ready_path
-from kvrag.ingest.config import WORDS_NAME, IndexConfig
+from kvrag.ingest.config import WORDS_NAME, IndexConfig, writer_lock
 from kvrag.ingest.schema import checksum_key
-from kvrag.store.base import Store
-from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
+from kvrag.store.base import DerivesKeys, Store, capability, tiers_of
 
 _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
@@ -81,7 +79,7 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     keys = _keys(config, store)
     if ready_path(path).is_file():
         # The holder of the lock will put it in place, or was killed.
-        with contextlib.suppress(StoreError, OSError), lock.writer_lock(folder):
+        with contextlib.suppress(StoreError, OSError), writer_lock(folder):
             finish_placing(path)
     try:
         catalog = Catalog(path, **keys)

@@ -10,12 +10,11 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.codec.names import PACKED
 from kvrag.errors import DocumentError, ParameterError, ProfileError
-from kvrag.foreign import document_failures
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.healing import audit_rows
-from kvrag.ingest.maintenance import recode_records
+from kvrag.ingest.maintenance import audit_rows, recode_records
 from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
+from kvrag.plugins import document_failures
 
 if TYPE_CHECKING:
     from kvrag.codec.base import Codec

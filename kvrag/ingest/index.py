@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.fusion.compression.spec import Compression
-from kvrag.ingest.calibrations import read_calibration
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
@@ -22,16 +21,15 @@ from kvrag.ingest.maintenance import stats_of
 from kvrag.ingest.opening import Given, make_index, open_index
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
-from kvrag.ingest.rows import DocumentRow
+from kvrag.ingest.schema import DocumentRow
 from kvrag.ingest.search import Search
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.opening import make_shared, open_shared
 from kvrag.ingest.storage import Follower, Storage
-from kvrag.ingest.upkeep import Upkeep
+from kvrag.ingest.upkeep import Upkeep, read_calibration
 from kvrag.ingest.writer import Writer
 from kvrag.models.control import ControlTokens
-from kvrag.store.base import Store
-from kvrag.store.capabilities import tiers_of
+from kvrag.store.base import Store, tiers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ import torch
 
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout
-from kvrag.fusion.made import MadeChunk, NotMadeError
+from kvrag.fusion.loader import MadeChunk, NotMadeError
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.storage import Storage
 

@@ -15,11 +15,11 @@ from kvrag.errors import IndexFormatError, ParameterError, StoreError
 from kvrag.fusion.compression.spec import TEXT, is_text, parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
-from kvrag.ingest import counting, lock, profiles
+from kvrag.ingest import counting, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.checks import check_device, check_embedding, check_limit
-from kvrag.ingest.config import KV_FOLDER, VIEW_OF_NAME, IndexConfig
+from kvrag.ingest.config import KV_FOLDER, LOCK_NAME, VIEW_OF_NAME, IndexConfig, writer_lock
 from kvrag.ingest.contexts import (
     ALONE,
     INDEX,
@@ -41,8 +41,7 @@ from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
 from kvrag.models.precision import check_compute
-from kvrag.store.base import Store
-from kvrag.store.capabilities import ChecksWritable, capability
+from kvrag.store.base import ChecksWritable, Store, capability
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 
@@ -131,7 +130,7 @@ def _open_catalog(
         is_there = not is_lost(path)
         if not mend or (is_there and error.__cause__ is None):
             raise  # another schema is not damage
-        with lock.writer_lock(folder):
+        with writer_lock(folder):
             catalog = replace_catalog(folder, config, store)
         lost = (
             f"{path} was damaged ({error.__cause__}) and is set aside as {path.name}.damaged"
@@ -145,7 +144,7 @@ def _open_catalog(
 _OUR_FILES = {
     configs.FILE_NAME,
     counting.FILE_NAME,
-    lock.FILE_NAME,
+    LOCK_NAME,
     configs.VECTORS_NAME,
     configs.RUNS_NAME,
     configs.WORDS_NAME,
@@ -230,7 +229,7 @@ def _make_config(
             f"compression {TEXT} stores no KV, which this model would reuse; leave it out"
         )
     elif chosen is not None:
-        from kvrag.fusion.compression.encoding import Compressor
+        from kvrag.fusion.compression.anchors import Compressor
 
         anchors = Compressor(model, chosen).anchors_digest
     if settings.context is not None:
@@ -290,7 +289,7 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
             raise StoreError(
                 f"cannot make the folder {folder}: {error.strerror or error}; use another one"
             ) from error
-        with lock.writer_lock(folder):
+        with writer_lock(folder):
             _require_free(folder)
             store = FileStore(folder / KV_FOLDER) if opened is None else opened
             catalog = make_catalog(folder, config, store)

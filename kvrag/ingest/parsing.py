@@ -24,10 +24,10 @@ from kvrag.arguments import cut, shown
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError, ParserError
 from kvrag.ingest.files import is_storable, printable
+from kvrag.ingest.filters import plain_metadata
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS, ParseLimits
 from kvrag.ingest.loaders import NoTextError, sought_suffixes
-from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.worker import OUT_OF_MEMORY, pack_frame, read_frame
 
 # The parent's own search path: the child finds the same kvrag and the same additional loaders.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
-from kvrag.ingest import lock
+from kvrag.ingest.config import writer_lock
 from kvrag.ingest.maintenance import KEPT_FOLDER, write_kept
 from kvrag.ingest.stages import BackgroundWriter
 
@@ -148,7 +148,7 @@ class Passages:
         by_key = {self.key_of(one): one for one in passages}
         size_bytes = 0
         prefill_seconds = 0.0
-        with lock.writer_lock(index.path):
+        with writer_lock(index.path):
             missing = [(key, one) for key, one in by_key.items() if not index.store.contains(key)]
             # Before the records: the lock keeps others from collecting a record without a name,
             # and the next run completes the name that a killed run leaves.
@@ -191,7 +191,7 @@ class Passages:
     def forget(self, name: str) -> bool:
         """Stop keeping a name's passages; the next `gc` removes their records."""
         path = self._path(name)
-        with lock.writer_lock(self.index.path):
+        with writer_lock(self.index.path):
             known = path.exists()
             path.unlink(missing_ok=True)
         return known

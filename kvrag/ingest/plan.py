@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.foreign import document_failures
 from kvrag.ingest.catalog import Documents
 from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.files import (
@@ -34,7 +33,8 @@ from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
 from kvrag.ingest.loaders import AsCut, NoTextError, to_document
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import FailedDocument
-from kvrag.ingest.rows import FileState
+from kvrag.ingest.schema import FileState
+from kvrag.plugins import document_failures
 
 if TYPE_CHECKING:
     import numpy as np

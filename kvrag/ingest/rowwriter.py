@@ -12,25 +12,23 @@ from typing import Any
 
 from kvrag.chunk import Chunk
 from kvrag.ingest.contexts import SIMILAR, encoded_behind
-from kvrag.ingest.rows import (
-    Change,
-    ChunkRow,
-    Encoding,
-    FileState,
-    Heads,
-    PackedChunk,
-    StoredDocument,
-    pack_chunk,
-    pack_json,
-)
 from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     DOCUMENT_COLUMNS,
     FILE_COLUMNS,
     KEYS,
+    Change,
     Checksums,
+    ChunkRow,
+    Encoding,
+    FileState,
+    Heads,
+    PackedChunk,
     State,
+    StoredDocument,
     joined,
+    pack_chunk,
+    pack_json,
     sound_chunk,
 )
 

@@ -18,8 +18,19 @@ from kvrag.chunk import Chunk
 from kvrag.errors import StoreError
 from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.reasons import Stretch, counted, why_fresh
-from kvrag.fusion.runs import Decode, Gap, Ids, Run, choose_runs, fill, find_runs, gaps_of
+from kvrag.fusion.runs import (
+    Decode,
+    Gap,
+    Ids,
+    Run,
+    Stretch,
+    choose_runs,
+    counted,
+    fill,
+    find_runs,
+    gaps_of,
+    why_fresh,
+)
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import RUNS_NAME as FILE_NAME
 from kvrag.ingest.config import write_atomically
@@ -214,7 +225,7 @@ class Table:
     last_row
         That row.
     marks
-        Marks of those chunks (`kvrag.ingest.rows.vector_mark`), also of removed ones.
+        Marks of those chunks (`kvrag.ingest.schema.vector_mark`), also of removed ones.
     version
         The catalog's version that it covers.
     """

@@ -1,14 +1,17 @@
-"""Models of sentence-transformers, by folder or hub name; their own Python code is never run."""
+"""Models of sentence-transformers, whose own Python code is never run; turns at a model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from kvrag import arguments, foreign
+from kvrag import arguments, plugins
 from kvrag.errors import ModelLoadError, ParameterError
 from kvrag.regularfile import read_regular, require_regular_files
 from kvrag.weights.cache import HUB_SECONDS
@@ -82,7 +85,7 @@ def loading(kind: str, reference: str, place: str) -> Iterator[None]:
                 check_sizes(reference, config, is_decoder=False)
         yield
     except BaseException as error:
-        why = str(error) if isinstance(error, ModelLoadError) else foreign.reason(error)
+        why = str(error) if isinstance(error, ModelLoadError) else plugins.reason(error)
         raise ParameterError(
             f"{place} {arguments.shown(reference)}: no {kind} that can be loaded ({why}); "
             f"expected the folder or hub name of a {kind} of sentence-transformers, without its "
@@ -106,3 +109,47 @@ def _require_known(folder: Path) -> None:
             f"it names the class {arguments.shown(foreign_types[0])}, which is its own code, "
             "and kvrag never runs that"
         )
+
+
+def _nothing() -> None:
+    """Let work go on."""
+
+
+before_turn: ContextVar[Callable[[], None]] = ContextVar("before_turn", default=_nothing)
+"""Called before each batch of the work in this context; an error that it raises ends the work."""
+
+
+class Turns:
+    """A lock whose holders come in the order in which they asked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._is_taken = False
+
+    def __enter__(self) -> None:
+        before_turn.get()()
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            mine = threading.Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        try:
+            mine.acquire()
+        except BaseException:  # an interrupt
+            with self._lock:
+                is_mine = mine not in self._waiting
+                if not is_mine:
+                    self._waiting.remove(mine)
+            if is_mine:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._is_taken = False

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Self
 
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.foreign import document_failures
 from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
@@ -33,8 +32,9 @@ from kvrag.ingest.files import read_file
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import STAYS, Plan, PlannedDocument, Sources, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
-from kvrag.ingest.rows import Change, ChunkRow, KeyOf
+from kvrag.ingest.schema import Change, ChunkRow, KeyOf
 from kvrag.ingest.storage import Storage
+from kvrag.plugins import document_failures
 from kvrag.process import working
 from kvrag.store.base import Store
 

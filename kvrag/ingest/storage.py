@@ -22,10 +22,9 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
-from kvrag.ingest.rows import Change, Encoding
+from kvrag.ingest.schema import Change, Encoding
 from kvrag.process import OfProcess
-from kvrag.store.base import Store
-from kvrag.store.capabilities import tiers_of
+from kvrag.store.base import Store, tiers_of
 
 if TYPE_CHECKING:
     from kvrag.ingest.coding import RecordCoding

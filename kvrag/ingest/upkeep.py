@@ -1,41 +1,55 @@
-"""Checks, repairs and cleanup of an index, and changes of its codec or store."""
+"""Checks, repairs and cleanup of an index, changes of its codec or store, and its calibration."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
-from kvrag.errors import AnchorsError, IndexFormatError, ParameterError
-from kvrag.ingest import lock
-from kvrag.ingest.calibrations import calibration_problem, keep_calibration
+from kvrag.errors import (
+    AnchorsError,
+    IndexFormatError,
+    IndexMismatchError,
+    ParameterError,
+    StoreError,
+)
 from kvrag.ingest.catalogfile import next_path, write_copy
 from kvrag.ingest.checks import check_lasting, check_limit
-from kvrag.ingest.config import FILE_NAME, KV_FOLDER, RUNS_NAME, VECTORS_NAME, IndexConfig
+from kvrag.ingest.config import (
+    FILE_NAME,
+    KV_FOLDER,
+    RUNS_NAME,
+    VECTORS_NAME,
+    IndexConfig,
+    write_atomically,
+    writer_lock,
+)
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import catalog_key, key_check
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.healing import (
-    audit_catalog,
-    audit_rows,
-    held_by,
-    lost_since,
-    mend_catalog,
-)
 from kvrag.ingest.maintenance import (
     Guest,
     MoveReport,
+    audit_catalog,
+    audit_rows,
     check_room,
     clear_left,
     collect_garbage,
     copy_records,
     first_of,
+    held_by,
     is_same_store,
     kept_keys,
+    lost_since,
+    mend_catalog,
     recode_records,
     remove_others,
     verify_records,
@@ -44,9 +58,82 @@ from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer
+from kvrag.regularfile import read_regular
 from kvrag.store.base import Store
-from kvrag.store.file import FileStore
+from kvrag.store.file import FileStore, store_error
 from kvrag.store.registry import open_store, without_password
+
+if TYPE_CHECKING:
+    from kvrag.fusion.calibration import Calibration
+
+
+CALIBRATION_NAME = "calibration.json"
+
+
+def read_calibration(storage: Storage) -> Calibration | None:
+    """Return the stored measurements (`Index.calibration`)."""
+    storage.require_open()
+    path = storage.path / CALIBRATION_NAME
+    try:
+        text = read_regular(path).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error})") from error
+    from kvrag.fusion.calibration import Calibration
+
+    found = Calibration.from_json(text, str(path))
+    if found.model_fingerprint != storage.config.model_fingerprint:
+        raise IndexMismatchError(
+            f"{path}: measured with another model than the index's; run 'kvrag calibrate' again"
+        )
+    if found.loading is not None and found.loading.store != without_password(storage.store.url):
+        # A calibration of another store says nothing about this one.
+        found = replace(found, loading=None)
+    return found
+
+
+def calibration_problem(storage: Storage, *, repair: bool) -> str:
+    """Return what is wrong with the stored measurements, or "".
+
+    Parameters
+    ----------
+    repair
+        Set a damaged file aside: only ``kvrag calibrate`` can measure again.
+    """
+    try:
+        read_calibration(storage)
+    except (IndexFormatError, IndexMismatchError, StoreError) as error:
+        path = storage.path / CALIBRATION_NAME
+        if repair:
+            try:
+                path.replace(path.with_name(f"{CALIBRATION_NAME}.damaged"))
+            except OSError as refusal:
+                raise store_error("set aside", path, refusal) from refusal
+        return str(error)
+    return ""
+
+
+def check_can_keep(folder: Path) -> None:
+    """Raise StoreError if an index folder takes no measurements, before they take minutes."""
+    path = folder / CALIBRATION_NAME
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise store_error("write", path, error) from error
+
+
+def keep_calibration(storage: Storage, calibration: Calibration) -> None:
+    """Store measurements in place of the old ones (`Upkeep.keep_calibration`)."""
+    if calibration.model_fingerprint != storage.config.model_fingerprint:
+        raise IndexMismatchError(
+            f"{storage.path}: the calibration was measured with another model than the index's"
+        )
+    write_atomically(storage.path / CALIBRATION_NAME, calibration.to_json().encode())
+
 
 GRACE_SECONDS = 86_400.0
 """How long a shared index keeps what its newest version does not need."""
@@ -98,7 +185,7 @@ class Upkeep:
         """
         arguments.flag(repair, "repair")
         storage = self._storage
-        with lock.writer_lock(storage.path) if repair else contextlib.nullcontext():
+        with writer_lock(storage.path) if repair else contextlib.nullcontext():
             report = self._verify(repair, on_progress)
             if problem := calibration_problem(storage, repair=repair):
                 lost = "the measurements for 'auto' are set aside; run 'kvrag calibrate' again"
@@ -135,7 +222,7 @@ class Upkeep:
         """
         num_tokens = arguments.whole(num_tokens, "num_tokens", 1)
         storage, fitter = self._storage, self._fitter
-        with lock.writer_lock(storage.path):
+        with writer_lock(storage.path):
             storage.reload_codec()
             profile = fitter.fit(codec, fitter.needed(), on_progress, num_tokens)
             storage.profiles.add(profile)
@@ -179,7 +266,7 @@ class Upkeep:
 
         choice = choose_codec(codec)
         storage, fitter = self._storage, self._fitter
-        with lock.writer_lock(storage.path):
+        with writer_lock(storage.path):
             storage.reload_codec()
             if profile is not None and choice.config is None:
                 raise ParameterError(
@@ -241,7 +328,7 @@ class Upkeep:
                 f"the index at {storage.log.url.partition('?')[0]} is shared: its machines read "
                 "its KV where it was created; ingest the documents into an index at another URL"
             )
-        with lock.writer_lock(storage.path):
+        with writer_lock(storage.path):
             storage.reload_codec()
             target = open_store(store)
             check_limit(target, storage.config)
@@ -289,7 +376,7 @@ class Upkeep:
         arguments.flag(delete_shared, "delete_shared")
         grace_seconds = arguments.number(grace_seconds, "grace_seconds", least=0)
         storage = self._storage
-        with lock.writer_lock(storage.path):
+        with writer_lock(storage.path):
             storage.refresh()
             storage.reload_codec()
             if storage.log is not None:

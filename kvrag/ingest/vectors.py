@@ -252,7 +252,7 @@ class VectorIndex:
     of
         The digest of the catalog's contents that they belong to (`Catalog.version`).
     rows, marks
-        Row and mark (`kvrag.ingest.rows.vector_mark`) of each vector's chunk ``[n]``.
+        Row and mark (`kvrag.ingest.schema.vector_mark`) of each vector's chunk ``[n]``.
     body
         The vectors.
     is_gone

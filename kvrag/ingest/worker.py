@@ -19,15 +19,15 @@ import threading
 from collections.abc import Mapping
 from typing import IO, Any
 
-from kvrag.child import limit_memory
 from kvrag.chunk import Document, Mark
 from kvrag.errors import DocumentError
-from kvrag.foreign import told
 from kvrag.ingest.files import is_storable, printable
+from kvrag.ingest.filters import plain_metadata
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS, MAX_METADATA_CHARACTERS
 from kvrag.ingest.loaders import Loader, NoTextError, load_bytes
-from kvrag.ingest.metadata import plain_metadata
+from kvrag.plugins import told
+from kvrag.process import limit_memory
 
 _MAX_FILE_BYTES = 1 << 62
 _LENGTHS = struct.Struct("<IQ")

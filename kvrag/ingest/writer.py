@@ -15,12 +15,13 @@ from typing import Any
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
-from kvrag.ingest import lock, stages
+from kvrag.ingest import stages
+from kvrag.ingest.config import writer_lock
 from kvrag.ingest.contexts import SIMILAR, require_text
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import is_storable
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.healing import (
+from kvrag.ingest.maintenance import (
     Held,
     audit_catalog,
     held_by,
@@ -30,7 +31,7 @@ from kvrag.ingest.healing import (
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
 from kvrag.ingest.report import IngestProgress, IngestReport
-from kvrag.ingest.rows import Change
+from kvrag.ingest.schema import Change
 from kvrag.ingest.stages import (
     BackgroundWriter,
     Committer,
@@ -79,7 +80,7 @@ class Writer:
         if on_progress is not None and not callable(on_progress):
             raise ParameterError(f"on_progress {arguments.shown(on_progress)}: expected a function")
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
-        lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
+        lock_taken = contextlib.nullcontext() if dry_run else writer_lock(storage.path)
         with parser, lock_taken:
             run = replace(
                 self._run_of(sources, parser), force=force, dry_run=dry_run, on_progress=on_progress
@@ -104,7 +105,7 @@ class Writer:
         storage.require_open()
         sources = arguments.texts(sources, "sources")
         chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
-        with lock.writer_lock(storage.path):
+        with writer_lock(storage.path):
             storage.refresh()
             catalog = storage.catalog
             known = {

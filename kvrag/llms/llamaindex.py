@@ -41,9 +41,8 @@ from pydantic import ConfigDict
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.constraint import is_installed
 from kvrag.engine.shared import shared_index
-from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import EngineSettings, Prompt
-from kvrag.llms.tool_calls import Piece, ToolCall
+from kvrag.llms.tool_calls import Piece, ToolCall, answer_details, short_name, token_usage
 from kvrag.models.messages import merged
 
 T = TypeVar("T")

@@ -42,8 +42,7 @@ from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreErro
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
-from kvrag.llms.shape import shape
-from kvrag.llms.tool_calls import ToolCallParser
+from kvrag.llms.tool_calls import ToolCallParser, shape
 from kvrag.models.chat import PromptText
 from kvrag.models.tools import tool_format
 from kvrag.optiontable import attributes, checked, kind_of
@@ -68,7 +67,7 @@ PER_CALL = (
 """Constructor parameters that a single call may replace."""
 
 TOOLS = ("tools", "tool_choice")
-"""Parameters that only a call has (`kvrag.llms.shape.shape`); they need messages."""
+"""Parameters that only a call has (`kvrag.llms.tool_calls.shape`); they need messages."""
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 

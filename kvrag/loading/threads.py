@@ -16,8 +16,7 @@ import torch
 
 from kvrag.loading import LOAD_THREADS
 from kvrag.process import after_fork
-from kvrag.store.base import Store
-from kvrag.store.capabilities import InFolder, capability, is_in_memory, tiers_of
+from kvrag.store.base import InFolder, Store, capability, is_in_memory, tiers_of
 
 LOADING, READING, KEEPING = "load", "read", "keep"
 _MOST = {LOADING: 256, READING: 4, KEEPING: 1}

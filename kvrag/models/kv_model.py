@@ -21,14 +21,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kvrag import foreign
+from kvrag import plugins
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
-from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
+from kvrag.kvcache import DTYPES, ChunkKV, KVSpec, packed
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import lock_of, share_lock, whole_attention
 from kvrag.models.captured import CapturedSteps
-from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.decoders import Decoder, Model
@@ -43,7 +42,7 @@ from kvrag.models.families import (
     num_kv_heads,
     sliding_windows,
 )
-from kvrag.models.linears import fast_modules
+from kvrag.models.linears import ROWS_STEP, fast_modules
 from kvrag.models.loading import (
     has_bfloat16,
     is_transformers,
@@ -52,7 +51,6 @@ from kvrag.models.loading import (
     model_fingerprint,
     shared_prefix_ids,
 )
-from kvrag.models.packed import ROWS_STEP
 from kvrag.models.precision import check_compute
 from kvrag.models.quantised import is_quantised, unpack
 from kvrag.models.ranks import ALONE, Ranks
@@ -63,12 +61,59 @@ from kvrag.models.schemes import find_positions
 from kvrag.models.tokenizer import Tokenizer, check_tokenizer, tokenizer_fingerprint
 from kvrag.models.writers import CACHE_ARGUMENT, Captured, CapturedKV
 from kvrag.native import IS_COMPILED
+from kvrag.positions.rotary import RotaryTable
 from kvrag.process import after_fork, working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvrag.models import proof
+
+
+def shifted_positions(
+    num_prefix: int, lengths: Sequence[int], starts: Sequence[int], max_positions: int
+) -> torch.Tensor:
+    """Return ``[B, width]`` positions: the prefix's unchanged, the chunks' from `starts` on."""
+    for start, length in zip(starts, lengths, strict=True):
+        if start < num_prefix or start + length > max_positions:
+            raise ParameterError(
+                f"a chunk of {length} tokens at position {start}: expected it after the "
+                f"prefix of {num_prefix} and within {max_positions} positions"
+            )
+    positions = torch.arange(num_prefix + max(lengths)).repeat(len(starts), 1)
+    for row, start in zip(positions, starts, strict=True):
+        row[num_prefix:] += start - num_prefix
+    # The padding's rows are not kept, whatever their positions.
+    return positions.clamp(max=max_positions - 1)
+
+
+def take_chunk(
+    cache: Captured, tables: Sequence[RotaryTable], spec: KVSpec, index: int, rows: slice
+) -> ChunkKV:
+    """Return the position-free KV of one sequence's rows, on the CPU.
+
+    Parameters
+    ----------
+    cache
+        The cache that the model's forward filled.
+    tables
+        Each layer's table of the positions at which the sequence was encoded.
+    spec
+        Shape and type of the KV.
+    index
+        The sequence's place in the batch.
+    rows
+        The chunk's rows.
+    """
+    layers: list[Any] = cache.layers
+    shape = (spec.num_layers, spec.num_kv_heads, rows.stop - rows.start, spec.head_dim)
+    keys = torch.empty(shape, dtype=spec.dtype, device=layers[0].keys.device)
+    values = torch.empty_like(keys)
+    for layer_index, layer in enumerate(layers):
+        given = packed(spec.latent, layer.keys[index, :, rows], layer.values[index, :, rows])
+        tables[layer_index].strip(given[0], rows, keys[layer_index])
+        values[layer_index] = given[1]
+    return ChunkKV(keys.cpu(), values.cpu())
 
 
 @dataclass(frozen=True)
@@ -350,7 +395,7 @@ class KVModel(RowMethods):
         except BaseException as error:
             raise ModelLoadError(
                 f"model {shown(name)}: its config.json describes no model that kvrag can use "
-                f"({foreign.reason(error)}); restore it"
+                f"({plugins.reason(error)}); restore it"
             ) from error
         if fingerprint is not None:
             model.__dict__["fingerprint"] = fingerprint

@@ -13,8 +13,7 @@ import torch
 
 from kvrag.models.attention import AttentionObserver, RowMask
 from kvrag.models.decoders import Model
-from kvrag.positions.rotary import RotaryTable
-from kvrag.positions.unrotated import AlibiTable
+from kvrag.positions.rotary import AlibiTable, RotaryTable
 
 if TYPE_CHECKING:
     pass

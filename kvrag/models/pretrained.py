@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvrag import arguments, foreign
+from kvrag import arguments, plugins
 from kvrag.errors import ModelLoadError
 from kvrag.models.decoders import Decoder
 from kvrag.models.families import refuse_config
@@ -62,7 +62,7 @@ def from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
             check_hub(reference)
             return loader.from_pretrained(reference, **options)
     except BaseException as error:
-        raise _refused(reference, foreign.reason(error)) from error
+        raise _refused(reference, plugins.reason(error)) from error
 
 
 def _be_quiet() -> None:
@@ -170,7 +170,7 @@ def load_weights(
     try:
         check_sizes(path, config)
     except BaseException as error:
-        raise _refused(path, foreign.reason(error)) from error
+        raise _refused(path, plugins.reason(error)) from error
     # In a forked process PyTorch makes its threads again at their first use, which is not safe from
     # several threads, and Transformers loads in several.
     torch.set_num_threads(torch.get_num_threads())

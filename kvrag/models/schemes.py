@@ -17,8 +17,7 @@ from kvrag.kvcache import KVSpec, packed
 from kvrag.models.decoders import Model
 from kvrag.models.families import INSTEAD, Family, base_of, has_alibi
 from kvrag.models.writers import ProjectionDone, ProjectionProbe
-from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable
-from kvrag.positions.unrotated import UnrotatedPositions
+from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable, UnrotatedPositions
 
 if TYPE_CHECKING:
     pass

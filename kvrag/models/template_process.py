@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from kvrag.child import serve
+from kvrag.process import serve
 
 _MEMORY_BYTES = 512 << 20
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvrag.child import Child, ChildError
 from kvrag.errors import UnsupportedModelError
+from kvrag.process import Child, ChildError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

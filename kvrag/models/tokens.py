@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, overload
 
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
-from kvrag.foreign import reason
 from kvrag.models.tokenizer import Tokenizer
+from kvrag.plugins import reason
 from kvrag.process import working
 
 if TYPE_CHECKING:

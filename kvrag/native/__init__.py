@@ -17,7 +17,6 @@ from kvrag.native.attention import (
     attend,
     attend_each,
 )
-from kvrag.native.elements import gated, rms_norm, rotate
 from kvrag.native.entropy import (
     DecodeJob,
     RansModel,
@@ -50,8 +49,11 @@ from kvrag.native.reconstruction import (
     Points,
     Rotation,
     contexts,
+    gated,
     reconstruct,
     refine,
+    rms_norm,
+    rotate,
 )
 
 __all__ = [

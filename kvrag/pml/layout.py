@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from kvrag.errors import PMLError
 from kvrag.models import templates
-from kvrag.models.chat import PromptText, hide_message
+from kvrag.models.chat import HiddenStrings, PromptText, hide_message
 from kvrag.models.control import ControlTokens
-from kvrag.models.hidden import HiddenStrings
 from kvrag.models.tokens import encode, num_equal
 from kvrag.pml.schema import (
     Location,

@@ -1,4 +1,4 @@
-"""RoPE: rotates position-free keys to their global positions, and back.
+"""RoPE: rotates position-free keys to their global positions, and back. Others turn nothing.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in both layouts of Hugging Face's decoders: a
 channel turns with the one half a head further (halves), or with its neighbour (pairs). Some layers
@@ -14,7 +14,7 @@ and only the result is rounded, so that strip-then-place loses as little as poss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,3 +225,52 @@ class RotaryPositions:
         if self._is_measured:
             made = [replace(table, positions=positions) for table in made]
         return [made[number] for number in self._numbers]
+
+
+@dataclass(frozen=True)
+class AlibiTable(RotaryTable):
+    """A table that does not rotate, with the bias of each row as a key.
+
+    Attributes
+    ----------
+    bias
+        ``[heads, N]``, from the model's own function.
+    """
+
+    bias: torch.Tensor = field(kw_only=True)
+
+
+class UnrotatedPositions:
+    """Positions that leave keys as they are.
+
+    Parameters
+    ----------
+    num_layers, head_dim
+        L and D.
+    bias
+        Returns the model's bias ``[heads, positions]`` for a number of positions. None for a model
+        without bias.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        head_dim: int,
+        bias: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self._num_layers = num_layers
+        self._head_dim = head_dim
+        self._bias = bias
+
+    def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
+        """Return one table per layer, all the same, for `positions` ``[N]``."""
+        # A rotation by 0 keeps keys bit for bit, in any kernel.
+        shape = (len(positions), self._head_dim)
+        cos = torch.ones(1, device=positions.device).expand(shape)
+        sin = torch.zeros(1, device=positions.device).expand(shape)
+        table = RotaryTable(cos, sin)
+        if self._bias is not None:
+            num_positions = int(positions.max()) + 1
+            bias = self._bias(num_positions).to(positions.device)[:, positions]
+            table = AlibiTable(cos, sin, bias=bias)
+        return [table] * self._num_layers

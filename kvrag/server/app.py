@@ -25,11 +25,10 @@ import kvrag
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.first_places import FirstPlaces
-from kvrag.engine.idle import Idle
+from kvrag.engine.idle import FirstPlaces, Idle
 from kvrag.engine.verify import Audits
 from kvrag.errors import KVRagError
-from kvrag.ingest.ranking import Reranker
+from kvrag.ingest.search import Reranker
 from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
 from kvrag.server.answering import chunks_around, title_of

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts, is_loopback
 from kvrag.server.answering import Generation
-from kvrag.server.batches import asking
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.problems import CLIENT_GONE, OLLAMA, BusyError, RequestError
+from kvrag.server.queue import asking
 
 BODY_SECONDS = 30.0
 """Time for a request's whole body."""

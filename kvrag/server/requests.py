@@ -19,7 +19,7 @@ from pydantic import (
 
 from kvrag import arguments
 from kvrag.engine.options import MAX_LOGPROBS, Sampling
-from kvrag.llms.shape import Shape, shape
+from kvrag.llms.tool_calls import Shape, shape
 from kvrag.models.messages import role_of
 from kvrag.optiontable import Option, kind_of, options_of
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, TokenLogprob
-from kvrag.llms.results import answer_details
-from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
+from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser, answer_details
 from kvrag.models.tokens import token_bytes
 from kvrag.models.tools import ToolFormat
 from kvrag.server import responses as r

@@ -20,7 +20,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
 from kvrag.plugins import require
 from kvrag.store.base import Store, StoredRecord, StoreWrapper, check_range
-from kvrag.store.files import read_secret
+from kvrag.store.file import read_secret
 
 KEY_BYTES = 32
 FRAME_BYTES = 64 << 10

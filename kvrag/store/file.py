@@ -1,5 +1,7 @@
 """Records in a folder, a file for each: ``FOLDER/ab/abcd...ef.kv``.
 
+Segments of kvrag 0.2 are read once, and a file is written for each of their records.
+
 A record is written beside its place, flushed, and renamed: it is there whole or not at all, however
 a process ends. A bucket has the same names (`kvrag.store.objects`), and a web server can hand them
 out (`kvrag.store.objects`).
@@ -14,29 +16,344 @@ import logging
 import os
 import re
 import secrets
+import sqlite3
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
-from kvrag.errors import RecordError, StoreError
+from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.regularfile import read_regular
+from kvrag.sqlitefile import connect, is_damage
 from kvrag.store.base import CountedStore, check_range
-from kvrag.store.files import (
-    ABSENT,
-    READ_FLAGS,
-    check_writable,
-    entries,
-    make_folder,
-    open_to_read,
-    store_error,
-    sync_folder,
-)
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
-from kvrag.store.segments import remove_unnamed, unpack
+
+# A link or a pipe is not one of our files: neither follow it nor wait for it.
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# Errors of the system that mean "no file": nothing is there, or something that is not a file.
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full: free some space, or put the index on another disk",
+    errno.EDQUOT: "the disk quota is used up: free some space, or ask for a larger quota",
+    errno.EFBIG: "the file would pass the allowed file size: raise that limit (ulimit -f)",
+    errno.EROFS: "the disk is mounted read-only: mount it writable, or use another folder",
+    errno.EACCES: "permission is missing: change the owner or mode, or use another folder",
+    errno.EPERM: "permission is missing: change the owner or mode, or use another folder",
+    errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
+    errno.ENFILE: "the system has too many files open: close some programs",
+    errno.EEXIST: "a file is where a folder should be: move it away, or use another folder",
+    errno.ENOTDIR: "a file is where a folder should be: move it away, or use another folder",
+    errno.ELOOP: "links lead in a circle: remove them, or use another folder",
+    errno.ENAMETOOLONG: "a name is too long: use a shorter one",
+    errno.EISDIR: "a folder is where a file should be: move it away, or use another folder",
+    errno.EIO: "the disk reports a defect: check it, then ingest again elsewhere",
+    errno.ESTALE: "the network file system lost the file: mount it again",
+}
+
+
+def store_error(action: str, path: Path, error: OSError) -> StoreError:
+    """Return the StoreError for the system's refusal of an action on a path, with a remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
+    return StoreError(f"cannot {action} {path}: {error.strerror or error}; {remedy}")
+
+
+def refusal_of(folder: Path, text: str) -> OSError:
+    """Return SQLite's message about a folder's file as a system error, as far as possible."""
+    code = errno.EIO
+    if "full" in text:
+        code = errno.ENOSPC
+    else:
+        with contextlib.suppress(OSError):
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                code = errno.EROFS
+            elif not os.access(folder, os.W_OK):
+                code = errno.EACCES
+    return OSError(code, text)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise StoreError if `folder`, which need not exist yet, could not be written to.
+
+    Nothing is created or written.
+    """
+    nearest = folder
+    while not nearest.exists():
+        nearest = nearest.parent
+    code = 0
+    if not nearest.is_dir():
+        code = errno.ENOTDIR
+    elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        code = errno.EROFS
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        raise store_error("write to", folder, OSError(code, os.strerror(code)))
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return a folder's entries; none if it does not exist. Raises StoreError."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise store_error("list", folder, error) from error
+
+
+def open_to_read(path: Path) -> tuple[int, int] | None:
+    """Return a descriptor and the size of a file, or None if there is no such file.
+
+    Raises StoreError.
+    """
+    try:
+        descriptor = _open(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise store_error("open", path, error) from error
+    try:
+        status = os.fstat(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise store_error("open", path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        return None
+    return descriptor, status.st_size
+
+
+def _open(path: Path) -> int:
+    """Open a file for reading; each record that a prompt needs is open at the same time."""
+    try:
+        return os.open(path, READ_FLAGS)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _allow_more_files():
+            raise
+    return os.open(path, READ_FLAGS)
+
+
+def _allow_more_files() -> bool:
+    """Raise this process's limit of open files as far as the system lets it; say whether it did."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return False
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == most or limit == resource.RLIM_INFINITY:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return True
+    return False
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its parents so that their names, too, survive a power cut."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the medium."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush a folder; there the change is durable anyway.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_secret(path: str | Path, noun: str, form: str = "") -> str:
+    """Return the one line of a file with a key or a token.
+
+    Parameters
+    ----------
+    noun, form
+        What it is, and more of it for messages.
+
+    Raises
+    ------
+    ParameterError
+        When the file cannot be read, holds something else than text, or other users may read it.
+    """
+    try:
+        text = read_regular(path).decode("ascii").strip()
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError) as error:
+        raise ParameterError(
+            f"{path} is not a file with a {noun}{form}: "
+            f"{getattr(error, 'strerror', None) or 'it holds something else'}; make one with "
+            "'openssl rand -hex 32'"
+        ) from error
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ParameterError(
+            f"{path}: other users may read this {noun}; take that right away (chmod 600)"
+        )
+    return text
+
+
+FILE_NAME = "records.sqlite"
+FOLDER_NAME = "segments"
+
+_APPLICATION_ID = 0x6B765253  # "kvRS"
+_SEGMENT = re.compile(r"[0-9]{8,12}\.seg")
+# Which rows say where a record is. SQLite keeps any value in any column.
+_IS_PLACE = (
+    "(typeof(key) = 'blob' AND length(key) = 20 AND typeof(segment) = 'integer' "
+    "AND typeof(offset) = 'integer' AND typeof(size) = 'integer' AND size BETWEEN 0 AND 1 << 48)"
+)
 
 logger = logging.getLogger("kvrag")
+
+
+def unpack(
+    folder: Path, has: Callable[[ChunkKey], bool], write: Callable[[ChunkKey, bytes], None]
+) -> None:
+    """Give each packed record of a store's folder its own file, and remove the segments.
+
+    What cannot be read is passed over: it is computed again when it is needed. A process that is
+    killed meanwhile leaves the rest for the next one.
+
+    Parameters
+    ----------
+    folder
+        The store's folder.
+    has, write
+        Say whether a record has its own file, and write it durably.
+
+    Raises
+    ------
+    StoreError
+        When the medium refuses; no record is lost.
+    """
+    index = folder / FILE_NAME
+    if _kind(index) is None:
+        return
+    check_writable(folder)
+    logger.warning("%s: records of kvrag 0.2 get a file each, once; many take minutes", folder)
+    with _alone(folder):
+        if (mode := _kind(index)) is not None:  # no other process has done it meanwhile
+            _unpack_all(folder, index, has, write, is_file=stat.S_ISREG(mode))
+
+
+def remove_unnamed(folder: Path) -> None:
+    """Remove segments whose list was lost or set aside. Raises StoreError."""
+    if _kind(folder / FILE_NAME) is None:
+        for path in (folder / FOLDER_NAME).glob("*.seg"):
+            if _SEGMENT.fullmatch(path.name) and path.is_file():
+                _remove(path, Path.unlink)
+        with contextlib.suppress(OSError):  # there is none, or other files are in it
+            (folder / FOLDER_NAME).rmdir()
+
+
+def _kind(index: Path) -> int | None:
+    """Return the mode of `records.sqlite`; None if there is none. Raises StoreError."""
+    try:
+        return index.lstat().st_mode
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise store_error("read", index, error) from error
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process or thread unpacks a folder, however long it takes."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _unpack_all(
+    folder: Path,
+    index: Path,
+    has: Callable[[ChunkKey], bool],
+    write: Callable[[ChunkKey, bytes], None],
+    *,
+    is_file: bool,
+) -> None:
+    is_damaged = False
+    try:
+        if not is_file:
+            raise sqlite3.DatabaseError("file is not a database")
+        with closing(connect(index)[0]) as connection:
+            connection.execute("PRAGMA foreign_keys = OFF")  # its other table may be damaged
+            ((application,),) = connection.execute("PRAGMA application_id")
+            if application != _APPLICATION_ID:
+                raise sqlite3.DatabaseError("file is not a database of records")
+            query = "SELECT DISTINCT segment FROM records WHERE typeof(segment) = 'integer'"
+            for (number,) in connection.execute(query).fetchall():
+                _unpack(connection, folder / FOLDER_NAME / f"{number:08d}.seg", number, has, write)
+    except (sqlite3.Error, OSError) as error:
+        if "locked" in str(error):
+            raise StoreUnreachableError(
+                f"cannot unpack {index}: another process has been writing for 30 seconds; try "
+                "again when it has finished"
+            ) from error
+        if not is_damage(error):
+            refused = error if isinstance(error, OSError) else refusal_of(folder, str(error))
+            raise store_error("unpack", index, refused) from error
+        logger.warning(
+            "%s is damaged (%s): the records that it named are computed again when they are "
+            "needed, or by 'kvrag verify --repair'",
+            index,
+            error,
+        )
+        is_damaged = True
+        _remove(index, lambda path: path.rename(path.with_name(f"{FILE_NAME}.damaged")))
+    for end in ("", "-wal", "-shm", "-journal"):
+        _remove(index.with_name(FILE_NAME + end), Path.unlink)
+    if not is_damaged:  # else they stay until garbage is collected
+        remove_unnamed(folder)
+
+
+def _unpack(
+    connection: sqlite3.Connection,
+    segment: Path,
+    number: int,
+    has: Callable[[ChunkKey], bool],
+    write: Callable[[ChunkKey, bytes], None],
+) -> None:
+    """Unpack a segment, and remove it. A writer of 0.2 waits meanwhile."""
+    connection.execute("BEGIN IMMEDIATE")
+    rows = connection.execute(
+        f"SELECT key, offset, size FROM records WHERE segment = ? AND {_IS_PLACE}", [number]
+    ).fetchall()
+    if rows and (opened := open_to_read(segment)) is not None:
+        descriptor, end = opened
+        with os.fdopen(descriptor, "rb") as file:
+            for key, offset, size in rows:
+                name = ChunkKey(key.hex())
+                if 0 <= offset <= offset + size <= end and not has(name):
+                    file.seek(offset)
+                    write(name, file.read(size))
+    connection.execute("DELETE FROM records WHERE segment = ?", [number])
+    connection.execute("COMMIT")
+    _remove(segment, Path.unlink)
+
+
+def _remove(path: Path, remove: Callable[[Path], object]) -> None:
+    """Remove a file, or rename it, if it is there. Raises StoreError."""
+    try:
+        remove(path)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise store_error("remove", path, error) from error
+
 
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"([0-9a-f]{40})\.kv")

@@ -10,8 +10,7 @@ from urllib.parse import parse_qsl, unquote_plus
 from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
-from kvrag.store.base import Store
-from kvrag.store.capabilities import InFolder, capability, is_in_memory, wrong_capability
+from kvrag.store.base import InFolder, Store, capability, is_in_memory, wrong_capability
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore

@@ -39,7 +39,7 @@ class RemoteStore(CountedStore):
     answer (kvrag turns an OSError into one), and other StoreErrors for failures that do not pass by
     themselves.
 
-    `kvrag.store.capabilities` reserves these names, and `open_store` refuses other uses of them:
+    `kvrag.store.base` reserves these names, and `open_store` refuses other uses of them:
     ``admits``, ``check_writable``, ``derive``, ``flush``, ``is_in_memory``, ``limit_bytes``,
     ``path``, ``pin``, ``tiers``, ``unpin``.
 

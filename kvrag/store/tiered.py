@@ -18,8 +18,16 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.recordformat import check_record
-from kvrag.store.base import Store, StoredRecord, check_range, read_whole, room_for
-from kvrag.store.capabilities import Admits, capability, is_in_memory
+from kvrag.store.base import (
+    Admits,
+    Store,
+    StoredRecord,
+    capability,
+    check_range,
+    is_in_memory,
+    read_whole,
+    room_for,
+)
 from kvrag.store.metrics import StoreCounts
 from kvrag.store.uploader import Check, Uploader, write_to
 

@@ -14,9 +14,8 @@ from typing import Any
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.sqlitefile import open_connection
-from kvrag.store.base import Store, read_whole
-from kvrag.store.capabilities import Pins, capability
-from kvrag.store.files import make_folder
+from kvrag.store.base import Pins, Store, capability, read_whole
+from kvrag.store.file import make_folder
 
 FILE_NAME = "outbox.sqlite"
 

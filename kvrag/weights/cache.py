@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvrag import arguments, similar
+from kvrag import arguments
 from kvrag.errors import ModelLoadError
 from kvrag.regularfile import open_regular, read_regular
 from kvrag.weights.named import EMBEDDED_MODEL, NAMED_MODELS
@@ -275,7 +275,7 @@ def like(name: str) -> str:
     for spelling, one in zip(spelt, known * 3, strict=True):
         spellings.setdefault(spelling.lower(), one)
     found = difflib.get_close_matches(name.lower(), spellings, n=5)
-    return similar.suggestion(list(dict.fromkeys(spellings[one] for one in found)))
+    return arguments.suggestion(list(dict.fromkeys(spellings[one] for one in found)))
 
 
 def check_model(reference: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
-from kvrag.foreign import reason
+from kvrag.plugins import reason
 from kvrag.weights import packing
 
 

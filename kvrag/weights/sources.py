@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrag import arguments, similar
+from kvrag import arguments
 from kvrag.errors import ModelLoadError
 from kvrag.regularfile import open_regular, read_regular
 from kvrag.weights.named import named_model
@@ -141,7 +141,7 @@ def _from_ollama(reference: str) -> GgufSource:
         if manifest.is_file():
             return _checked(GgufSource(reference, (_ollama_blob(folder, manifest),)))
     name = reference.removeprefix(OLLAMA)
-    near = similar.like(reference, ollama_names())
+    near = arguments.like(reference, ollama_names())
     raise ModelLoadError(
         f"Ollama has no model {arguments.shown(name)} in {', '.join(map(str, searched))}{near}: "
         f"see `ollama list`, or fetch it with `ollama pull {name}`. OLLAMA_MODELS names another "

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvrag.codec.raw import RawCodec
-from kvrag.eviction.corm import CormPolicy
+from kvrag.eviction.registry import CormPolicy
 from kvrag.fusion.evicting import EvictingDecoder
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench
 from kvrag_bench.judge.answers import Answerer

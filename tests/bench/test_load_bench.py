@@ -7,8 +7,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreUnreachableError
 from kvrag.store.base import StoreWrapper, read_whole
 from kvrag.store.memory import MemoryStore
-from kvrag.tune.loading import measure_loading
-from kvrag.tune.stores import _cost_of
+from kvrag.tune.stores import _cost_of, measure_loading
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed

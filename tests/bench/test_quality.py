@@ -11,9 +11,8 @@ import torch
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import fuse
-from kvrag.fusion.policies.boundary import BoundaryPolicy
+from kvrag.fusion.policies.boundary import BoundaryPolicy, SeamPolicy
 from kvrag.fusion.policies.query import QueryPolicy
-from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache

@@ -7,7 +7,7 @@ import pytest
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.linked_rows import insert_links
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.quality.contest import run_quality_bench

@@ -1,6 +1,6 @@
 import pytest
 
-from kvrag.tune.bootstrap import mean_interval
+from kvrag.tune.calibrate import mean_interval
 from kvrag_bench.judge.exact_match import exact_match
 from kvrag_bench.quality import metrics
 

@@ -12,7 +12,7 @@ from kvrag.fusion.compression.anchors import FILE_NAME, Anchors
 from kvrag.fusion.links import FILE_NAME as LINKS_NAME
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.llms.vllm import versions
+from kvrag.llms.vllm import settings as versions
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
 from kvrag_bench.exact import ExactRow

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES
-from kvrag.cli.demo_view import DemoQuestion, read_questions
+from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES, DemoQuestion, read_questions
 from kvrag.errors import KVRagError
 from kvrag.ingest.index import Index
 from kvrag.weights.named import NamedModel, named_model

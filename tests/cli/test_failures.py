@@ -3,7 +3,7 @@ import errno
 import pytest
 import typer
 
-from kvrag.cli.failures import DEBUG_VARIABLE, guarded
+from kvrag.cli.console import DEBUG_VARIABLE, guarded
 from kvrag.errors import StoreError
 
 

@@ -202,8 +202,8 @@ def test_the_json_of_a_dry_run_says_what_it_takes(
             return Plan(missing={"key": (7200, 0)})
 
     monkeypatch.setattr("kvrag.ingest.ray.RayRunner", Here)
-    monkeypatch.setattr("kvrag.cli.on_ray.Asked.connected", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr("kvrag.cli.on_ray.require", lambda *_: None)
+    monkeypatch.setattr("kvrag.cli.ingest.Asked.connected", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("kvrag.cli.ingest.require", lambda *_: None)
     gone = run(*common, "--ray", "local", "--dry-run", "--ray-rate", "2")
     assert "--dry-run says the tokens" in gone.err
     done = run(*common, "--ray", "local", "--dry-run", "--json")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.cli import console
-from kvrag.cli.progress import IngestBar
+from kvrag.cli.indexing import IngestBar
 from kvrag.ingest.report import IngestProgress
 from tests.cli.conftest import Run
 

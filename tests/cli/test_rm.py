@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.cli.rm import matching_documents
+from kvrag.cli.upkeep import matching_documents
 from kvrag.errors import ParameterError
-from kvrag.ingest.rows import DocumentRow
+from kvrag.ingest.schema import DocumentRow
 from tests.cli.conftest import Run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.llms.vllm import versions
+from kvrag.llms.vllm import settings as versions
 from tests.cli.conftest import Run
 from tests.support.rag import make_index
 

@@ -15,8 +15,8 @@ from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.quantiser import Exact, Uniform
 from kvrag.codec.registry import codec_of
+from kvrag.codec.tables import Exact, Uniform
 from kvrag.codec.transforms import NoTransform
 from kvrag.kvcache import KVSpec
 from kvrag_testing.codec_contract import KEY, decode

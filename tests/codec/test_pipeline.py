@@ -12,7 +12,7 @@ from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import Exact, PerChannel, Uniform
+from kvrag.codec.tables import Exact, PerChannel, Uniform
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec

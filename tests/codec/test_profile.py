@@ -14,9 +14,17 @@ from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile, profile_hash
-from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.registry import codec_of, get_codec
-from kvrag.codec.tables import TOTAL, coarser, digit_symbols, fit_digit_frequencies, fit_frequencies
+from kvrag.codec.tables import (
+    TOTAL,
+    Exact,
+    PerChannel,
+    Uniform,
+    coarser,
+    digit_symbols,
+    fit_digit_frequencies,
+    fit_frequencies,
+)
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.codec import rawheads
+from kvrag.codec import raw
 from kvrag.codec.base import Codec
-from kvrag.codec.rawheads import HeadRange, RawHeadsCodec
+from kvrag.codec.raw import HeadRange, RawHeadsCodec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import RecordError
 from kvrag.kvcache import KVSpec
@@ -74,7 +74,7 @@ def test_damage_of_other_heads_is_not_seen() -> None:
 
 
 def test_many_heads_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rawheads, "_MAX_BLOCKS", 6)
+    monkeypatch.setattr(raw, "_MAX_BLOCKS", 6)
     kv = random_kv(SPEC, 8)
     record = RawHeadsCodec().open(KEY, BytesSource(RawHeadsCodec().encode(KEY, kv)), SPEC)
     for heads in (slice(0, 2), slice(1, 2), slice(1, 4), slice(3, 4)):

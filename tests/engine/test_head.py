@@ -11,7 +11,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Prompt
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.llms.vllm.plan import TokenFinder
 from kvrag.models.caches import CaptureCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT

@@ -44,7 +44,7 @@ assert KVRagLLM(index="x").mood == 0.5
 from kvrag.llms.vllm.transports import EngineRequest
 assert EngineRequest((), {}, 1, Request("x", mood=2).sampling).sampling_values()["mood"] == 2.0
 
-from kvrag.llms.shape import Shape
+from kvrag.llms.tool_calls import Shape
 from kvrag.server.answering import request_options
 from kvrag.server.requests import ChatRequest
 body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "mood": 1.5}

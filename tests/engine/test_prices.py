@@ -15,8 +15,7 @@ from kvrag.engine.prices import SWITCH, Prices, measure
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import OUTPRICED
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.policies.base import PromptRows
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy, PromptRows
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.ingest.index import Index

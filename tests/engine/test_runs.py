@@ -13,9 +13,9 @@ from kvrag.engine.request import Request
 from kvrag.errors import StoreError
 from kvrag.fusion.fuser import FOUND
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.reasons import ABSENT, SPACE
+from kvrag.fusion.runs import ABSENT, SPACE
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.llms.vllm.plan import TokenFinder
 from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT
 from tests.support.models import make_model, make_tokenizer

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import ChunkKey, Document
-from kvrag.engine import stored_sessions
+from kvrag.engine import sessions as module
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_fuser import MISS_LOST
-from kvrag.engine.stored_sessions import StoredKept
+from kvrag.engine.sessions import StoredKept
 from kvrag.errors import StoreError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -114,7 +114,7 @@ def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
     tell(engine, root_of((1, 0, 2, 3), "Who? " * 60), session="ines")
     (kept,) = kept_of(engine)
     few = engine.prompt_ids("Use")
-    assert 0 < len(few) < len(kept.token_ids) / stored_sessions._READ_FOR_ONE
+    assert 0 < len(few) < len(kept.token_ids) / module._READ_FOR_ONE
     own.store = store = _Counting(own.store)
     asked = tell(engine, "Use nothing of it.", session="ines")
     assert (asked.report.num_kept, store.opened.count(kept.key)) == (0, 0)
@@ -164,7 +164,7 @@ def test_no_more_waits_than_is_said(own: Index) -> None:
         for number in range(5):
             ask(engine, root_of((number % 4,), f"{number}?"))
     stored_ones.flush()
-    assert len(kept_of(engine)) == stored_sessions._MAX_WAITING
+    assert len(kept_of(engine)) == module._MAX_WAITING
 
 
 def test_by_default_nothing_is_written(own: Index) -> None:
@@ -255,7 +255,7 @@ def test_a_store_that_refuses_costs_what_computing_costs(
         "earlier turns cannot be stored, and are computed again once memory has no room for them: "
         "this store is read-only"
     ]
-    monkeypatch.setattr(stored_sessions, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
     store.refuses_put, engine._fuser.stored._refused_until = False, 0.0
     tell(engine, prompt)
     assert tell(engine, prompt).report.num_kept > 50

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.eviction.base import HeldKeys
-from kvrag.eviction.cache import EvictingCache, Score, attend_ragged
-from kvrag.eviction.ragged import RaggedKV
+from kvrag.eviction.cache import EvictingCache, RaggedKV, Score, attend_ragged
 from kvrag.models.writers import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll
 from tests.eviction.test_cache import PAD, evicting, generate, model_of, prompts

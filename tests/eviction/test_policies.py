@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy, HeldKeys
-from kvrag.eviction.cache import EvictingLayer, _Memory
-from kvrag.eviction.corm import CormPolicy
-from kvrag.eviction.h2o import H2OPolicy
-from kvrag.eviction.ragged import STEP_ROWS
-from kvrag.eviction.registry import make_eviction
-from kvrag.eviction.snapkv import SnapKVPolicy
-from kvrag.eviction.streaming import StreamingPolicy
+from kvrag.eviction.cache import STEP_ROWS, EvictingLayer, _Memory
+from kvrag.eviction.registry import (
+    CormPolicy,
+    H2OPolicy,
+    SnapKVPolicy,
+    StreamingPolicy,
+    make_eviction,
+)
 from tests.eviction.policies import SlowCorm
 from tests.support.properties import examples
 

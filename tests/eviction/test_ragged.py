@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.eviction.base import HeldKeys
-from kvrag.eviction.ragged import STEP_ROWS, RaggedKV
+from kvrag.eviction.cache import STEP_ROWS, RaggedKV
 from tests.support.properties import examples
 
 HEAD_DIM = 2

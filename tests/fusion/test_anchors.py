@@ -16,12 +16,12 @@ from kvrag.fusion.compression import spec
 from kvrag.fusion.compression.anchors import (
     FILE_NAME,
     Anchors,
+    Compressor,
     anchored_rows,
     encode_anchors,
     find_anchors,
     num_slots,
 )
-from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT

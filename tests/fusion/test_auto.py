@@ -8,24 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import Expected, LoadingController
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import (
+    NonePolicy,
     PromptRows,
     RecomputePolicy,
     planned_rows,
 )
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.loading.cost import LoadingCost, StoredRows, TierCost
 from kvrag.models.kv_model import KVModel
+from kvrag.regularfile import checksum
 from kvrag_testing.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
 

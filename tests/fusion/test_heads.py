@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag.fusion.heads import Heads
+from kvrag.fusion.segments import Heads
 from tests.support.properties import examples
 
 

@@ -16,8 +16,7 @@ from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import LINK, Layout, ReusedSpan
 from kvrag.fusion.linked_rows import insert_links
 from kvrag.fusion.links import FILE_NAME, LinksHeader, LinkTokens, find_links
-from kvrag.fusion.policies.base import RecomputePolicy
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.adapter import RowAdapter, linear_layers

@@ -10,8 +10,8 @@ from kvrag.fusion.calibration import Measured
 from kvrag.fusion.controller import LoadingController, make_choice
 from kvrag.fusion.layout import LinkRow
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.repair import Repair
 from kvrag.models.kv_model import KVModel

@@ -16,18 +16,21 @@ from kvrag.fusion.controller import LoadingController, make_choice, takes_ratio
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.plan import Loading
-from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, share_of
-from kvrag.fusion.policies.boundary import BoundaryPolicy
-from kvrag.fusion.policies.deviation import DeviationPolicy
-from kvrag.fusion.policies.gradual import GradualPolicy
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import (
+    CandidateStats,
+    NonePolicy,
+    PromptRows,
+    RecomputePolicy,
+    share_of,
+)
+from kvrag.fusion.policies.boundary import BoundaryPolicy, SeamPolicy
+from kvrag.fusion.policies.deviation import DeviationPolicy, GradualPolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.random import RandomPolicy
 from kvrag.fusion.policies.registry import POLICIES
-from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.fusion.question import QuestionAttention
 from kvrag.fusion.repair import make_repair
+from kvrag.fusion.selection import QuestionAttention
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.reasons import (
+from kvrag.fusion.runs import (
     ABSENT,
     BORDER,
     ESCAPES,
     PREFIX,
     SHORT,
     SPACE,
+    Run,
     Stretch,
     counted,
     why_fresh,
 )
-from kvrag.fusion.runs import Run
 
 # Token n stands for PIECES[n].
 PIECES = [*map(chr, range(97, 111)), "\n", " ", "\\n", ".", ".\n\n", "bos", "ab"]

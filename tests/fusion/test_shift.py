@@ -7,8 +7,7 @@ import torch
 
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.repair import make_repair
-from kvrag.fusion.shift import ChunkShift
+from kvrag.fusion.repair import ChunkShift, make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import Bench, relative_difference

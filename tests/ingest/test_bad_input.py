@@ -486,7 +486,7 @@ def test_two_ingests_at_once(index: Index, docs: Path, model: KVModel) -> None:
 
 def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from kvrag.ingest.lock import writer_lock\n"
+        "import sys; from pathlib import Path; from kvrag.ingest.config import writer_lock\n"
         "with writer_lock(Path(sys.argv[1])):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

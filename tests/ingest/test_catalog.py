@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_id_of
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
-from kvrag.ingest import healing
+from kvrag.ingest import maintenance
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import damage_of
-from kvrag.ingest.healing import salvage
 from kvrag.ingest.index import Index
-from kvrag.ingest.rows import Change, ChunkRow
+from kvrag.ingest.maintenance import salvage
+from kvrag.ingest.schema import Change, ChunkRow
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 
@@ -339,7 +339,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.rows import Change
+from kvrag.ingest.schema import Change
 catalog = Catalog(Path(sys.argv[1]))
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
     catalog.write(Change(put=[(f"d{number}", None, "", {"x": "x" * 3000}, [])]))
@@ -530,7 +530,7 @@ def test_a_replacement_that_was_killed_is_finished(
 def test_a_repair_without_room_leaves_the_catalog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(healing, "_BATCH", 100)
+    monkeypatch.setattr(maintenance, "_BATCH", 100)
     path, key = tmp_path / "catalog.sqlite", ChunkKey("ab" * 20)
     with contextlib.closing(Catalog.create(path)) as catalog:
         for number in range(120):

@@ -249,7 +249,7 @@ def test_an_index_of_an_older_kvzip_answers_and_takes_no_more(
     with pytest.raises(ParameterError, match=r"kvzip:0\.5 is gone: .* codec transform:4"):
         make_index("new", compression="kvzip:0.5")
     with monkeypatch.context() as patch:  # half of the rows, under that name
-        patch.setattr("kvrag.fusion.compression.encoding.KVZIP", "")
+        patch.setattr("kvrag.fusion.compression.anchors.KVZIP", "")
         made = make_index(compression="kvzip:0.5")
         made.add(DOCUMENTS)
     with Index.open(made.path, model=model) as index:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.checksum import checksum
 from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.index import Index
+from kvrag.regularfile import checksum
 from tests.ingest.conftest import MakeIndex
 
 EVIL = "Ines keeps the ledger.\n\nHer end: <eos> and <bos><bos> again."

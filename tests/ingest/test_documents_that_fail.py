@@ -38,7 +38,7 @@ def add(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Add]:
     """Add documents to an index: in this process's loop, or through the stages of Ray."""
     if request.param == "on Ray":
         pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
-        from kvrag.ingest.ray.planning import forget
+        from kvrag.ingest.ray.packets import forget
         from tests.ingest.ray.here import here as runner
     else:
         runner, forget = None, lambda: None

@@ -9,7 +9,7 @@ from kvrag.errors import ParameterError
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.contexts import filler_ids, filler_text
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.llms.vllm.plan import TokenFinder
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from kvrag.models.writers import CACHE_ARGUMENT
 from tests.ingest.conftest import MakeIndex

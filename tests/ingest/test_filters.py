@@ -277,7 +277,7 @@ def test_times_of_older_indexes_are_compared_too(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as old:  # as metadata was written before
-        old.setattr("kvrag.ingest.metadata.written", str)
+        old.setattr("kvrag.ingest.filters.written", str)
         when = {**WHEN, "f": datetime(2024, 3, 1, 12, 30)}
         index.add([Document(name, f"The fox of {name}.", {"when": when[name]}) for name in when])
     stored = {one.source: one.metadata["when"] for one in index.documents()}

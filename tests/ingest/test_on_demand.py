@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from kvrag.chunk import Chunk, ChunkKey, Document
-from kvrag.engine import first_places
+from kvrag.engine import idle as idle_module
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.first_places import FirstPlaces
-from kvrag.engine.idle import Idle, InterruptedWorkError
+from kvrag.engine.idle import FirstPlaces, Idle, InterruptedWorkError
 from kvrag.errors import StoreError
 from kvrag.fusion.fuser import MADE, FusedPrompt
 from kvrag.fusion.report import FusionReport
@@ -398,10 +397,10 @@ def test_idle_work_is_bounded(
 ) -> None:
     most = 0
     if why == "room":
-        monkeypatch.setattr(first_places, "_MOST_BYTES", 1)
+        monkeypatch.setattr(idle_module, "_MOST_BYTES", 1)
         most = 1
     elif why == "disk":
-        monkeypatch.setattr(first_places, "_LEAST_FREE_BYTES", 1 << 60)
+        monkeypatch.setattr(idle_module, "_LEAST_FREE_BYTES", 1 << 60)
     elif why == "limit":
         monkeypatch.setattr(index._storage, "store", LimitedStore(index.store, 1 << 30))
     else:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest import turns as turns_module
+from kvrag.ingest import sentences as turns_module
 from kvrag.ingest.config import WORDS_NAME
 from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
 from kvrag.ingest.index import Index
-from kvrag.ingest.ranking import WORDS_WEIGHT, Reranker, fused
-from kvrag.ingest.turns import Turns
+from kvrag.ingest.search import WORDS_WEIGHT, Reranker, fused
+from kvrag.ingest.sentences import Turns
 from kvrag.models.kv_model import KVModel
 from tests.support.properties import examples
 

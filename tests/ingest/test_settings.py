@@ -9,7 +9,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.ray.options import RayOptions
+from kvrag.ingest.ray.driver import RayOptions
 from kvrag.ingest.settings import IndexSettings
 from kvrag.models.kv_model import KVModel
 from kvrag.optiontable import options_of, text_of

@@ -12,7 +12,6 @@ from typing import Any
 import boto3
 import pytest
 
-from kvrag.checksum import checksum
 from kvrag.chunk import Document
 from kvrag.errors import (
     IndexFormatError,
@@ -26,6 +25,7 @@ from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.manifest import Log, Manifest
 from kvrag.ingest.shared.place import read_place
+from kvrag.regularfile import checksum
 from tests.ingest.conftest import Machine
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import S3Server, free_port

@@ -20,7 +20,7 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import LEAST_TOKENS
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
-from kvrag.ingest.rows import Heads, pack_ids
+from kvrag.ingest.schema import Heads, pack_ids
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from tests.ingest.conftest import Machine, MakeIndex, stored_bytes
 from tests.support.models import HEAD

@@ -12,7 +12,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.ingest import vectorheader, vectors
 from kvrag.ingest.index import Index
-from kvrag.ingest.rows import Change
+from kvrag.ingest.schema import Change
 from kvrag.ingest.vectors import CurrentVectors, Flat, Graph, VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex

@@ -30,8 +30,7 @@ from kvrag.errors import (
 )
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
-from kvrag.llms.langchain import ChatKVRag, KVRagLLM
-from kvrag.llms.langchain_messages import to_turns
+from kvrag.llms.langchain import ChatKVRag, KVRagLLM, to_turns
 from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.settings import PER_CALL
 from kvrag.llms.vllm.adapter_settings import VLLMSettings

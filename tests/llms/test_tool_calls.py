@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvrag.engine.constraint import Allowed, Constraint
 from kvrag.errors import ParameterError
-from kvrag.llms.shape import shape
-from kvrag.llms.tool_calls import Piece, ToolCallParser
+from kvrag.llms.tool_calls import Piece, ToolCallParser, shape
 from kvrag.models.tools import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolFormat
 from tests.models.test_tools import SPECIAL, TOOL, tokenizer_with
 from tests.support import tool_templates as templates

@@ -14,7 +14,7 @@ from kvrag.errors import EngineError
 from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.llms.vllm import pages, weights
 from kvrag.llms.vllm.pages import Brought, Pages
-from kvrag.llms.vllm.sharing import Part
+from kvrag.llms.vllm.weights import Part
 from tests.support.queues import QueueDevice
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Load:
-    """As `kvrag.llms.vllm.plan.Load`, which needs vLLM."""
+    """As `kvrag.llms.vllm.transfer.Load`, which needs vLLM."""
 
     block_ids: tuple[int, ...]
     start: int

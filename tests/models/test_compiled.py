@@ -19,7 +19,7 @@ from kvrag.models.attention import MassObserver, RowMask
 from kvrag.models.batch import BatchRow
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
-from kvrag.models.packed import multiplies_squares
+from kvrag.models.linears import multiplies_squares
 from kvrag.models.rows import Attending, RowPass
 from kvrag.native import MAX_ROWS, REFERENCE, instruction_set
 from tests.support.instructions import torch_threads

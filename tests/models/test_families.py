@@ -21,8 +21,8 @@ from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.kvcache import FusedKV, Latent, packed
 from kvrag.models import proof
+from kvrag.models.attention import attend_by_head, attend_by_rows
 from kvrag.models.families import SEES, TESTED
-from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
 from kvrag.native import Scores

@@ -15,10 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrag.kvcache import FusedKV
 from kvrag.models import captured
-from kvrag.models.attention import RowMask, _row_attention, row_attention
+from kvrag.models.attention import (
+    RowMask,
+    _row_attention,
+    attend_by_head,
+    attend_by_rows,
+    row_attention,
+)
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.captured import CapturedSteps
-from kvrag.models.headwise import attend_by_head, attend_by_rows
 from kvrag.models.kv_model import KVModel
 from kvrag.native import Scores
 from tests.support.models import make_model, make_tokenizer
@@ -29,7 +34,7 @@ from tests.support.models import make_model, make_tokenizer
 def test_heads_together_are_heads_one_by_one(
     softcap: float | None, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrag.models.headwise._SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr("kvrag.models.attention._SCORES_AT_ONCE", scores_at_once)
     query, key, value = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 25, 8), torch.randn(1, 2, 25, 6)
     allowed = torch.arange(25) <= torch.arange(10, 24, 2)[:, None]
     expected_mass: list[torch.Tensor] = []

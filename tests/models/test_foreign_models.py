@@ -14,7 +14,7 @@ import pytest
 
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.ingest.embedding import get_embedding
-from kvrag.ingest.ranking import Reranker
+from kvrag.ingest.search import Reranker
 from kvrag.models import templates
 from kvrag.models.chat import render_messages
 from kvrag.models.kv_model import KVModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.models.headwise import attend_by_head
+from kvrag.models.attention import attend_by_head
 from kvrag.native import Scores
 
 

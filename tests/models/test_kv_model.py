@@ -23,8 +23,8 @@ from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
+from kvrag.models.linears import ROWS_STEP
 from kvrag.models.loading import load_tokenizer, model_fingerprint
-from kvrag.models.packed import ROWS_STEP
 from kvrag.models.tokenizer import tokenizer_fingerprint
 from kvrag.positions.rotary import RotaryPositions
 from kvrag_testing.bench_top import Bench, relative_difference

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from kvrag.models import linears as module
-from kvrag.models.linears import fast_modules
-from kvrag.models.packed import can_pack
+from kvrag.models.linears import can_pack, fast_modules
 from kvrag.native import MAX_ROWS, REFERENCE, FewRowsLinear, instruction_set
 
 pytestmark = pytest.mark.usefixtures("isa")

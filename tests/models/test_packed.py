@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.models.packed import PackedLinear, pack_linears
+from kvrag.models.linears import PackedLinear, pack_linears
 from tests.support.models import make_model, make_tokenizer
 
 has_onednn = pytest.mark.skipif(

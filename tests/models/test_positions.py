@@ -15,9 +15,8 @@ from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.plan import MISS_POSITION
-from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.kvcache import FusedKV
 from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.kv_model import KVModel

@@ -12,7 +12,7 @@ import torch
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import EncodedChunk
-from kvrag.codec.rawheads import HeadRange
+from kvrag.codec.raw import HeadRange
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError, RecordError, UnsupportedModelError
 from kvrag.fusion.controller import make_choice

@@ -234,7 +234,8 @@ def test_contents_that_are_no_text(message: dict[str, Any], said: str) -> None:
 def test_the_same_conversation_through_every_door() -> None:
     langchain = pytest.importorskip("langchain_core.messages")
     llama = pytest.importorskip("llama_index.core.base.llms.types")
-    from kvrag.llms import langchain_messages, llamaindex
+    from kvrag.llms import langchain as chat_models
+    from kvrag.llms import llamaindex
 
     parts = ["d", "e"]
     blocks = [{"type": "text", "text": one} for one in parts]
@@ -253,7 +254,7 @@ def test_the_same_conversation_through_every_door() -> None:
     asked = ChatRequest(model="m", messages=dicts)
     assert merged(one.turn for one in asked.messages) == expected
     chat = [langchain.ChatMessage(content=t, role=r) for r, t in zip(roles, texts, strict=True)]
-    assert langchain_messages.to_turns(chat) == expected
+    assert chat_models.to_turns(chat) == expected
     given = [
         llama.ChatMessage(
             role=r,

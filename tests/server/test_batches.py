@@ -11,7 +11,7 @@ import pytest
 
 from kvrag.engine import constraint
 from kvrag.ingest.embedding import HashingEmbedding
-from kvrag.server import batches
+from kvrag.server import queue
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from tests.server.test_faults import JSON, metric, raw, wait_until
@@ -80,7 +80,7 @@ def test_work_ends_when_its_client_leaves(
         asked = {"model": "hashing-2", "query": "a", "documents": asked["input"]}
     clients = [raw(apart, json.dumps(asked).encode(), path=path) for _ in range(4)]
     wait_until(lambda: len(reading.begun) == 2)
-    monkeypatch.setattr(batches, "MAX_BATCHES", 1)
+    monkeypatch.setattr(queue, "MAX_BATCHES", 1)
     for client in clients:
         client.close()
     gone = f'kvrag_server_requests_total{{route="{path}",status="499"'
@@ -96,13 +96,13 @@ def test_readiness_says_when_nothing_moves(
 ) -> None:
     ready = f"{apart.server.url}/readyz"
     assert httpx.get(ready).status_code == 200
-    monkeypatch.setattr(batches, "MAX_BATCHES", 2)
+    monkeypatch.setattr(queue, "MAX_BATCHES", 2)
     first = raw(apart, body(1), path="/v1/embeddings")
     wait_until(lambda: len(reading.begun) == 1)
     assert httpx.get(ready).status_code == 200
-    monkeypatch.setattr(batches, "STUCK_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "STUCK_BATCHES_SECONDS", 0.0)
     assert httpx.get(ready).status_code == 503
-    monkeypatch.setattr(batches, "STUCK_SECONDS", 60.0)
+    monkeypatch.setattr(queue, "STUCK_BATCHES_SECONDS", 60.0)
     second = raw(apart, body(2), path="/v1/embeddings")
     wait_until(lambda: len(reading.begun) == 2)
     assert httpx.get(ready).status_code == 503

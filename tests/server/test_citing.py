@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrag.server.citing import Support, sentences, supports
+from kvrag.server.answering import Support, sentences, supports
 from kvrag_bench.citations import run_citations_bench
 from kvrag_corpus.real import generate_set
 from tests.support.api_server import Served

@@ -17,10 +17,9 @@ from kvrag.engine.prices import Prices
 from kvrag.engine.request import Request
 from kvrag.engine.verify import Verdict
 from kvrag.fusion.pricing import RowPrices
-from kvrag.server.about import about
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
-from kvrag.server.documents import uploads_path
+from kvrag.server.documents import about, uploads_path
 from kvrag.server.history import history_path
 from tests.server.test_faults import metric, wait_until
 from tests.support.api_server import Served, lasting, saying, serving

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from kvrag.ingest.ranking import Reranker
+from kvrag.ingest.search import Reranker
 from kvrag.server.app import ServerOptions
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag

@@ -3,8 +3,7 @@
 from contextlib import closing
 from pathlib import Path
 
-from kvrag.store.base import StoreWrapper
-from kvrag.store.capabilities import (
+from kvrag.store.base import (
     Admits,
     ChecksWritable,
     DerivesKeys,
@@ -14,6 +13,7 @@ from kvrag.store.capabilities import (
     InMemory,
     Limits,
     Pins,
+    StoreWrapper,
     capability,
     is_in_memory,
     pins_of,

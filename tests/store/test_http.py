@@ -13,9 +13,8 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
 from kvrag.store.base import RecordWrapper, Store, StoreWrapper, read_whole
-from kvrag.store.bucket import TOKEN_VARIABLE
 from kvrag.store.file import FileStore
-from kvrag.store.objects import HttpStore
+from kvrag.store.objects import TOKEN_VARIABLE, HttpStore
 from kvrag.store.registry import open_store
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, record_of, stored

@@ -158,7 +158,7 @@ def test_processes_that_open_the_folder_wait_for_the_one_that_unpacks(
             for other in others:
                 other.start()
             wait_until(lambda: len(caplog.messages) == 4)  # they have found segments, too
-            monkeypatch.setattr("kvrag.store.segments.connect", pytest.fail)
+            monkeypatch.setattr("kvrag.store.file.connect", pytest.fail)
         write(self, key, record)
 
     monkeypatch.setattr(FileStore, "_write", start_others)
@@ -177,7 +177,7 @@ def test_a_writer_of_0_2_that_does_not_end_is_named(
         connection.execute("PRAGMA busy_timeout = 10")
         return connection, stamp
 
-    monkeypatch.setattr("kvrag.store.segments.connect", connect_briefly)
+    monkeypatch.setattr("kvrag.store.file.connect", connect_briefly)
     with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         FileStore(folder)

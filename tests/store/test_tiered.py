@@ -10,8 +10,7 @@ import pytest
 from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper
-from kvrag.store.capabilities import pins_of
+from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, pins_of
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore

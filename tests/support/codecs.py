@@ -14,7 +14,7 @@ from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.packed import PackedCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.quantiser import Exact
+from kvrag.codec.tables import Exact
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
 
 FINGERPRINT = "0123456789abcdef" * 2 + "01234567"

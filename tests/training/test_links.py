@@ -10,14 +10,13 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
-from kvrag.fusion.compression.anchors import find_anchors
+from kvrag.fusion.compression.anchors import Compressor, find_anchors
 from kvrag.fusion.compression.compacting import compact
-from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.linked_rows import insert_links
 from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache

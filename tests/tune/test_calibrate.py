@@ -18,7 +18,7 @@ from kvrag.fusion.loss import MISS_DAMAGED, LostError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice
-from kvrag.tune.loading import load_spans
+from kvrag.tune.stores import load_spans
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 

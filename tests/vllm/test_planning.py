@@ -28,9 +28,9 @@ from kvrag.errors import (
     UnsupportedModelError,
 )
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm import adapter_settings, versions
+from kvrag.llms.vllm import adapter_settings
+from kvrag.llms.vllm import settings as versions
 from kvrag.llms.vllm.engine import VLLMEngine
-from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.llms.vllm.langchain import KVRagVLLM
 from kvrag.llms.vllm.options import (
     check_engine,
@@ -39,7 +39,7 @@ from kvrag.llms.vllm.options import (
     place_of,
     serve_command,
 )
-from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
+from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner, TokenFinder
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, HTTPServer, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights

@@ -19,8 +19,7 @@ from kvrag.models.pretrained import load_weights
 from kvrag.models.references import resolve_model
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.native import IS_COMPILED
-from kvrag.weights.blocks import KINDS, greatest, take_apart
-from kvrag.weights.packing import plan
+from kvrag.weights.packing import KINDS, greatest, plan, take_apart
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.gguf_files import write_gguf
 

@@ -10,7 +10,7 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.cli.console import EXIT_FAILURE
 from kvrag_bench.cli import lists
 
 if TYPE_CHECKING:

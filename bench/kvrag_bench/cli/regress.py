@@ -11,7 +11,7 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.cli.console import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from kvrag_bench.regress.compare import Change

@@ -52,7 +52,7 @@ def bench_vllm(
         raise ParameterError(f"--parts {unknown[0]!r}: expected {', '.join(_PARTS)}")
     lengths = lists.numbers(context_tokens, "--context-tokens")
     from kvrag.cli.opening import quiet_libraries
-    from kvrag.llms.vllm.versions import require_tested
+    from kvrag.llms.vllm.settings import require_tested
     from kvrag_bench.serving.served import ServingOptions, serving
 
     require_tested()

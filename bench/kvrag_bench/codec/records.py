@@ -15,8 +15,7 @@ from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.lossless import LosslessCodec, rest_bits, split
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.quantiser import to_symbols
-from kvrag.codec.tables import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
+from kvrag.codec.tables import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols, to_symbols
 from kvrag.ingest.coding import read_all
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import ideal_bits

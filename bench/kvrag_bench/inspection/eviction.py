@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvrag.codec.raw import RawCodec
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import PromptTooLongError
+from kvrag.eviction import EvictionReport
 from kvrag.eviction.base import EvictionPolicy
-from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.decoding import CacheDecoder, Decoder
 from kvrag.fusion.evicting import EvictingDecoder, evict_prompt
 from kvrag.fusion.fuser import FusedPrompt

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
 from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.fusion.compression.anchors import Compressor
 from kvrag.fusion.compression.compacting import compact
-from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV

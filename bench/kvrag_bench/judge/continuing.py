@@ -9,9 +9,9 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from kvrag.eviction import EvictionReport
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import EvictingCache
-from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.kvcache import FusedKV

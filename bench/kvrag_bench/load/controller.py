@@ -14,7 +14,7 @@ from kvrag.fusion.controller import Choice, LoadingController, takes_ratio
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import fit_prices
-from kvrag.tune.loading import measure_loading
+from kvrag.tune.stores import measure_loading
 from kvrag_bench.load.prompts import LoadPrompt, check_speeds, indexed
 from kvrag_bench.load.throttled import ThrottledStore
 

@@ -14,7 +14,7 @@ from kvrag.fusion.policies.base import PromptRows, num_whole_layers
 from kvrag.fusion.repair import make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading import LOAD_THREADS
-from kvrag.tune.loading import load_spans
+from kvrag.tune.stores import load_spans
 from kvrag_bench.load.prompts import LoadPrompt, check_speeds, indexed
 from kvrag_bench.load.throttled import ThrottledStore
 

@@ -9,7 +9,7 @@ from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
-from kvrag.fusion.compression.encoding import Compressor
+from kvrag.fusion.compression.anchors import Compressor
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.coding import spread_evenly
 from kvrag.kvcache import ChunkKV

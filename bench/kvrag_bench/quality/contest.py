@@ -12,11 +12,11 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
-from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.linked_rows import LINKS_OFF, ChosenLinks
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.ingest.contexts import SIMILAR, parse_context
 from kvrag.models.kv_model import KVModel

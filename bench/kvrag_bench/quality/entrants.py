@@ -13,7 +13,7 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context, require_text
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judgements import Contestant

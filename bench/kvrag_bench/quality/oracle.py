@@ -12,13 +12,13 @@ from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import (
+    NonePolicy,
     PromptRows,
     RecomputePolicy,
     check_ratio,
     highest,
     share_of,
 )
-from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from kvrag.tune.bootstrap import mean_interval, ratio_interval
+from kvrag.tune.calibrate import mean_interval, ratio_interval
 from kvrag_bench.judge.exact_match import exact_match
 from kvrag_bench.judge.judgements import Judgement, Reply
 from kvrag_bench.judge.questions import JudgedQuestion

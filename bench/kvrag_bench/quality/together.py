@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kvrag.errors import KVRagError, ParameterError
-from kvrag.tune.bootstrap import ratio_interval
+from kvrag.tune.calibrate import ratio_interval
 from kvrag_bench.judge.judgements import Contestant
 
 PLAIN_REUSE = Contestant("none", None)

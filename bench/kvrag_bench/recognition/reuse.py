@@ -16,8 +16,8 @@ from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.ingest.run_finder import RunFinder
+from kvrag.ingest.schema import Change, ChunkRow
 from kvrag.models.loading import load_tokenizer, shared_prefix_ids
 from kvrag.models.references import resolve_model
 from kvrag.models.tokens import encode

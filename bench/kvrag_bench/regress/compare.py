@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvrag.tune.bootstrap import mean_interval
+from kvrag.tune.calibrate import mean_interval
 from kvrag_bench.regress.results import SPEED, Entry, Results
 
 # Processors and libraries round in other ways, which changes every case a little.

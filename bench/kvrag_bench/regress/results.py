@@ -17,7 +17,7 @@ from kvrag.errors import ParameterError
 from kvrag.ingest.config import write_atomically
 from kvrag.native import instruction_set
 from kvrag.regularfile import read_regular
-from kvrag.tune.bootstrap import mean_interval
+from kvrag.tune.calibrate import mean_interval
 
 SPEED = "speed"
 QUALITY = "quality"

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrag.errors import KVRagError
-from kvrag.store.base import Store
-from kvrag.store.capabilities import Flushes, capability, tiers_of
+from kvrag.store.base import Flushes, Store, capability, tiers_of
 from kvrag_bench.store.contents import content_of, key_of
 from kvrag_bench.store.victim import KINDS, LIMIT_BYTES, open_victim
 

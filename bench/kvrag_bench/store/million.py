@@ -15,7 +15,7 @@ import numpy as np
 
 from kvrag.chunk import Chunk, chunk_id_of
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.rows import Change, ChunkRow
+from kvrag.ingest.schema import Change, ChunkRow
 from kvrag.store.file import FileStore
 from kvrag_bench.store.contents import key_of as key_number
 

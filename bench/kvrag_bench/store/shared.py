@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvrag.ingest.embedding import Embedding
 from kvrag.ingest.index import Index
-from kvrag.ingest.rows import Change, ChunkRow
+from kvrag.ingest.schema import Change, ChunkRow
 from kvrag_bench.store.contents import key_of
 from kvrag_bench.store.million import chunk_number, source_of
 from kvrag_bench.vectors import clustered

@@ -26,7 +26,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import computing_seconds, fuse
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.plan import Loading
-from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV

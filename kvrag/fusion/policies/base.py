@@ -1,4 +1,4 @@
-"""The base class of recompute policies; turns a ratio into a number of tokens."""
+"""The base class of recompute policies, and ``none``; turns a ratio into a number of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.parameters import check_fields, describe
+from kvrag.optiontable import check_fields, describe
 
 
 @dataclass(frozen=True)
@@ -196,3 +196,17 @@ def mean_count(counts: Sequence[int]) -> int:
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the ascending indices of the `count` highest scores; ties take the first."""
     return scores.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+@dataclass(frozen=True)
+class NonePolicy(RecomputePolicy):
+    """Reuse stored KV as it is, at its new positions (Prompt Cache §3; KVLink without links)."""
+
+    name: ClassVar[str] = "none"
+
+    @property
+    def looks_back(self) -> bool:
+        return True
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:  # noqa: ARG002
+        return torch.empty(0, dtype=torch.long)

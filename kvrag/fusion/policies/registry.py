@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 POLICIES: Table[type[RecomputePolicy]] = Table(
     "kvrag.policies",
     {
-        "none": "kvrag.fusion.policies.none:NonePolicy",
+        "none": "kvrag.fusion.policies.base:NonePolicy",
         "boundary": "kvrag.fusion.policies.boundary:BoundaryPolicy",
-        "seam": "kvrag.fusion.policies.seam:SeamPolicy",
+        "seam": "kvrag.fusion.policies.boundary:SeamPolicy",
         "deviation": "kvrag.fusion.policies.deviation:DeviationPolicy",
-        "gradual": "kvrag.fusion.policies.gradual:GradualPolicy",
+        "gradual": "kvrag.fusion.policies.deviation:GradualPolicy",
         "query": "kvrag.fusion.policies.query:QueryPolicy",
         "two_stage": "kvrag.fusion.policies.two_stage:TwoStagePolicy",
         "random": "kvrag.fusion.policies.random:RandomPolicy",

@@ -15,28 +15,94 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag import arguments
 from kvrag.arguments import shown
+from kvrag.codec.names import LEVELS, RAW, expected_bytes_per_token, parse_codec
 from kvrag.errors import ClusterError, ParameterError
 from kvrag.ingest.checks import check_lasting
-from kvrag.ingest.config import KV_FOLDER, IndexConfig
+from kvrag.ingest.config import DTYPE_BYTES, KV_FOLDER, IndexConfig
 from kvrag.ingest.plan import Plan, find_gone
-from kvrag.ingest.ray.options import RayOptions
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.stages import Run, lacking, windows
+from kvrag.optiontable import check_options, described, option
 from kvrag.plugins import require
-from kvrag.store.capabilities import tiers_of
+from kvrag.store.base import tiers_of
 
 if TYPE_CHECKING:
     from kvrag.chunk import Chunk, ChunkKey
     from kvrag.ingest.companions import Companions
     from kvrag.ingest.index import Index
     from kvrag.ingest.limits import ParseLimits
-    from kvrag.ingest.ray.packets import Collector, Packet
+    from kvrag.ingest.ray.packets import Collector, Job, Packet
     from kvrag.ingest.ray.reading import Listed
-    from kvrag.ingest.ray.workers import Job
+
+
+@described
+@dataclass(frozen=True)
+class RayOptions:
+    """How an ingestion uses a cluster. Values that cannot be used are refused at once."""
+
+    address: str | None = option(
+        None,
+        "Address of the cluster (``HOST:PORT``, ``auto``, ``local``); None leaves the choice to "
+        "Ray: the cluster in ``RAY_ADDRESS`` or on this machine, or else a new one on this "
+        "machine. A cluster that the caller has connected to is used as it is.",
+    )
+    min_actors: int = option(1, "Processes that compute KV, at least.", least=1, most=100_000)
+    max_actors: int | None = option(
+        None,
+        "Processes that compute KV, at most; by default as many as the cluster has room for.",
+        least=1,
+        most=100_000,
+    )
+    cpus: float = option(
+        1.0,
+        "Processors that each of them takes. On a CPU, it computes with that many threads.",
+        above=0,
+    )
+    gpus: float = option(0.0, "Graphics cards that each of them takes.", least=0, most=64)
+    batch_tokens: int = option(
+        8192,
+        "Tokens of a packet: the work of one call, and what a lost process computes again at most.",
+        least=1,
+        most=1 << 24,
+    )
+    store_bytes: int | None = option(
+        None,
+        "Most bytes that wait between the stages, in Ray's object store; by default Ray's own "
+        "limit.",
+        least=1 << 20,
+        most=1 << 50,
+    )
+    store: str | None = option(
+        None,
+        "URL of the store of KV with its password, as all machines can open it; None means the "
+        "recorded one.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.max_actors is not None:
+            arguments.whole(self.max_actors, "max_actors", self.min_actors)
+
+
+def size_by_codec(num_tokens: int, config: IndexConfig) -> dict[str, int]:
+    """Return the bytes of the records of some tokens by codec; rather too many than too few."""
+    names = [RAW] + [
+        parse_codec(preset if len(levels) == 1 else f"{preset}:{level}").label
+        for preset, levels in LEVELS.items()
+        for level in levels
+    ]
+    size = DTYPE_BYTES[config.dtype]
+    return {
+        name: num_tokens * expected_bytes_per_token(name, config.bytes_per_token, size)
+        for name in names
+    }
+
 
 _FILES_A_TASK, _BYTES_A_TASK, _MOST_TASKS = 8, 32 << 20, 4096
 # So that a machine of two processors has room for both stages: parsing waits for its own process.
@@ -155,7 +221,7 @@ class RayRunner:
         cpus += 0.0 if self._dataset is None else _READ_CPUS
         gpus = options.min_actors * options.gpus
         found = ray.cluster_resources()
-        for name, each, needed, what, option in (
+        for name, each, needed, what, told in (
             ("CPU", options.cpus, cpus, "processors", "ray-cpus=0.5"),
             ("GPU", options.gpus, gpus, "graphics cards", "ray-gpus=0"),
         ):
@@ -164,7 +230,7 @@ class RayRunner:
                 raise ParameterError(
                     f"{options.min_actors} workers of {each:g} {what}, and the stages before them, "
                     f"take {needed:g} {what}, and this machine has {found.get(name, 0.0):g}: ask "
-                    f"for fewer (--ray-actors), or give each less (--{option})"
+                    f"for fewer (--ray-actors), or give each less (--{told})"
                 )
         if config.key_check:
             raise ParameterError(
@@ -184,7 +250,7 @@ class RayRunner:
 
     def _rows(self, ray: Any, run: Run, plan: Plan) -> Any:
         """Return the dataset of what is read; notes in `plan` what needs no reading."""
-        from kvrag.ingest.ray.planning import document_row, file_row, listed_row
+        from kvrag.ingest.ray.packets import document_row, file_row, listed_row
 
         if self._dataset is not None:
             return self._dataset
@@ -200,8 +266,7 @@ class RayRunner:
         return _in_tasks(ray, rows, 0)
 
     def _run(self, ray: Any, run: Run, plan: Plan, rows: Any) -> None:
-        from kvrag.ingest.ray.packets import Collector
-        from kvrag.ingest.ray.planning import plan_rows
+        from kvrag.ingest.ray.packets import Collector, plan_rows
 
         # Rows that the driver makes say themselves what is known.
         known = None
@@ -266,7 +331,7 @@ class RayRunner:
         """Return the dataset of packets with their vectors, and with their KV stored."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from kvrag.ingest.ray.workers import Attempts, RemoteEncoder
+        from kvrag.ingest.ray.packets import Attempts, RemoteEncoder
 
         options = self._options
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -316,7 +381,7 @@ class RayRunner:
         return self._job(run, coding.label, content)
 
     def _job(self, run: Run, codec: str, profile: bytes) -> Job:
-        from kvrag.ingest.ray.workers import Job
+        from kvrag.ingest.ray.packets import Job
 
         storage, options = run.storage, self._options
         store = options.store or storage.config.store or f"file:{storage.path / KV_FOLDER}"

@@ -1,4 +1,8 @@
-"""Packets: chunks of some documents, as rows of an Arrow table that travels between machines.
+"""The stages of Ray, and the packets between them: chunks as rows of an Arrow table that travels.
+
+The first stage reads and compares rows of files or documents, and cuts them into packets. It is a
+stateless task: what it loads (the tokenizer, the parser's process, the connection to the store)
+stays in the worker process for the next task of the same job. Actors embed and encode packets.
 
 A packet holds about as many tokens as one call of an actor computes. A long document is spread over
 several packets. Ids and contexts are packed as in the catalog; nothing of a packet is pickled.
@@ -8,24 +12,51 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 
-from kvrag.chunk import Chunk, ChunkKey
+from kvrag.chunk import Chunk, ChunkKey, Document, Mark
+from kvrag.codec.base import Codec
+from kvrag.codec.profile import Profile
+from kvrag.codec.registry import get_codec
 from kvrag.errors import StoreError
+from kvrag.ingest.chunker import Cutter
+from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import SIMILAR
-from kvrag.ingest.plan import Plan, PlannedDocument
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.loaders import TEXT_FIELDS, row_to_document, to_document
+from kvrag.ingest.parsing import Parser
+from kvrag.ingest.plan import Known, Plan, PlannedDocument, Planner, Sources, document_digest
+from kvrag.ingest.ray.reading import Listed, each_row, read_listed
 from kvrag.ingest.report import FailedDocument
-from kvrag.ingest.rows import Change, FileState, PackedChunk, pack_chunk, unpack_chunk
-from kvrag.ingest.stages import Committer, Outcome, Run, refuse, windows
-from kvrag.store.capabilities import tiers_of
+from kvrag.ingest.schema import Change, FileState, PackedChunk, pack_chunk, unpack_chunk
+from kvrag.ingest.stages import (
+    BackgroundWriter,
+    Committer,
+    CutAgain,
+    Outcome,
+    RecordMaker,
+    Run,
+    embed,
+    lacking,
+    refuse,
+    windows,
+)
+from kvrag.plugins import document_failures
+from kvrag.store.base import Store, tiers_of
+from kvrag.store.registry import open_store
 
 if TYPE_CHECKING:
     from kvrag.ingest.companions import Companions
+
 
 _TYPES = {int: pa.int64(), str: pa.large_string(), bytes: pa.binary()}
 _CHUNK = pa.struct(
@@ -322,3 +353,432 @@ class Collector:
     def _commit(self, documents: list[PlannedDocument]) -> None:
         self._committer.commit(documents, self._change)
         self._change = Change()
+
+
+MAX_ENDS = 3
+"""How often a process may end while it computes one chunk, before the chunk is refused."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of an ingestion, as plain values that travel to other machines.
+
+    Attributes
+    ----------
+    folder
+        The index folder, for messages; other machines need not have it.
+    config
+        The settings of the index.
+    model, device
+        Where to load the model from, and where it runs (`Index.open`).
+    store
+        URL of the store of KV.
+    codec, profile
+        Name of the codec of new records, and the content of its profile; b"" for none.
+    limits, loaders
+        How to read files (`Index.add`).
+    force, dry_run
+        As in `Run`.
+    batch_tokens, cpus
+        As in `RayOptions`.
+    """
+
+    folder: str
+    config: IndexConfig
+    model: str
+    device: str | None
+    store: str
+    codec: str
+    profile: bytes
+    limits: ParseLimits
+    loaders: tuple[tuple[str, str], ...]
+    force: bool
+    dry_run: bool
+    batch_tokens: int
+    cpus: float
+
+    @property
+    def is_similar(self) -> bool:
+        """Whether chunks are encoded only once all are embedded, each after its nearest."""
+        return self.config.context == SIMILAR
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        """The models of the index, each loaded on first use."""
+        return Encoders(
+            Path(self.folder), self.config, model=self.model, embedding=None, device=self.device
+        )
+
+    def open_store(self) -> Store:
+        """Open the store of KV; of tiers only the last one, which all machines share.
+
+        Raises as `kvrag.store.registry.open_store` does.
+        """
+        url = self.store
+        return open_store(url.rpartition("|")[2] if url.startswith("tiered:") else url)
+
+    def open_codec(self) -> Codec:
+        """Return the codec of new records."""
+        return get_codec(self.codec, Profile.from_bytes(self.profile) if self.profile else None)
+
+    def parser(self) -> Parser:
+        """Return a parser of files."""
+        return Parser(self.limits, dict(self.loaders))
+
+
+class Attempts:
+    """Counts how often something was begun without an end: an actor of Ray, for all others."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def begin(self, name: str) -> int:
+        """Return how often it was begun before."""
+        before = self._counts.get(name, 0)
+        self._counts[name] = before + 1
+        return before
+
+    def end(self, name: str) -> None:
+        """Forget it."""
+        self._counts.pop(name, None)
+
+
+class Encoder:
+    """Embeds packets' chunks, computes their KV and stores it, unless it is stored already.
+
+    With context ``similar``, planning embeds them.
+
+    Parameters
+    ----------
+    job
+        The settings.
+    begin, end
+        The methods of `Attempts`. If a process ended while it computed a packet, the next one
+        computes it chunk by chunk, and refuses a chunk that ended several.
+    """
+
+    def __init__(self, job: Job, begin: Callable[[str], int], end: Callable[[str], None]) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(job.cpus)))
+        self._job = job
+        self._begin, self._end = begin, end
+        self._store = job.open_store()
+        self._codec = job.open_codec()
+        self._prefill = job.encoders.prefill
+        _ = job.encoders.model
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the packets of a table, with what was done and what cannot be computed."""
+        return pa.concat_tables([self._encoded(packet) for packet in unpack(table)])
+
+    def _encoded(self, packet: Packet) -> pa.Table:
+        started = time.process_time()
+        maker = RecordMaker(self._store, self._prefill, packet.outcome)
+        maker.codec = self._codec
+        documents = packet.plan.documents
+        sound = (one for one in documents if one.chunks and not one.reason)
+        name = next((one.chunks[0].chunk_id for one in sound), "")
+        is_careful = bool(name) and self._begin(name) > 0
+        if not self._job.is_similar:
+            embed(self._job.encoders.embedding, documents)
+        bad: dict[ChunkKey, str] = {}
+        # Others may have stored some of it since it was planned.
+        missing = lacking(
+            documents, self._job.config.key_of, self._store, by_context=self._job.is_similar
+        )
+        with BackgroundWriter() as writer:
+            for key, chunk in missing:
+                if is_careful:
+                    self._make_alone(key, chunk, maker, bad)
+                else:
+                    maker.make(key, chunk, writer, bad)
+        # The last task has ended only now.
+        packet.stored = next((key.digest for key, _ in reversed(missing) if key not in bad), "")
+        if name:
+            self._end(name)
+        refuse(documents, self._job.config.key_of, bad)
+        packet.cpu_seconds += time.process_time() - started
+        return pack(packet, self._job.config.embedding_dim)
+
+    def _make_alone(
+        self, key: ChunkKey, chunk: Chunk, maker: RecordMaker, bad: dict[ChunkKey, str]
+    ) -> None:
+        if self._begin(key.digest) >= MAX_ENDS:
+            bad[key] = (
+                f"the process that computes chunk {chunk.ordinal} ended {MAX_ENDS} times while it "
+                "did so; look at the logs of Ray, and split or leave out the document"
+            )
+            return
+        with BackgroundWriter() as writer:
+            maker.make(key, chunk, writer, bad)
+        self._end(key.digest)
+
+
+def remote_attempts(actor: Any) -> tuple[Callable[[str], int], Callable[[str], None]]:
+    """Return the methods of an `Attempts` actor; one that is gone has counted nothing."""
+    import ray
+
+    def begin(name: str) -> int:
+        try:
+            return int(ray.get(actor.begin.remote(name)))
+        except ray.exceptions.RayActorError:
+            return 0
+
+    def end(name: str) -> None:
+        actor.end.remote(name)
+
+    return begin, end
+
+
+class RemoteEncoder(Encoder):
+    """An `Encoder` that counts in an `Attempts` actor."""
+
+    def __init__(self, job: Job, attempts: Any) -> None:
+        super().__init__(job, *remote_attempts(attempts))
+
+
+_GIVEN = "kvrag_input"  # the one column of rows that the driver makes
+
+
+class KnownPart:
+    """The part of the catalog that concerns some documents (`kvrag.ingest.plan.Known`).
+
+    Parameters
+    ----------
+    digests
+        Digests of documents by source.
+    state, of_file
+        State of one file, and the digests of its documents.
+    """
+
+    def __init__(
+        self,
+        digests: Mapping[str, str],
+        state: FileState | None = None,
+        of_file: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self._digests = digests
+        self._states = {} if state is None else {state.path: state}
+        self._of_file = of_file or {}
+
+    def file(self, path: str) -> FileState | None:
+        """Return a file's state when it was last read, or None if it never was."""
+        return self._states.get(path)
+
+    def documents_of_file(self, path: str) -> dict[str, str]:
+        """Return source and digest of a file's documents."""
+        return dict(self._of_file.get(path, {}))
+
+    def digest_of(self, source: str) -> str | None:
+        """Return a document's digest, or None if it is not indexed."""
+        return self._digests.get(source)
+
+
+class _Planning:
+    """What stays in a worker process between tasks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._parser = job.parser()
+        self._cutter = Cutter(job.encoders, job.config)
+        self._store = job.open_store() if job.dry_run else None
+        self._known: Any = None
+        self._digests: Mapping[str, str] = {}
+
+    def close(self) -> None:
+        """End the parser's process, and close the store."""
+        self._parser.close()
+        if self._store is not None:
+            self._store.close()
+
+    def digests(self, known: Any) -> Mapping[str, str]:
+        """Return the digests of indexed documents, fetched once for each run."""
+        if known != self._known:  # another run of the same job
+            import ray
+
+            self._known, self._digests = known, {} if known is None else ray.get(known)
+        return self._digests
+
+    def packets(self, table: pa.Table, known: Mapping[str, str]) -> Iterator[Packet]:
+        """Yield packets of chunks for rows of `file_row` and `document_row`, or of a dataset."""
+        waiting = Plan()
+        waiting_tokens = 0
+        of_dataset = KnownPart(known)
+        seen: dict[str, str] = {}
+        for view, sources in self._inputs(table, of_dataset):
+            if view is of_dataset:
+                # Packets do not tell what is unchanged before a document from what is after it.
+                for source in seen.keys() & sources.documents.keys():
+                    if document_digest(sources.documents.pop(source)) != seen[source]:
+                        waiting.failed.append(FailedDocument(source, against_second(source)))
+            plan = self._plan(view, sources)
+            if view is of_dataset:
+                seen |= {source: known[source] for source in plan.unchanged}
+                seen |= {planned.source: planned.digest for planned in plan.documents}
+            for name in ("removed", "unchanged", "failed", "gone_files", "touched"):
+                getattr(waiting, name).extend(getattr(plan, name))
+            waiting.missing |= plan.missing
+            for document in self._cut_documents(plan):
+                waiting.documents.append(document)
+                waiting_tokens += sum(len(chunk.token_ids) for chunk in document.chunks)
+                if waiting_tokens >= self.job.batch_tokens:
+                    yield from self._full(waiting)
+                    waiting, waiting_tokens = Plan(), 0
+        yield from self._full(waiting)
+
+    def _full(self, plan: Plan) -> Iterator[Packet]:
+        first, *others = list(split(plan.documents, self.job.batch_tokens)) or [[]]
+        yield Packet(replace(plan, documents=first))
+        yield from (Packet(Plan(documents)) for documents in others)
+
+    def _plan(self, view: KnownPart, sources: Sources) -> Plan:
+        def missing_key(chunk: Chunk) -> str | None:
+            if self._store is None:
+                return None
+            key = self.job.config.key_of(chunk)
+            return None if self._store.contains(key) else key.digest
+
+        planner = Planner(
+            view, self._parser, self._cutter, missing_key, lambda _: None, self.job.force
+        )
+        return planner.run(sources)
+
+    def _cut_documents(self, plan: Plan) -> Iterator[PlannedDocument]:
+        """Yield the documents of a plan; those whose chunks it has not kept are cut once more."""
+        cut_again = CutAgain(self._parser, self._cutter)
+        for document in plan.documents:
+            if self.job.dry_run:
+                document.chunks = []
+            else:
+                cut_again(document)
+            yield document
+
+    def _inputs(
+        self, table: pa.Table, of_dataset: KnownPart
+    ) -> Iterator[tuple[KnownPart, Sources]]:
+        """Yield what is known and what is planned: a row, or a file. `of_dataset` is of rows."""
+        for row in (row for batch in table.to_batches() for row in each_row(batch)):
+            if not isinstance(row, dict):
+                name = _name_of(dict.fromkeys(table.column_names))
+                failed = [FailedDocument(name, f"{name}: cannot be read ({row})")]
+                yield of_dataset, Sources([], [], {}, failed)
+                continue
+            if _GIVEN not in row:
+                yield of_dataset, self._sources(row, _name_of(row))
+                continue
+            told = json.loads(row[_GIVEN])
+            if "listed" in told:
+                listed = Listed(**told["listed"])
+                reasons: list[str] = []
+                max_bytes = self.job.limits.max_file_bytes
+                for found, place in read_listed(listed, max_bytes, reasons.append):
+                    yield of_dataset, self._sources(found, place, listed.path)
+                failed = [FailedDocument(listed.path, reason) for reason in reasons]
+                yield of_dataset, Sources([], [], {}, failed)
+            elif "document" in told:
+                given = told["document"]
+                outline = tuple(Mark(*mark) for mark in given["outline"])
+                document = Document(**{**given, "outline": outline})
+                sources = Sources([], [], {document.source: document}, [])
+                yield KnownPart(told["digests"]), sources
+            else:
+                state = None if told["state"] is None else FileState(**told["state"])
+                view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
+                yield view, Sources([told["path"]], [], {}, [])
+
+    def _sources(self, row: dict[str, Any], place: str, path: str | None = None) -> Sources:
+        """Return the documents of a row of a file; `place` says in messages where it is."""
+        documents: dict[str, Document] = {}
+        failed: list[FailedDocument] = []
+        source = next((str(row[key]) for key in ("source", "id") if row.get(key) is not None), "")
+        name = source or place
+        with document_failures(lambda reason: failed.append(FailedDocument(name, reason))):
+            for document in self._documents(row, source, place, path):
+                documents[document.source] = document
+        return Sources([], [], documents, failed)
+
+    def _documents(
+        self, row: dict[str, Any], source: str, place: str, path: str | None
+    ) -> list[Document]:
+        content, name = row.get("bytes"), row.get("path")
+        # A text beside them makes the row a document, such as one of Parquet.
+        has_text = any(isinstance(row.get(one), str) for one in TEXT_FIELDS)
+        if isinstance(content, bytes) and isinstance(name, str) and not has_text:
+            return self._parser.parse(name, content)
+        given = {key: value for key, value in row.items() if key != "source"}
+        if source and path:  # a row named by its content may be in several files
+            given.setdefault("path", path)
+        return [to_document(row_to_document(given, source, place))]
+
+
+def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table]:
+    """Yield packets for a block of rows; embedded ones with context ``similar``.
+
+    Parameters
+    ----------
+    table, job
+        The rows, and the settings.
+    known
+        For rows of a dataset: a reference in Ray's object store to the digests of the indexed
+        documents, by source; None if there are none.
+    """
+    started = time.process_time()
+    planning = _planning(job)
+    for packet in planning.packets(table, planning.digests(known)):
+        if job.is_similar and not job.dry_run:
+            embed(job.encoders.embedding, packet.plan.documents)
+        packet.cpu_seconds = time.process_time() - started
+        started = time.process_time()
+        yield pack(packet, job.config.embedding_dim)
+
+
+def file_row(catalog: Known, path: str) -> dict[str, str]:
+    """Return the row of one file: its path, and what the catalog knows of it."""
+    state = catalog.file(path)
+    of_file = catalog.documents_of_file(path)
+    told = {
+        "path": path,
+        "state": None if state is None else asdict(state),
+        "of_file": of_file,
+        "digests": _digests(catalog, path) | of_file,
+    }
+    return {_GIVEN: json.dumps(told)}
+
+
+def document_row(catalog: Known, document: Document) -> dict[str, str]:
+    """Return the row of one document, and what the catalog knows of it."""
+    told = {"document": asdict(document), "digests": _digests(catalog, document.source)}
+    return {_GIVEN: json.dumps(told, default=str)}
+
+
+def listed_row(listed: Listed) -> dict[str, str]:
+    """Return the row of one file that a task reads from its place."""
+    return {_GIVEN: json.dumps({"listed": asdict(listed)})}
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    """Return where a row of a dataset is, as far as it says so."""
+    path = row.get("path")
+    return path if isinstance(path, str) else f"a row with the columns {', '.join(row) or '(none)'}"
+
+
+def _digests(catalog: Known, source: str) -> dict[str, str]:
+    digest = catalog.digest_of(source)
+    return {} if digest is None else {source: digest}
+
+
+_kept: list[_Planning] = []
+
+
+def _planning(job: Job) -> _Planning:
+    if not _kept or _kept[0].job != job:
+        forget()
+        _kept.append(_Planning(job))
+    return _kept[0]
+
+
+def forget() -> None:
+    """Close what stays in this process between tasks."""
+    while _kept:
+        _kept.pop().close()

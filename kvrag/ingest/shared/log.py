@@ -37,7 +37,7 @@ from kvrag.ingest.config import (
 )
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
-from kvrag.ingest.rows import Change
+from kvrag.ingest.schema import Change
 from kvrag.ingest.shared.manifest import (
     CHANGE,
     CONFIG,
@@ -49,9 +49,6 @@ from kvrag.ingest.shared.manifest import (
     Garbage,
     Log,
     Manifest,
-)
-from kvrag.ingest.shared.place import Place, held, lock_path
-from kvrag.ingest.shared.segments import (
     applied,
     build,
     damage_of,
@@ -65,6 +62,7 @@ from kvrag.ingest.shared.segments import (
     put_file,
     unpack,
 )
+from kvrag.ingest.shared.place import Place, held, lock_path
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 

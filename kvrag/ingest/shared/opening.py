@@ -27,7 +27,7 @@ from kvrag.ingest.encryption import key_check
 from kvrag.ingest.opening import Given, make_index, open_index
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared.log import SharedLog, put_config, put_profiles, read_config
-from kvrag.ingest.shared.manifest import Log, Manifest
+from kvrag.ingest.shared.manifest import Log, Manifest, build, forget_applied, note_applied
 from kvrag.ingest.shared.place import (
     Place,
     held,
@@ -38,10 +38,9 @@ from kvrag.ingest.shared.place import (
     remove_scratch,
     remove_view,
 )
-from kvrag.ingest.shared.segments import build, forget_applied, note_applied
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
-from kvrag.store.files import store_error
+from kvrag.store.file import store_error
 from kvrag.store.registry import open_store
 
 logger = logging.getLogger("kvrag")

@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl, urlencode
 from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.config import VIEW_OF_NAME
-from kvrag.store.bucket import SCHEMES, Bucket, server_of
-from kvrag.store.files import store_error
+from kvrag.store.file import store_error
+from kvrag.store.objects import SCHEMES, Bucket, server_of
 from kvrag.store.registry import parse_bytes
 from kvrag.store.remote import seconds
 

@@ -16,9 +16,8 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.llms.settings import OF_ENGINES, EngineSettings
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.options import engine_options
-from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.settings import ConnectorSettings, require_tested
 from kvrag.llms.vllm.transports import HTTPServer, InProcess, Transport
-from kvrag.llms.vllm.versions import require_tested
 
 _REFUSED = ("schemas", "device", *OF_ENGINES)
 _started: dict[str, InProcess] = {}

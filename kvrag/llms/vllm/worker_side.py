@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.codec.rawheads import HeadRange
+from kvrag.codec.raw import HeadRange
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import EngineError
@@ -28,9 +28,8 @@ from kvrag.kvcache import FusedKV
 from kvrag.llms.vllm.options import open_index
 from kvrag.llms.vllm.pages import Brought, Pages
 from kvrag.llms.vllm.settings import ConnectorSettings
-from kvrag.llms.vllm.sharing import Part
 from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
-from kvrag.llms.vllm.weights import PROCESS_CORES
+from kvrag.llms.vllm.weights import PROCESS_CORES, Part
 from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")

@@ -10,9 +10,19 @@ from kvrag.ingest.companions import Companions
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan
-from kvrag.ingest.ray.packets import Collector, Packet, pack, single_chunks, unpack
-from kvrag.ingest.ray.planning import document_row, file_row, plan_rows
-from kvrag.ingest.ray.workers import Attempts, Encoder, Job
+from kvrag.ingest.ray.packets import (
+    Attempts,
+    Collector,
+    Encoder,
+    Job,
+    Packet,
+    document_row,
+    file_row,
+    pack,
+    plan_rows,
+    single_chunks,
+    unpack,
+)
 from kvrag.ingest.stages import Run
 from kvrag.ingest.storage import Storage
 

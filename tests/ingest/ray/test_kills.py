@@ -34,7 +34,7 @@ NUM_FILES = 120
 DRIVERS = """
 import json, os, sys, torch, ray.data
 from kvrag.ingest.index import Index
-from kvrag.ingest.ray import RayOptions, RayRunner, packets, planning, workers
+from kvrag.ingest.ray import RayOptions, RayRunner, packets
 address, docs = sys.argv[1:]
 print("ready", flush=True)
 for line in iter(sys.stdin.readline, ""):

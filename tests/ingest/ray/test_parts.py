@@ -32,11 +32,21 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner
 from kvrag.ingest.ray.driver import _default_address, connected, reason_of
-from kvrag.ingest.ray.packets import Collector, Packet, assemble, pack, unpack
-from kvrag.ingest.ray.planning import document_row, forget, plan_rows
-from kvrag.ingest.ray.workers import MAX_ENDS, Attempts, Encoder
+from kvrag.ingest.ray.packets import (
+    MAX_ENDS,
+    Attempts,
+    Collector,
+    Encoder,
+    Packet,
+    assemble,
+    document_row,
+    forget,
+    pack,
+    plan_rows,
+    unpack,
+)
 from kvrag.ingest.report import FailedDocument, IngestReport
-from kvrag.ingest.rows import FileState
+from kvrag.ingest.schema import FileState
 from kvrag.ingest.stages import Outcome, Run
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
@@ -360,7 +370,7 @@ def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
     job, known = job_of(run.storage), run.storage.catalog.documents.digests()
     blocks = [rows] if is_one_block else [[row] for row in rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrag.ingest.ray.planning._Planning.digests", lambda *_: known)
+        patch.setattr("kvrag.ingest.ray.packets._Planning.digests", lambda *_: known)
         packets = (packet for block in blocks for packet in computed(block, job))
         Collector(run, plan, True).collect(packets)
     return plan

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 
 from kvrag.errors import ParameterError
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.ray.packets import Packet, unpack
-from kvrag.ingest.ray.planning import forget, listed_row, plan_rows
+from kvrag.ingest.ray.packets import Packet, forget, listed_row, plan_rows, unpack
 from kvrag.ingest.ray.reading import _opened, list_places
 from tests.ingest.ray.here import job_of, table, tiny_index
 from tests.support.servers import S3Server
