@@ -2,7 +2,7 @@
 
 It runs at the first use of a model whose type no test knows, over a small model of the same classes
 with random weights, and then over the loaded weights. What passed is remembered by model type,
-version of Transformers and fingerprint.
+fingerprint, and what computes: versions, device, and packages whose kernels Transformers takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ _EXACT = 1e-4
 _ROUNDED, _ROUNDED_KEYS = 0.25, 0.05
 _VOCABULARY = 256
 _LENGTHS = ("original_max_position_embeddings",)
+_COMPUTING = ("transformers", "kvrag", "torch")
+# Transformers takes states' kernels from these where they are installed, and its own otherwise.
+_KERNELS = ("mamba-ssm", "causal-conv1d", "flash-linear-attention", "fla-core", "kernels")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def require(
     `prove` returns what the function of that name does.
     """
     kind = model.hf.config.model_type
-    key = json.dumps([kind, version("transformers"), version("kvrag"), fingerprint])
+    installed = [_version(name) for name in (*_COMPUTING, *_KERNELS)]
+    key = json.dumps([kind, fingerprint, model.device.type, *installed])
     if _is_known(key):
         return
     refused = f"model type {shown(kind)} is not supported: its self-test"
@@ -126,6 +130,13 @@ def require(
             f"expected {bad.bound:.2g} at most{place}. {INSTEAD}"
         )
     _remember(key, checks)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel:

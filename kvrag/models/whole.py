@@ -93,13 +93,25 @@ class WholeModel(KVModel):
         raise UnsupportedModelError(no_chunks(self.decoder.config.model_type))
 
     @torch.no_grad()
-    def read(self, state: State, token_ids: Sequence[int]) -> torch.Tensor:
+    def read(
+        self, state: State, token_ids: Sequence[int], *, compute: str | None = None
+    ) -> torch.Tensor:
         """Continue a state by tokens; return the logits ``[vocabulary]`` after the last.
 
         An error leaves the state of no use.
+
+        Parameters
+        ----------
+        state
+            What the model has after the tokens before; changed in place.
+        token_ids
+            The tokens, at least one.
+        compute
+            What linear layers compute in; None means the model's own `compute`.
         """
         hf: Any = self.decoder
-        with working(), self.lock, without_adapters(hf), fast_modules(hf, self.compute):
+        precision = compute or self.compute
+        with working(), self.lock, without_adapters(hf), fast_modules(hf, precision):
             output = hf(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 **{CACHE_ARGUMENT: state.cache},
@@ -112,15 +124,19 @@ class WholeModel(KVModel):
         return logits
 
     def prove(self) -> tuple[list[Check], str]:
-        """Compare a prompt that continues a copied state with the whole prompt."""
+        """Compare a prompt that continues a copied state with the whole prompt.
+
+        Both compute in the weights' own type: what is proven counts for every `compute`, whose
+        rounding would hide a state that is lost.
+        """
         from kvrag.models.proof import Check, bound_of, mostly_apart
 
         drawn = torch.Generator().manual_seed(0)
         vocabulary = int(self.decoder.config.vocab_size)
         ids = torch.randint(0, vocabulary, (_PROVEN_TOKENS,), generator=drawn).tolist()
-        state = State()
-        self.read(state, ids[:_CONTINUED_FROM])
-        continued = self.read(state.copy(), ids[_CONTINUED_FROM:])
+        state, own = State(), str(self.decoder.dtype).removeprefix("torch.")
+        self.read(state, ids[:_CONTINUED_FROM], compute=own)
+        continued = self.read(state.copy(), ids[_CONTINUED_FROM:], compute=own)
         with working(), self.lock, torch.no_grad():
             plain: Any = self.hf
             expected = plain(input_ids=torch.tensor([ids], device=self.device)).logits[0, -1]
