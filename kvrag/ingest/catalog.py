@@ -23,6 +23,7 @@ from kvrag.ingest.schema import (
     DOCUMENT_COLUMNS,
     FILE_COLUMNS,
     FILE_NAME,
+    FORGOTTEN,
     KEYS,
     NUM_TOKENS,
     SCHEMA_VERSION,
@@ -105,7 +106,7 @@ class Stored:
         """
         found: dict[Any, list[int]] = {}
         for row, source, length in self._catalog.scan("row, source, length(contexts)"):
-            if length == 0 or not is_alone:
+            if not is_alone or length in (0, len(FORGOTTEN)):
                 found.setdefault(source, []).append(row)
         return found
 

@@ -22,7 +22,7 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.ingest.contexts import FOLDER, LEAST_TOKENS, SEPARATOR
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.plan import PlannedDocument
-from kvrag.ingest.schema import Change, Heads, pack_ids
+from kvrag.ingest.schema import FORGOTTEN, Change, Heads, pack_ids
 from kvrag.ingest.stages import lacking, windows
 from kvrag.ingest.storage import Storage
 from kvrag.models.tokens import encode
@@ -256,6 +256,7 @@ class Companions:
         self._encoders = encoders
         self._planned = planned
         self._encode = encode
+        self._forgetful: set[str] = set()  # ids of chunks read whose context was deleted
 
     def write(
         self,
@@ -282,7 +283,8 @@ class Companions:
                 chunk.chunk_id: chunk.contexts
                 for document in window
                 for chunk in document.chunks
-                if chunk.contexts[0] and self._storage.config.key_of(chunk) not in bad
+                if (chunk.contexts[0] or chunk.chunk_id in self._forgetful)
+                and self._storage.config.key_of(chunk) not in bad
             }
             if encode:
                 self._storage.apply(Change(encode=encode, after=after))
@@ -393,6 +395,8 @@ class Companions:
         """Yield the sound ones of some chunks of the index, with their vectors."""
         for one in self._storage.catalog.stored.chunks(rows):
             if one.chunk is not None and one.embedding is not None:
+                if one.packed.contexts == FORGOTTEN:
+                    self._forgetful.add(one.chunk.chunk_id)
                 vectors = np.frombuffer(one.embedding, "<f4")
                 yield one.chunk, vectors.reshape(-1, self._storage.config.embedding_dim)
 

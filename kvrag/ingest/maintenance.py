@@ -31,6 +31,7 @@ from kvrag.ingest.report import (
     VerifyReport,
 )
 from kvrag.ingest.schema import (
+    FORGOTTEN,
     Change,
     ChunkRow,
     Encoding,
@@ -509,8 +510,8 @@ class Audit:
     optional
         The same for their optional records (`Chunk.is_optional`), which the store may lack.
     later
-        Those of `needed` that are made when nobody asks, if the store lacks them: what the chunk
-        was encoded after was deleted.
+        Those of `needed` that are made when nobody asks, if the store lacks them: what all their
+        chunks were encoded after was deleted.
     problems
         A line of text for each problem.
     """
@@ -573,7 +574,7 @@ def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
 def _audit_chunks(
     catalog: Catalog, key_of: KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
 ) -> Iterator[str]:
-    is_shared = catalog.encoding is not None and catalog.encoding.context.is_shared
+    stored: set[ChunkKey] = set()
     for one in catalog.stored.chunks():
         found.num_chunks += 1
         source, ordinal = one.packed.source, one.packed.ordinal
@@ -589,10 +590,11 @@ def _audit_chunks(
         for key, context_ids in keys.items():
             is_optional = one.chunk.is_optional(context_ids)
             (found.optional if is_optional else found.needed)[key] = one.packed.num_tokens
-            if is_shared and not context_ids:
-                found.later.add(key)
+            if not is_optional:
+                (found.later if one.packed.contexts == FORGOTTEN else stored).add(key)
         if one.keys != expected:
             yield f"{place}: names the KV {shown(one.keys)}, expected {expected}"
+    found.later -= stored
 
 
 def _audit_documents(catalog: Catalog, parts: dict[Any, list[tuple[str, bytes]]]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     DOCUMENT_COLUMNS,
     FILE_COLUMNS,
+    FORGOTTEN,
     KEYS,
     Change,
     Checksums,
@@ -247,13 +248,15 @@ class RowWriter:
         if self.state.documents == before:  # its row is lost, or damaged
             self.state.tell_gone(checksum)
 
-    def _give(self, chunk: Chunk) -> None:
-        """Record that a stored chunk has other contexts; `_sum_up` must follow."""
+    def _give(self, chunk: Chunk, *, forgets: bool = False) -> None:
+        """Record that a stored chunk has other contexts, or lost them; `_sum_up` must follow."""
         assert self._encoding is not None
         ((row,),) = self._connection.execute(
             "SELECT row FROM chunks WHERE chunk_id = ?", (chunk.chunk_id,)
         ).fetchall()
         values = pack_chunk(row, chunk)
+        if forgets:
+            values = values._replace(contexts=FORGOTTEN)
         first, *others = (self._encoding.key_of(one).digest for one in chunk.encodings())
         self._connection.execute(
             "UPDATE chunks SET contexts = ?, kv_key = ?, seal = ? WHERE row = ?",
@@ -301,7 +304,7 @@ class RowWriter:
                 )
                 if self._is_text_unknown or heads.are_in(contexts)
             }
-        self._give_all(dict.fromkeys(sorted(forgetful), ((),)))
+        self._give_all(dict.fromkeys(sorted(forgetful), ((),)), forgets=True)
 
     def _present(self, chunk_ids: Iterable[str]) -> set[str]:
         """Return those of some chunks that are there."""
@@ -309,7 +312,9 @@ class RowWriter:
         found = (self._connection.execute(select, (one,)).fetchone() for one in chunk_ids)
         return {one for (one,) in filter(None, found)}
 
-    def _give_all(self, contexts: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:
+    def _give_all(
+        self, contexts: Mapping[str, tuple[tuple[int, ...], ...]], *, forgets: bool = False
+    ) -> None:
         """Give sound chunks other contexts, by id."""
         changed: dict[str, bytes] = {}
         for chunk_id, given in contexts.items():
@@ -318,7 +323,7 @@ class RowWriter:
             ).fetchall():
                 if self._checksums.is_right("chunk", row):
                     chunk = sound_chunk(row, self._checksums, self._path)
-                    self._give(replace(chunk, contexts=given))
+                    self._give(replace(chunk, contexts=given), forgets=forgets)
                     changed[chunk.source] = row[-1]
         for source, checksum in changed.items():
             self._sum_up(source, checksum)

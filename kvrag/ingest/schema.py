@@ -251,6 +251,11 @@ def pack_ids(values: Sequence[int]) -> bytes:
     return _little_endian(array("i", values)).tobytes()
 
 
+FORGOTTEN = bytes(4)
+"""A row's context of a chunk whose former one was deleted: a list of one empty context, where that
+of a chunk that never had another is no list at all (`pack_contexts`). Both are read alike."""
+
+
 def pack_contexts(contexts: Sequence[Sequence[int]]) -> bytes:
     """Return a chunk's contexts in a row's format, each after its length; usually empty."""
     if not any(contexts):

@@ -213,6 +213,37 @@ def test_nothing_that_saw_a_deleted_text_remains(
     assert not index.add([]).num_records
 
 
+def test_a_record_that_the_store_lost_is_missing(make_index: MakeIndex) -> None:
+    index = make_index(context=SIMILAR, embedding="hashing")
+
+    def after_a_loss() -> tuple[bool, int]:
+        (chunk,) = chunks_of(index)
+        assert chunk.contexts == ((),)
+        assert index.store.delete(index.key_of(chunk))
+        found = index.upkeep.verify()
+        return found.ok, found.num_later
+
+    index.add(PAGES[0])
+    assert after_a_loss() == (False, 0)
+    assert index.upkeep.verify(repair=True).num_repaired == 1
+    index.add(PAGES[3])
+    index.delete(sources=[PAGES[3].source])
+    assert after_a_loss() == (True, 1)
+    index.add([])  # which stores the record of the chunk alone
+    assert after_a_loss() == (False, 0)
+
+
+def test_a_record_of_an_equal_text_that_nothing_preceded_is_missing(make_index: MakeIndex) -> None:
+    index = make_index(context=SIMILAR, embedding="hashing", trust="folder")
+    alone = page("mill", 1, folder="alone")
+    index.add([alone, page("mill", 1), page("mill", 2)])
+    index.delete(sources=[page("mill", 2).source])
+    (key,) = {index.key_of(chunk) for chunk in chunks_of(index)}
+    index.store.delete(key)
+    found = index.upkeep.verify()
+    assert (found.ok, found.num_later) == (False, 0)
+
+
 def test_a_file_that_goes_takes_its_text_along(make_index: MakeIndex, tmp_path: Path) -> None:
     folder = tmp_path / "pages"
     for one in PAGES:
