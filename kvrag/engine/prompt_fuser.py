@@ -313,8 +313,7 @@ class PromptFuser:
             num_loaded, prices = report.num_cached - report.num_kept, self._row_prices()
             if report.stream is None and num_loaded and prices is not None:
                 # In the time of the idle machine that the prices are of.
-                priced = prices.of(num_rows / index.model.spec.num_layers)
-                busy = max(1.0, computing_seconds(report.seconds) / priced)
+                busy = max(1.0, computing_seconds(report.seconds) / prices.of_report(report))
                 self._waited.observe(num_loaded, report.seconds["load"] / busy)
         seconds = {"layout": layout_seconds, **report.seconds}
         seconds["load"] = seconds.get("load", 0.0) + begun.seconds

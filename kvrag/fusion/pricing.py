@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import numpy as np
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, num_settled, planned_counts
+from kvrag.fusion.report import FusionReport
 from kvrag.loading.pace import Pace
 
 # Reuse has to be this much faster than full prefill: prices are of an idle machine, and of no store
@@ -78,10 +80,19 @@ class RowPrices:
             return self.of(num_fresh)
         counts = planned_counts(policy, prompt)
         again = num_fresh - num_settled(policy, prompt)
-        price = {count: self.of(again + count) for count in set(counts)}
-        seconds = sum(price[count] for count in counts) / num_layers
         num_asked = policy.question_layers(num_layers).stop
-        return seconds + self.of(num_fresh) * num_asked / num_layers
+        return self._of_layers([again + count for count in counts], num_asked, num_fresh)
+
+    def of_report(self, report: FusionReport) -> float:
+        """Return the seconds of computing what a prompt has computed."""
+        num_asked = report.rows_asked / max(1, report.num_fresh)
+        return self._of_layers(report.rows_by_layer, num_asked, report.num_fresh)
+
+    def _of_layers(self, rows: Sequence[int], num_asked: float, num_fresh: int) -> float:
+        """Return the seconds of each layer's rows, and of a look in some layers before them."""
+        price = {count: self.of(count) for count in set(rows)}
+        seconds = sum(price[count] for count in rows) + self.of(num_fresh) * num_asked
+        return seconds / len(rows)
 
 
 @dataclass(frozen=True)

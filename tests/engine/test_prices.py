@@ -13,7 +13,7 @@ from kvrag.engine import prices
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prices import SWITCH, Prices, measure
 from kvrag.errors import ParameterError
-from kvrag.fusion.fuser import OUTPRICED
+from kvrag.fusion.fuser import OUTPRICED, computing_seconds
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import NonePolicy, PromptRows
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
@@ -77,6 +77,18 @@ def test_waits_count_as_on_an_idle_machine(index: Index, monkeypatch: pytest.Mon
     waited = engine._fuser._waited.seconds(report.num_cached)
     assert waited is not None
     assert waited < report.seconds["load"] / 100
+
+
+def test_a_look_counts_as_a_pass_of_its_own(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only full prefill has more rows than take as long as one.
+    _state(monkeypatch, RowPrices((1, 100, 101), (1e-9, 1e-9, 1e-6)))
+    engine = KVEngine(index, session_bytes=0)
+    report = engine.fuse(PROMPT, policy="two_stage").report
+    assert report.rows_asked > 0
+    assert max(report.rows_by_layer) <= 100
+    busy = computing_seconds(report.seconds) / 2e-9
+    waited = engine._fuser._waited.seconds(report.num_cached)
+    assert waited == pytest.approx(report.seconds["load"] / busy)
 
 
 def test_one_slow_read_decides_nothing() -> None:

@@ -238,6 +238,9 @@ def test_two_stages_take_what_is_relevant_and_off() -> None:
     assert list(policy.counts(prompt) or ()) == [3, 2, 2, 2, 2, 2]
     scores = policy.score(prompt, CandidateStats(pooled, {"v": torch.tensor([0.0, 1.0, 9.0])}))
     assert scores.argsort(descending=True).tolist() == [2, 1, 0]
+    # What rounding leaves of no distance at all ranks nothing.
+    scores = policy.score(prompt, CandidateStats(pooled, {"v": torch.tensor([1e-12, 1e-11, 9.0])}))
+    assert scores.argsort(descending=True).tolist() == [2, 0, 1]
 
 
 def test_a_look_at_the_first_layers_computes_the_question_no_further(bench: Bench) -> None:

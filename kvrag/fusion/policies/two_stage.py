@@ -19,6 +19,10 @@ from kvrag.fusion.policies.base import (
     share_of,
 )
 
+# Tokens that see only their own chunk in layer 0, as in a short window, differ by rounding:
+# by less than this, relative to the largest distance. Those are ranked by relevance alone.
+_ROUNDING = 1e-5
+
 
 @dataclass(frozen=True)
 class TwoStagePolicy(RecomputePolicy):
@@ -83,7 +87,8 @@ class TwoStagePolicy(RecomputePolicy):
     def score(self, prompt: PromptRows, stats: CandidateStats) -> torch.Tensor:
         reused = prompt.reused().to(stats.positions.device)
         relevance = self._fused(prompt)[torch.searchsorted(reused, stats.positions)]
-        return relevance * stats.deviation["v"].sqrt()
+        far = stats.deviation["v"].sqrt()
+        return relevance * far.clamp(min=_ROUNDING * far.max())
 
     def _num_pooled(self, prompt: PromptRows) -> int:
         return share_of(min(1.0, self.pool * self.ratio), prompt.num_reused)
