@@ -61,6 +61,8 @@ class LaidOutPrompt:
     text, offsets
         The prompt's text, and for each token its first character and its end there; empty if the
         caller laid the prompt out.
+    num_before
+        Number of tokens before the first chunk, where prompts are computed as wholes; otherwise 0.
     """
 
     layout: Layout
@@ -70,6 +72,7 @@ class LaidOutPrompt:
     text: str = ""
     offsets: Sequence[Span] = ()
     early: EarlyRecords | None = None
+    num_before: int = 0
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -174,19 +177,22 @@ class PromptReader:
         misses = {**layout.misses, **damage}
         layout = replace(layout, misses=misses, num_folded=written.num_folded)
         fresh: tuple[Stretch, ...] = ()
+        num_before = 0
         if request.reuse and index.compression is None:
             # A compressed chunk's rows are not tokens: a part of them is no part of the text.
             layout, chunks, fresh = self._with_runs(layout, chunks, hints)
         if request.reuse and is_text(index.compression):
             num_tokens, why = len(layout.token_ids), index.model.why_whole
             fresh = (Stretch(0, num_tokens, why),)
+            num_before = layout.spans[0].prompt_start if layout.spans else 0
             layout = replace(layout, spans=(), fresh_reasons={why: num_tokens})
         rank = {chunk_id: number for number, chunk_id in enumerate(hints)}
         ranked = sorted(layout.chunk_ids, key=lambda one: rank.get(one, len(rank)))
         named = {chunk_id: chunks[chunk_id] for chunk_id in ranked}
         if request.reuse and self._watching:
             self._warn_if_nothing_matched(named, written.text)
-        return LaidOutPrompt(layout, named, None, fresh, written.text, tokens.offsets, early)
+        text, offsets = written.text, tokens.offsets
+        return LaidOutPrompt(layout, named, None, fresh, text, offsets, early, num_before)
 
     def _text(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]

@@ -17,6 +17,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.fusion.whole import Beginnings, WholePrompt, read_whole
 from kvrag.ingest.index import Index
+from kvrag.loading.pace import fit_prices
 
 if TYPE_CHECKING:
     from kvrag.models.whole import WholeModel
@@ -57,18 +58,29 @@ class WholeFuser:
         self._index = index
         self.buffers = BufferPool()
         self.sessions = Beginnings(options.session_bytes)
-        self._token_seconds = 0.0
+        # The latest by binary digits: hundreds of repeated prompts do not push out a long one.
+        self._took: dict[int, tuple[int, float]] = {}
 
     def early(self, _: Request) -> None:
         """Return None: there are no records to bring."""
 
-    def due_seconds(self, _: Request, __: Choice, layout: Layout) -> float:
+    def due_seconds(self, request: Request, _: Choice, layout: Layout) -> float:
         """Return how long computing a prompt takes, as far as it is known."""
-        return self._token_seconds * len(layout.token_ids)
+        ids = layout.token_ids
+        kept = self.sessions.num_kept(request.session, ids) if request.reuse else 0
+        return self._seconds(len(ids) - kept) or 0.0
+
+    def _seconds(self, num_fresh: int) -> float | None:
+        """Return how long computing tokens takes, by what earlier numbers of them took."""
+        seen = list(self._took.values())
+        if not seen:
+            return None
+        fixed, each = fit_prices([(1.0, number) for number, _ in seen], [took for _, took in seen])
+        return fixed + each * num_fresh
 
     def computing_seconds(self, _: Choice, num_stored: int, num_fresh: int) -> float | None:
         """Return what computing a prompt is expected to take, if one was measured."""
-        return self._token_seconds * (num_stored + num_fresh) or None
+        return self._seconds(num_stored + num_fresh)
 
     def fuse(
         self,
@@ -84,9 +96,11 @@ class WholeFuser:
         keeps = keeps and request.reuse and self.sessions.max_bytes > 0
         kept, clock = self.sessions if keeps else None, Clock()
         clock.seconds["layout"] = layout_seconds
-        prompt = yield from read_whole(model, layout, kept, request.session, clock)
+        before = laid_out.num_before
+        prompt = yield from read_whole(model, layout, kept, request.session, clock, before)
         report = prompt.report
-        self._token_seconds = report.seconds["compute"] / report.num_fresh
+        seen = report.num_fresh, report.seconds["compute"]
+        self._took[report.num_fresh.bit_length()] = seen
         self._index.counters.note(report)
         return HeldPrompt(prompt, partial(self._end, request.session, prompt, keeps))
 
@@ -94,4 +108,4 @@ class WholeFuser:
         self, session: str | None, prompt: WholePrompt, keeps: bool, answer: Sequence[int] | None
     ) -> None:
         if keeps and answer is not None:
-            self.sessions.keep(session, prompt.state)
+            self.sessions.keep(session, prompt.state, prompt.before)

@@ -12,7 +12,9 @@ import torch
 from openai import OpenAI
 
 from kvrag.chunk import Document
+from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Request
 from kvrag.engine.verify import to_verify, verify
 from kvrag.errors import (
     ParameterError,
@@ -22,6 +24,7 @@ from kvrag.errors import (
 from kvrag.fusion.whole import Beginnings
 from kvrag.ingest.index import Index
 from kvrag.models.families import WHOLE
+from kvrag.models.tokens import num_equal
 from kvrag.models.whole import State
 from kvrag.pml.engine import PMLEngine
 from kvrag_testing.bench_top import TEXTS
@@ -86,11 +89,11 @@ def test_answers_are_transformers_whatever_was_kept(index: Index) -> None:
         assert answer.usage.cached_tokens == answer.report.num_kept
         assert {one.text for one in answer.sources} == set(pair)
         kept.append(answer.report.num_kept)
-    # Two prompts show where they differ, and the next one begins there: after the head, or
-    # after the first document too.
+    # The text before the documents is kept at once. Two prompts show where they differ, and the
+    # next one begins there: after the head, or after the first document too.
     num_head = len(index.tokenizer(head).input_ids) - 2
-    assert kept[:3] == [0, 0, 0]
-    assert min(kept[3:]) >= num_head
+    assert kept[0] == 0
+    assert min(kept[1:]) >= num_head
     again = engine.generate(prompt)
     assert again.report.num_kept == again.report.num_tokens - 1
 
@@ -116,6 +119,43 @@ def test_a_conversation_goes_on_from_its_last_answer(index: Index) -> None:
     # Others' conversations are not taken.
     assert engine.generate(going_on, session="other").report.num_kept == 0
     assert engine.generate(going_on, reuse=False).report.num_kept == 0
+
+
+def test_a_conversation_without_its_passages_goes_on_from_the_last_history(index: Index) -> None:
+    """As over the server: the client knows questions and answers alone."""
+    engine = KVEngine(index, max_tokens=MAX_TOKENS)
+    turns = [{"role": "system", "content": "Say what the pages tell, and be brief about it."}]
+    before: tuple[int, ...] = ()
+    for number, question in enumerate((QUESTION, "What did she write?", "And then?")):
+        turns.append({"role": "user", "content": question})
+        request = Asking(k=2).request(index, turns)
+        answer = engine.generate(request)
+        ids = engine.prompt_ids(request.prompt, hints=request.hints)
+        if number:
+            # A token or two after the history may be alike by chance.
+            assert answer.report.num_kept >= num_equal(before, ids) - 3 > 16
+        before = ids
+        turns.append({"role": "assistant", "content": answer.text})
+
+
+def test_expected_seconds_are_those_of_tokens_that_are_computed(lfm2: Index) -> None:
+    engine = KVEngine(lfm2, max_tokens=1)
+    prompt = "What is said of the tower in the north? " * 12
+    engine.generate(prompt)
+    engine.generate(prompt[:-100] + QUESTION)  # the first one also waited for memory
+    num_tokens = len(engine.prompt_ids(prompt))
+    asked, new = Request(prompt).over(engine.defaults), Request(prompt, session="of another")
+    first = engine.expected_seconds(asked, 0, num_tokens)
+    assert first is not None
+    for _ in range(40):
+        assert engine.generate(prompt).report.num_fresh == 1
+    after = engine.expected_seconds(asked, 0, num_tokens)
+    assert after is not None
+    assert first / 8 < after < 8 * first
+    # A prompt is due by what is computed of it.
+    layout = engine.fuse(prompt).layout
+    due = [engine._fuser.due_seconds(one, engine._choice(asked), layout) for one in (asked, new)]
+    assert due == [engine.expected_seconds(asked, 0, number) for number in (1, num_tokens)]
 
 
 def test_streams_stop_words_and_sampling_are_those_of_other_models(lfm2: Index) -> None:
@@ -190,6 +230,45 @@ def test_upkeep_misses_no_record(lfm2: Index) -> None:
         assert opened.config.compression == "text"
 
 
+def test_a_prompt_too_large_for_the_room_takes_no_place_and_no_copy(
+    lfm2: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+    copied = State.copy
+
+    def counted(self: State) -> State:
+        copies.append(len(self.token_ids))
+        return copied(self)
+
+    short, long = QUESTION, "word " * 180
+    engine = KVEngine(lfm2, max_tokens=2)
+    engine.generate(short)
+    room = 3 * engine.kept_bytes
+    engine = KVEngine(lfm2, max_tokens=2, session_bytes=room)
+    engine.generate(short)
+    kept = engine.kept_bytes
+    monkeypatch.setattr(State, "copy", counted)
+    engine.generate(long)
+    assert (copies, engine.kept_bytes) == ([], kept)
+    again = engine.generate(short).report
+    assert again.num_kept == again.num_tokens - 1
+
+
+def test_a_prompt_goes_with_its_answer(lfm2: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[State, State | None]] = []
+
+    def keep(_: Beginnings, __: str | None, state: State, before: State | None = None) -> None:
+        seen.append((state, before))
+
+    monkeypatch.setattr(Beginnings, "keep", keep)
+    engine = KVEngine(lfm2, max_tokens=3)
+    num_tokens = engine.generate(QUESTION).report.num_tokens
+    (prompt, none), (answered, before) = seen
+    assert len(prompt.token_ids) == num_tokens - 1
+    assert answered.token_ids[: num_tokens - 1] == prompt.token_ids
+    assert (none, before) == (None, prompt)
+
+
 def test_the_least_recently_used_beginning_is_dropped_first() -> None:
     def state(*ids: int) -> State:
         return State([torch.zeros(25)], ids)
@@ -214,3 +293,13 @@ def test_the_least_recently_used_beginning_is_dropped_first() -> None:
     assert kept.find("named", (1, 2, 3, 4)) == (None, 0)
     kept.keep(None, state(1, 2, 3))
     assert kept.size_bytes == 200
+    # What is larger than all the room is refused, and throws out nobody.
+    kept.keep(None, State([torch.zeros(100)], (5, 6)))
+    assert kept.size_bytes == 200
+    # What led to an answer goes once the answer is continued, and no sooner.
+    kept, led, ended = Beginnings(250), state(1, 2), state(1, 2, 3)
+    kept.keep(None, led)
+    kept.keep(None, ended, led)
+    assert kept.num_kept(None, (1, 2, 9)) == 2
+    assert kept.find(None, (1, 2, 3, 4)) == (ended, 3)
+    assert kept.size_bytes == 100
