@@ -163,7 +163,7 @@ def choose_store(
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
-    from kvrag.tune.stores import measure_and_choose
+    from kvrag.tune.stores import measure_and_choose, require_kv
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
@@ -174,6 +174,7 @@ def choose_store(
     for url in urls:
         check_kind(url)
     with open_index(index, model=model, store=store) as opened:
+        require_kv(opened)  # before a file is written
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
             write_atomically(path, EXAMPLES.encode())

@@ -25,7 +25,7 @@ from kvrag.errors import (
     ParameterError,
     StoreError,
 )
-from kvrag.fusion.compression.spec import Compression, key_options, parse_compression
+from kvrag.fusion.compression.spec import Compression, is_text, key_options, parse_compression
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import checksum, other_kind, read_regular
@@ -152,7 +152,9 @@ class IndexConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers, uncompressed."""
+        """Bytes of one token's keys and values in all layers, uncompressed; 0 if none is stored."""
+        if is_text(self.compressing):
+            return 0
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property

@@ -10,6 +10,7 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.codec.names import PACKED
 from kvrag.errors import DocumentError, ParameterError, ProfileError
+from kvrag.fusion.compression.spec import is_text, no_kv
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.maintenance import audit_rows, recode_records
 from kvrag.ingest.profiles import SAMPLE_TOKENS
@@ -64,6 +65,8 @@ class CodecFitter:
         """
         storage = self._storage
         codec = storage.config.codec
+        if is_text(storage.config.compressing):
+            return ""
         if storage.coding.needs_profile:
             raw, least = self.needed(), self._tokens_to_fit()
             if sum(raw.values()) < least:
@@ -114,6 +117,8 @@ class CodecFitter:
         from kvrag.ingest.coding import read_exact
 
         storage = self._storage
+        if is_text(storage.config.compressing):
+            raise ParameterError(f"no codec can be fitted: {no_kv(storage.path)}")
         keys = list(needed)
 
         def kv_of(number: int) -> ChunkKV:

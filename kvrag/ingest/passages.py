@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
+from kvrag.fusion.compression.spec import is_text, no_kv
 from kvrag.ingest.config import writer_lock
 from kvrag.ingest.maintenance import KEPT_FOLDER, write_kept
 from kvrag.ingest.stages import BackgroundWriter
@@ -88,6 +89,8 @@ class Passages:
     """
 
     def __init__(self, index: Index) -> None:
+        if is_text(index.compression):
+            raise ParameterError(no_kv(index.path, index.model.why_whole))
         if index.compression is not None:
             raise ParameterError(
                 f"{index.path} stores chunks as {index.compression}: the rows of a passage "

@@ -147,7 +147,7 @@ class IndexStats(Report):
     size_bytes
         Size of all records.
     bytes_per_token
-        Size of a token's KV in the model's own type.
+        Size of a token's KV in the model's own type; 0 if the index stores none.
     stored_bytes_per_token
         Size of a token's KV in the store, with headers and compression.
     catalog_bytes, vectors_bytes

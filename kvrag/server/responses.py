@@ -371,7 +371,7 @@ class About(BaseModel):
     top_k, max_tokens, policy
         The defaults of answers.
     policies
-        The names of all recompute policies.
+        The names of the recompute policies that the index takes.
     efforts
         From the fastest way to answer to full prefill; without options, the default.
     examples

@@ -78,7 +78,11 @@ def about(engine: KVEngine, model: str, rag: str, top_k: int, **allowed: bool) -
         top_k=top_k,
         max_tokens=defaults.max_tokens or 0,
         policy=str(defaults.policy),
-        policies=[*POLICIES],
+        policies=[
+            one
+            for one in POLICIES
+            if index.compression is None or one in (NonePolicy.name, DEFAULT_POLICY)
+        ],
         efforts=_efforts(engine, top_k * num_tokens // max(1, num_chunks)),
         examples=_examples(index),
         **allowed,

@@ -35,7 +35,7 @@ from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.models.writers import CACHE_ARGUMENT
-from kvrag.tune.stores import measure_loading
+from kvrag.tune.stores import measure_loading, require_kv
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -172,9 +172,11 @@ def calibrate(
     Raises
     ------
     ParameterError
-        When the index is empty, a policy or ratio cannot be measured, or no prompt fits the model.
+        When the index is empty or stores no KV, a policy or ratio cannot be measured, or no prompt
+        fits the model.
     """
     options = options or CalibrationOptions()
+    require_kv(index)
     tried = _tried(options)
     questions = _quotations(index, options)
     asking = Asking(k=options.num_chunks, use_chat_template=options.use_chat_template)

@@ -15,6 +15,7 @@ import torch
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.fusion.calibration import Calibration
+from kvrag.fusion.compression.spec import is_text, no_kv
 from kvrag.fusion.controller import LoadingController
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader
@@ -75,6 +76,12 @@ def reading_from(index: Index, tier: Store) -> Iterator[None]:
         yield
     finally:
         index.store = whole
+
+
+def require_kv(index: Index) -> None:
+    """Raise ParameterError for an index that stores no KV."""
+    if is_text(index.compression):
+        raise ParameterError(f"nothing to measure: {no_kv(index.path, index.model.why_whole)}")
 
 
 def spread(index: Index, num_chunks: int) -> list[Chunk]:
@@ -308,6 +315,7 @@ def measure_and_choose(
     """
     if not 0.0 <= reads < math.inf:
         raise ParameterError(f"reads {reads}: expected a finite number a month, 0 or more")
+    require_kv(index)
     calibration = index.calibration
     if calibration is None:
         raise ParameterError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,21 +13,29 @@ import torch
 from openai import OpenAI
 
 from kvrag.chunk import Document
+from kvrag.cli.upkeep import stats
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.engine.verify import to_verify, verify
 from kvrag.errors import (
+    EngineError,
     ParameterError,
     PromptTooLongError,
     UnsupportedModelError,
 )
 from kvrag.fusion.whole import Beginnings
 from kvrag.ingest.index import Index
+from kvrag.llms.vllm.options import check_engine, engine_options
+from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.loading.price_list import PriceTable
 from kvrag.models.families import WHOLE
 from kvrag.models.tokens import num_equal
 from kvrag.models.whole import State
 from kvrag.pml.engine import PMLEngine
+from kvrag.server.service import about
+from kvrag.tune.calibrate import calibrate
+from kvrag.tune.stores import measure_and_choose
 from kvrag_testing.bench_top import TEXTS
 from tests.support.api_server import serving
 from tests.support.models import make_model, make_tokenizer
@@ -203,7 +212,7 @@ def test_what_concerns_the_kv_of_chunks_is_refused(lfm2: Index, tmp_path: Path) 
         engine.generate(QUESTION, eviction="streaming")
     with pytest.raises(ParameterError, match="links and session_store_bytes"):
         KVEngine(lfm2, session_store_bytes=1)
-    with pytest.raises(ParameterError, match="chunks as text"):
+    with pytest.raises(ParameterError, match=f"stores no KV.*{WHOLE['lfm2'][:20]}"):
         PMLEngine(engine)
     with pytest.raises(PromptTooLongError, match="the model holds 600"):
         engine.generate("word " * 700)
@@ -214,6 +223,38 @@ def test_what_concerns_the_kv_of_chunks_is_refused(lfm2: Index, tmp_path: Path) 
             Index.create(tmp_path / "new", model=lfm2.model, embedding="hashing", **options)
     with pytest.raises(ParameterError, match="compression text stores no KV"):
         Index.create(tmp_path / "new", model="kvrag-tiny", embedding="hashing", compression="text")
+
+
+def test_what_measures_or_writes_kv_is_refused_at_the_start(
+    lfm2: Index, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = f"stores no KV, because its model computes each prompt as a whole.*{WHOLE['lfm2'][:20]}"
+    with pytest.raises(ParameterError, match=why):
+        calibrate(lfm2)
+    with pytest.raises(ParameterError, match=why):
+        measure_and_choose(lfm2, [f"file://{tmp_path}"], PriceTable({}, "prices.toml"))
+    for codec in ("lossless", "packed"):
+        with pytest.raises(ParameterError, match=r"no codec can be fitted: .* stores no KV"):
+            lfm2.upkeep.recode(codec)
+    settings = ConnectorSettings(str(lfm2.path))
+    with pytest.raises(EngineError, match="stores no KV"):
+        engine_options(settings)
+    of = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=lfm2.model.decoder.config))
+    with pytest.raises(EngineError, match=why):
+        check_engine(of, None, settings)  # type: ignore[arg-type]  # all that is looked at
+    stats(lfm2.path)
+    told = capsys.readouterr().out
+    assert "no KV is stored: the model computes each prompt as a whole" in told
+    assert lfm2.stats().bytes_per_token == 0
+
+
+def test_only_policies_that_are_taken_are_offered(lfm2: Index) -> None:
+    engine = KVEngine(lfm2)
+    allowed = {"keeps_history": False, "can_upload": False}
+    offered = about(engine, "lfm2", "rag:index", 4, **allowed).policies
+    for policy in offered:
+        engine.generate(QUESTION, policy=policy, max_tokens=1)
+    assert sorted(offered) == ["none", "two_stage"]
 
 
 def test_upkeep_misses_no_record(lfm2: Index) -> None:

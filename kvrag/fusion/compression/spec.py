@@ -82,6 +82,15 @@ def is_text(compression: Compression | None) -> bool:
     return compression is not None and compression.kind == TEXT
 
 
+def no_kv(place: object, why: str = "") -> str:
+    """Return why what needs KV refuses an index of `TEXT`; `why` is the model's reason."""
+    because = f" ({why})" if why else ""
+    return (
+        f"{place} stores no KV, because its model computes each prompt as a whole{because}. Take "
+        "an index of another model"
+    )
+
+
 def parse_compression(text: str) -> Compression | None:
     """Return the compression named ``"drop:0.5"``, ``"anchors:0.75"`` or ``"text"``, or None.
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.errors import EngineError
-from kvrag.fusion.compression.spec import NO_COMPRESSION
+from kvrag.fusion.compression.spec import NO_COMPRESSION, is_text, no_kv
 from kvrag.fusion.controller import calibrated
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared.place import read_place
 from kvrag.kvcache import DTYPES
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings, require_tested
+from kvrag.models.families import WHOLE
 from kvrag.models.references import resolve_model
 from kvrag.models.shards import check_shards
 
@@ -81,6 +82,9 @@ def check_engine(
         If a shared index cannot be reached.
     """
     config = config_of(settings)
+    if is_text(config.compressing):
+        kind = vllm_config.model_config.hf_text_config.model_type
+        raise EngineError(no_kv(settings.index, WHOLE.get(kind, "")))
     parallel = vllm_config.parallel_config
     check_shards(vllm_config.model_config.hf_text_config, parallel.tensor_parallel_size)
     for what in ("prefill_context_parallel_size", "decode_context_parallel_size"):
@@ -130,6 +134,8 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
 
     Raises
     ------
+    EngineError
+        If the index stores no KV.
     IndexNotFoundError, IndexFormatError
         If there is no index, or its configuration is damaged.
     ModelLoadError
@@ -138,6 +144,8 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
         If a shared index cannot be reached.
     """
     config = config_of(settings)
+    if is_text(config.compressing):  # before vLLM loads anything
+        raise EngineError(no_kv(settings.index))
     return {
         "model": resolve_model(config.model),
         "dtype": config.dtype,
