@@ -30,6 +30,8 @@ from kvrag.server.metrics import ServerMetrics
 from kvrag.server.problems import CLIENT_GONE, as_problem
 
 _PING_SECONDS = 5.0
+_CUT_SECONDS = 2.0  # from the end of the grace until an answer's connection is cut
+_UNFINISHED_SECONDS = 60.0  # after which a socket that is not open yet is of a killed server
 # A client that reads nothing for so long is dropped.
 _UNREAD_SECONDS = 60
 # Room in memory changes no answer: the server's own counts.
@@ -81,8 +83,11 @@ class _Listener:
                 connection.shutdown(socket.SHUT_RD)
             thread.join(max(0.0, due - time.monotonic()))
         self.is_cut = True
-        for thread in [*self.open.values()]:
-            thread.join()
+        due = time.monotonic() + _CUT_SECONDS
+        for connection, thread in [*self.open.items()]:
+            thread.join(max(0.0, due - time.monotonic()))
+            with suppress(OSError):  # it reads a long prompt, and nobody waits for that
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError, ValueError, EOFError):
@@ -208,14 +213,19 @@ def listening(
         return
     # Each server has its own: none ends with another.
     path = beginning.with_suffix(f".{secrets.token_hex(4)}{SUFFIX}")
+    unfinished = path.with_suffix("")
+    for left in beginning.parent.glob(f"*.{'[0-9a-f]' * 8}"):
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - _UNFINISHED_SECONDS:
+                left.unlink()
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            unfinished = path.with_suffix("")
             listener.bind(os.fspath(unfinished))
             unfinished.chmod(0o600)
             listener.listen()
             unfinished.rename(path)  # commands ask from now on
         except OSError as error:
+            unfinished.unlink(missing_ok=True)
             console.note(f"'kvrag query' will not ask this server: {error}")
             yield
             return

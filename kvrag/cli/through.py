@@ -16,7 +16,8 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import is_dataclass
 from itertools import cycle
@@ -31,8 +32,10 @@ from kvrag.errors import KVRagError
 from kvrag.ingest.schema import FILE_NAME
 
 SUFFIX = ".sock"
-ISA = "KVRAG_ISA"
-_GREETING_SECONDS = 10.0
+# What computes, and whether stored KV is taken: these change answers.
+_VARIABLES = ("KVRAG_ISA", "KVRAG_NEVER_SLOWER", "KVRAG_CUDA_GRAPHS", "KVRAG_GPU_KERNELS")
+_GREETING_SECONDS = 10.0  # for all servers
+_LEAST_SECONDS = 0.05  # for one whose answer has come while others were waited for
 _SILENT_SECONDS = 60.0
 # Options that may be paths, which each end begins where it is.
 _PATHS = ("model", "links")
@@ -109,7 +112,7 @@ def described(opening: o.Opening, answering: o.Answering) -> dict[str, Any]:
             options[name] = os.path.realpath(options[name])
     if options["store"] is not None:  # perhaps with a relative path in it
         options["store"] = [options["store"], str(Path.cwd())]
-    options[ISA] = os.environ.get(ISA) or None
+    options |= {name: os.environ.get(name) or None for name in _VARIABLES}
     return {"version": kvrag.__version__, "index": [catalog.st_dev, catalog.st_ino], **options}
 
 
@@ -204,19 +207,11 @@ def connected(
         name: getattr(searching, name) for name in ("k", "filter", "rerank", "no_chat")
     }
     refusals = []
-    for path in sockets:
-        with ExitStack() as own:
-            connection = own.enter_context(socket.socket(socket.AF_UNIX))
-            connection.settimeout(_GREETING_SECONDS)
+    due = time.monotonic() + _GREETING_SECONDS
+    with ExitStack() as all_greeted:
+        for own, connection, wire in [*_greeted(all_greeted, sockets, hello, due)]:
             try:
-                connection.connect(os.fspath(path))
-            except OSError as error:
-                if isinstance(error, ConnectionRefusedError):  # of a server that was killed
-                    path.unlink(missing_ok=True)
-                continue
-            wire = Wire(connection)
-            try:
-                wire.send(**hello)
+                connection.settimeout(max(_LEAST_SECONDS, due - time.monotonic()))
                 said = wire.receive()
             except (OSError, ValueError, EOFError) as error:
                 said = {"no": str(_gone(error))}
@@ -230,6 +225,26 @@ def connected(
     if refusals:
         console.note(f"a running 'kvrag serve' is not asked: {refusals[0]}; loading the model here")
     return None
+
+
+def _greeted(
+    held: ExitStack, sockets: list[Path], hello: Mapping[str, Any], due: float
+) -> Iterator[tuple[ExitStack, socket.socket, Wire]]:
+    """Greet all servers that can be reached, so that one that hangs takes no time from others."""
+    for path in sockets:
+        own = held.enter_context(ExitStack())
+        connection = own.enter_context(socket.socket(socket.AF_UNIX))
+        connection.settimeout(max(_LEAST_SECONDS, due - time.monotonic()))
+        try:
+            connection.connect(os.fspath(path))
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError):  # of a server that was killed
+                path.unlink(missing_ok=True)
+            continue
+        wire = Wire(connection)
+        with suppress(OSError):  # who receives hears of it
+            wire.send(**hello)
+        yield own, connection, wire
 
 
 def _newest_first(beginning: Path) -> list[Path]:

@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from kvrag.cli import listening as through_listening
 from kvrag.cli import options as o
 from kvrag.cli import through
+from kvrag.cli.conversation import Asker
 from kvrag.cli.listening import listening as socket_of_server
 from kvrag.engine.idle import Idle
 from kvrag.server.metrics import ServerMetrics
@@ -36,14 +39,16 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @contextmanager
-def listening(index: Path, model: Path | None = None, **answers: Any) -> Iterator[ServerMetrics]:
+def listening(
+    index: Path, model: Path | None = None, grace_seconds: float = 20.0, **answers: Any
+) -> Iterator[ServerMetrics]:
     """Listen as `kvrag serve` does."""
     opening = o.Opening(index, model=None if model is None else str(model))
     answering = o.Answering(**answers)
     with opening.open() as opened, Idle() as idle:
         metrics = ServerMetrics(opened)
         engine = answering.engine(opened)
-        with socket_of_server(engine, idle, metrics, opening, answering, 20.0):
+        with socket_of_server(engine, idle, metrics, opening, answering, grace_seconds):
             yield metrics
 
 
@@ -287,6 +292,64 @@ def test_a_server_that_says_nothing(
     assert (done.code, "does not answer" in done.err) == (0, True), done.err
 
 
+def test_servers_that_hang_take_one_time_in_all(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(through, "_GREETING_SECONDS", 1.0)
+    with served(index_folder), ExitStack() as held:
+        for number in range(3):  # each newer than the server
+            hanging = held.enter_context(socket.socket(socket.AF_UNIX))
+            hanging.bind(socket_path(index_folder).replace(".0", f".{number}"))
+            hanging.listen()
+        begun = time.monotonic()
+        assert through.connected(held, o.Opening(index_folder), o.Searching(), o.Answering())
+        assert time.monotonic() - begun < 2.0
+
+
+def test_the_end_waits_for_no_long_prompt(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def ask(*_: Any, **__: Any) -> None:
+        asked.set()
+        goes_on.wait(30)
+
+    monkeypatch.setattr(Asker, "ask", ask)
+    monkeypatch.setattr(through_listening, "_CUT_SECONDS", 0.1)
+    failures: list[Exception] = []
+
+    def hear(remote: through.Remote) -> None:
+        try:
+            remote.ask(QUESTION, lambda *_: None, {})
+        except through.ServerGoneError as error:
+            failures.append(error)
+
+    with ExitStack() as held:
+        with listening(index_folder, grace_seconds=0.1):
+            remote = through.connected(held, o.Opening(index_folder), o.Searching(), o.Answering())
+            assert remote is not None
+            client = threading.Thread(target=hear, args=[remote])
+            client.start()
+            assert asked.wait(10)
+            begun = time.monotonic()
+        seconds = time.monotonic() - begun
+        client.join(10)
+        goes_on.set()
+    assert seconds < 10
+    assert len(failures) == 1
+
+
+def test_what_a_server_left_that_was_killed_at_its_start(index_folder: Path, place: Path) -> None:
+    path = through.place(index_folder, makes=True)
+    old, new = (path.with_suffix(end) for end in (".0123abcd", ".4567abcd"))
+    for one in (old, new):
+        one.touch()
+    os.utime(old, (0, 0))
+    with listening(index_folder):
+        assert {one for one in place.iterdir() if one.suffix != through.SUFFIX} == {new}
+
+
 def test_only_this_user_may_open_it(run: Run, index_folder: Path, place: Path) -> None:
     common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
     with served(index_folder):
@@ -330,16 +393,24 @@ def test_of_two_servers_each_ends_alone(run: Run, index_folder: Path, place: Pat
         assert f"kvrag_server_{count}" in metrics.text().decode()
 
 
-def test_another_instruction_set_is_taken_here(
-    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVRAG_ISA", "scalar"),
+        ("KVRAG_NEVER_SLOWER", "off"),
+        ("KVRAG_CUDA_GRAPHS", "off"),
+        ("KVRAG_GPU_KERNELS", "off"),
+    ],
+)
+def test_another_way_to_compute_is_taken_here(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    monkeypatch.delenv(name, raising=False)
     with listening(index_folder):
-        monkeypatch.setenv("KVRAG_ISA", "scalar")
+        monkeypatch.setenv(name, value)
         done = run(*common)
-    assert (done.code, "its KVRAG_ISA is the default, not scalar" in done.err) == (0, True), (
-        done.err
-    )
+    assert (done.code, f"its {name} is the default, not {value}" in done.err) == (0, True), done.err
 
 
 def test_a_server_until_it_is_killed(
