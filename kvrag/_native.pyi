@@ -71,6 +71,7 @@ class Bands:
         mean: _Floats,
         scales: _Floats,
         powers: _Floats,
+        levels: NDArray[np.uint8],
         band_channels: int,
     ) -> None: ...
 
@@ -100,7 +101,10 @@ def place_packed(
 def pack(
     numbers: _Floats,
     widths: NDArray[np.uint8],
+    weights: _Floats,
     powers: _Floats,
+    levels: NDArray[np.uint8],
+    nearest: NDArray[np.uint8],
     rows: NDArray[np.uint8],
     lost: _Floats,
 ) -> None: ...

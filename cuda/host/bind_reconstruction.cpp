@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -146,19 +147,27 @@ struct Bands {
   Array<const i8, 1> basis;
   Array<const i32, 1> starts;
   Floats1 mean, scales, powers;
+  Array<const u8, 1> levels;
 };
+
+bool are_levels(const Array<const u8, 1>& levels) {
+  const u8* const end = levels.data() + levels.size();
+  return is_packed(levels) && levels.size() == 128 &&
+         std::all_of(levels.data(), end, [](u8 level) { return level < 128; });
+}
 
 u64 width_of(const u8* widths, u64 count) {
   u64 bytes = 0;
   for (u64 i = 0; i < count; ++i) {
-    require(widths[i] <= 7, "a number has 0 to 7 bits");
+    require(widths[i] <= kPackedBits, "a number has 0 to 6 bits");
     bytes += widths[i];
   }
   return bytes;
 }
 
 Bands* make_bands(Array<const u8, 2> widths, Array<const i8, 1> basis, Array<const i32, 1> starts,
-                  Floats1 mean, Floats1 scales, Floats1 powers, u64 band_channels) {
+                  Floats1 mean, Floats1 scales, Floats1 powers, Array<const u8, 1> levels,
+                  u64 band_channels) {
   Packed packed{};
   packed.num_bands = widths.shape(0);
   packed.num_numbers = widths.shape(1) * kPackedGroup;
@@ -168,7 +177,7 @@ Bands* make_bands(Array<const u8, 2> widths, Array<const i8, 1> basis, Array<con
               band_channels > 0 && band_channels <= 1 << 14 && packed.num_bands <= 1 << 16,
           "bands of numbers");
   require(is_packed(widths) && is_packed(basis) && is_packed(starts) && is_packed(mean) &&
-              is_packed(scales) && is_packed(powers),
+              is_packed(scales) && is_packed(powers) && are_levels(levels),
           "contiguous arrays");
   require(basis.size() == packed.num_bands * padded * packed.num_numbers &&
               starts.size() == packed.num_bands * padded && mean.size() == starts.size() &&
@@ -185,7 +194,8 @@ Bands* make_bands(Array<const u8, 2> widths, Array<const i8, 1> basis, Array<con
   packed.mean = mean.data();
   packed.scales = scales.data();
   packed.powers = powers.data();
-  return new Bands{packed, widths, basis, starts, mean, scales, powers};
+  packed.levels = levels.data();
+  return new Bands{packed, widths, basis, starts, mean, scales, powers, levels};
 }
 
 // Keys, turned, and values of tokens of a chunk; either may be left out. Python has checked what
@@ -236,20 +246,29 @@ void place_packed(const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes,
   run_packed(parts, num_parts, threads);
 }
 
-void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats1& powers,
-          Array<u8, 2> rows, Array<float, 1> lost) {
+void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats1& weights,
+          const Floats1& powers, const Array<const u8, 1>& levels,
+          const Array<const u8, 2>& nearest, Array<u8, 2> rows, Array<float, 1> lost) {
   Packing packing{};
   packing.num_numbers = widths.size() * kPackedGroup;
   require(is_packed(numbers) && is_packed(widths) && is_packed(powers) && powers.size() == 256 &&
               numbers.shape(1) == packing.num_numbers && rows.shape(0) == numbers.shape(0) &&
-              is_packed(lost) && lost.size() == numbers.shape(0) &&
+              is_packed(lost) && lost.size() == numbers.shape(0) && is_packed(weights) &&
+              weights.size() == widths.size() && are_levels(levels) && is_packed(nearest) &&
+              nearest.shape(0) == kPackedBits + 1 && nearest.shape(1) == 256 &&
               packing.num_numbers <= 1 << 14 &&
               rows.shape(1) == 1 + width_of(widths.data(), widths.size()) &&
               (rows.size() == 0 || (rows.stride(1) == 1 && rows.stride(0) >= 0)),
           "a row for each token's numbers");
+  for (u64 i = 0; i < nearest.size(); ++i) {
+    require(nearest.data()[i] >> (i / 256) == 0, "numbers of their widths");
+  }
   packing.numbers = numbers.data();
   packing.widths = widths.data();
+  packing.weights = weights.data();
   packing.powers = powers.data();
+  packing.levels = levels.data();
+  packing.nearest = nearest.data();
   packing.rows = rows.data();
   packing.row_bytes = static_cast<u64>(rows.stride(0));
   packing.lost = lost.data();
@@ -267,7 +286,8 @@ void bind_reconstruction(nb::module_& m) {
   nb::class_<Bands>(m, "Bands")
       .def(nb::new_(&make_bands), nb::arg("widths").noconvert(), nb::arg("basis").noconvert(),
            nb::arg("starts").noconvert(), nb::arg("mean").noconvert(),
-           nb::arg("scales").noconvert(), nb::arg("powers").noconvert(), nb::arg("band_channels"));
+           nb::arg("scales").noconvert(), nb::arg("powers").noconvert(),
+           nb::arg("levels").noconvert(), nb::arg("band_channels"));
   m.def("place_packed", &place_packed, nb::arg("rows").noconvert(), nb::arg("first_byte"),
         nb::arg("row_bytes"), nb::arg("first_token"), nb::arg("num_tokens"), nb::arg("keys"),
         nb::arg("keys_at"), nb::arg("keys_head_stride"), nb::arg("keys_token_stride"),
@@ -276,7 +296,9 @@ void bind_reconstruction(nb::module_& m) {
         nb::arg("cos_at"), nb::arg("sin_at"), nb::arg("angle_stride"), nb::arg("num_rotated"),
         nb::arg("threads"));
   m.def("pack", &pack, nb::arg("numbers").noconvert(), nb::arg("widths").noconvert(),
-        nb::arg("powers").noconvert(), nb::arg("rows").noconvert(), nb::arg("lost").noconvert());
+        nb::arg("weights").noconvert(), nb::arg("powers").noconvert(),
+        nb::arg("levels").noconvert(), nb::arg("nearest").noconvert(), nb::arg("rows").noconvert(),
+        nb::arg("lost").noconvert());
   m.def("contexts", &contexts, nb::arg("values").noconvert(), nb::arg("out").noconvert());
   m.def("refine", &refine, nb::arg("values").noconvert(), nb::arg("symbols").noconvert());
 }

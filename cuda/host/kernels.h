@@ -266,6 +266,8 @@ struct GroupedRows {
 // its numbers, eight of one width after the other.
 constexpr u64 kPackedGroup = 8;
 constexpr u64 kPackedPanel = 32;  // channels
+constexpr u64 kPackedBits = 6;
+constexpr i32 kPackedMiddle = 127;  // twice a level is so much more than what it stands for
 constexpr u64 packed_panels(u64 channels) { return (channels + kPackedPanel - 1) / kPackedPanel; }
 
 struct Packed {
@@ -275,12 +277,13 @@ struct Packed {
   u64 band_channels;
   u64 band_bytes;
   u64 num_numbers;      // of a band, whole groups
-  const u8* widths;     // [num_bands, num_numbers / kPackedGroup], at most 7
+  const u8* widths;     // [num_bands, num_numbers / kPackedGroup], at most kPackedBits
   const i8* basis;      // [num_bands, panels, quads of numbers, kPackedPanel channels, 4]
-  const i32* starts;    // [num_bands, panels * kPackedPanel]: all numbers' lower ends, added up
+  const i32* starts;    // [num_bands, panels * kPackedPanel]: what numbers of 0 add up to
   const float* mean;    // the same shape
   const float* scales;  // [num_bands]
   const float* powers;  // [256]: of a token's scale
+  const u8* levels;     // [128], at most 127: number u of w bits stands for level 2^w + u
 };
 
 struct PackedPart {
@@ -300,8 +303,11 @@ struct Packing {
   const float* numbers;  // [tokens, num_numbers]
   u64 num_numbers;
   const u8* widths;
-  const float* powers;  // [256], ascending
-  u8* rows;             // its first
+  const float* weights;  // [num_numbers / kPackedGroup]: of a squared error
+  const float* powers;   // [256], ascending
+  const u8* levels;      // [128]
+  const u8* nearest;     // [kPackedBits + 1, 256]: the number nearest to half of an index
+  u8* rows;              // its first
   u64 row_bytes;
   float* lost;  // [tokens]: what rounding loses, squared
 };

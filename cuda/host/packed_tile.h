@@ -1,7 +1,8 @@
 // Rows of numbers in few bits each, of fixed width, to keys and values and back.
 //
-// A band of channels is a basis in 8 bits times numbers of 0 to 7 bits, times a token's scale, plus
-// a mean. Sums are whole numbers, the same with all instruction sets; the rest is float32.
+// A band of channels is a basis in 8 bits times the levels that numbers of 0 to 6 bits stand for,
+// times a token's scale, plus a mean. Sums are whole numbers, the same with all instruction sets;
+// the rest is float32.
 #pragma once
 
 #include "placing.h"
@@ -18,7 +19,7 @@ constexpr u32 kWidth = KVRAG_FLOATS;
 typedef i32 Ints __attribute__((vector_size(4 * KVRAG_FLOATS)));
 using Floats = typename VectorOf<kWidth>::Type;
 
-// One vector of channels times four numbers of a token: `add` sums the products up. Numbers are
+// One vector of channels times four levels of a token: `add` sums the products up. Levels are
 // below 128, so that pairs of products fit 16 bits. Quads have their first byte lowest.
 #if defined(__AVX512VNNI__)
 
@@ -95,26 +96,35 @@ constexpr u32 kVectors = kWidth == 8 ? 4 : 2;
 constexpr u32 kTokens = 16;
 static_assert(kTokens % kRows == 0 && kPackedPanel % (kVectors * kWidth) == 0, "whole vectors");
 
-// A byte each, of the eight numbers of `width` bits in a word, the first at its lowest bits.
-static inline u64 unpack(u64 word, u64 width) {
-  const u64 most = (u64{1} << width) - 1;
-#if defined(__BMI2__)
-  return _pdep_u64(word, most * 0x0101010101010101);
-#else
-  u64 found = 0;
-  for (u64 i = 0; i < kPackedGroup; ++i) found |= (word >> (i * width) & most) << (8 * i);
-  return found;
-#endif
-}
-
-// The numbers of one token's band.
-static inline void unpack_band(const u8* from, const u8* widths, u64 count, i8* to) {
+// The levels of one token's band. Eight bytes are read for any width: what follows a row, or the
+// last of them, is there.
+static inline void unpack_band(const u8* from, const u8* widths, u64 count, const u8* levels,
+                               i8* to) {
+#if defined(__AVX512VBMI__)
   for (u64 i = 0; i < count; i += kPackedGroup) {
-    const u64 width = widths[i / kPackedGroup];
-    // Eight bytes are read for any width: what follows a row, or the last of them, is there.
-    store(to + i, unpack(load<u64>(from), width));
+    const u64 width = widths[i / kPackedGroup], each = 0x0101010101010101;
+    const u64 most = ((u64{1} << width) - 1) * each;
+    store(to + i, _pdep_u64(load<u64>(from), most) + most + each);
     from += width;
   }
+  const __m512i low = load<__m512i>(levels), high = load<__m512i>(levels + 64);
+  for (u64 i = 0; i < count; i += 64) {
+    const u64 rest = count - i;
+    const __mmask64 some = rest < 64 ? (u64{1} << rest) - 1 : ~u64{0};
+    const __m512i places = _mm512_maskz_loadu_epi8(some, to + i);
+    _mm512_mask_storeu_epi8(to + i, some, _mm512_permutex2var_epi8(low, places, high));
+  }
+#else
+  for (u64 i = 0; i < count; i += kPackedGroup) {
+    const u64 width = widths[i / kPackedGroup], most = (u64{1} << width) - 1;
+    const u8* const own = levels + most + 1;
+    const u64 word = load<u64>(from);
+    u64 found = 0;
+    for (u64 k = 0; k < kPackedGroup; ++k) found |= u64{own[word >> (k * width) & most]} << (8 * k);
+    store(to + i, found);
+    from += width;
+  }
+#endif
 }
 
 // Channels of one panel for kRows tokens.
@@ -207,7 +217,7 @@ void packed_tile(const Packed& packed, const Placement& placement, u64 begin, u6
       for (u64 token = 0; token < num_tokens; ++token) {
         const u8* const from = first + token * packed.row_bytes + band * packed.band_bytes;
         factors[token] = packed.scales[band] * packed.powers[*from];
-        packed::unpack_band(from + 1, widths, count, numbers + token * count);
+        packed::unpack_band(from + 1, widths, count, packed.levels, numbers + token * count);
       }
       for (u64 panel = 0; panel < panels; ++panel) {
         const u64 at = (band * panels + panel) * kPackedPanel;
@@ -236,27 +246,43 @@ static inline void read_eight(const float* from, Floats8& eight) {
   std::memcpy(&eight, from, sizeof eight);
 }
 
-// Eight numbers in units of a scale, to the nearest that can be stored, from 0.
-static inline void to_packed(const Floats8& numbers, float half, float most, Ints8& whole) {
-  Floats8 place = numbers * half + 0.5f * (most + 1.0f);
-  place = place < 0.0f ? Floats8{} : place;
-  place = place > most ? Floats8{} + most : place;
-  whole = __builtin_convertvector(place, Ints8);
+// Eight numbers of one group: the nearest that can be stored, and what they stand for.
+static inline void to_packed(const Packing& packing, u64 width, const Floats8& numbers,
+                             float inverse, u8 (&nearest)[kPackedGroup], Floats8& found) {
+  constexpr float kMiddle = kPackedMiddle;
+  Floats8 place = numbers * inverse + kMiddle;
+  place = place > 0.0f ? place : Floats8{};
+  place = place < 2 * kMiddle ? place : Floats8{} + 2 * kMiddle;
+  const Ints8 whole = __builtin_convertvector(place, Ints8);
+  const u8* const all = packing.nearest + 256 * width;
+  const u8* const own = packing.levels + (u64{1} << width);
+  for (u32 i = 0; i < kPackedGroup; ++i) {
+    nearest[i] = all[whole[i]];
+    found[i] = own[nearest[i]];
+  }
+  found = width == 0 ? Floats8{} : 2.0f * found - kMiddle;
+}
+
+static inline float sum_of(const Floats8& eight) {
+  float sum = 0.0f;
+  for (u32 i = 0; i < 8; ++i) sum += eight[i];
+  return sum;
 }
 
 // Scales are powers of two by eighths; those below the one that fits all numbers are tried too.
 void pack_tile(const Packing& packing, u64 begin, u64 end) noexcept {
-  constexpr i32 kTries = 10;
+  constexpr i32 kTries = 12;
   const u64 groups = packing.num_numbers / kPackedGroup;
   const auto most_of = [&](u64 group) {
-    return static_cast<float>((1 << packing.widths[group]) - 1);
+    const u8 level = packing.levels[(u64{2} << packing.widths[group]) - 1];
+    return static_cast<float>(2 * level - kPackedMiddle);
   };
   for (u64 row = begin; row < end; ++row) {
     const float* const numbers = packing.numbers + row * packing.num_numbers;
+    Floats8 x, found;
     float peak = 0.0f;
     for (u64 group = 0; group < groups; ++group) {
       if (packing.widths[group] == 0) continue;
-      Floats8 x;
       read_eight(numbers + kPackedGroup * group, x);
       const Floats8 size = x < 0.0f ? -x : x;
       float greatest = 0.0f;
@@ -268,21 +294,17 @@ void pack_tile(const Packing& packing, u64 begin, u64 end) noexcept {
     while (first > 0 && packing.powers[first - 1] >= peak) --first;
     float best = 3.0e38f;
     i32 chosen = first;
+    u8 nearest[kPackedGroup];
     for (i32 power = first; power >= 0 && power > first - kTries; --power) {
-      const float scale = packing.powers[power], half = 0.5f / scale;
+      const float scale = packing.powers[power], inverse = 1.0f / scale;
       Floats8 losses{};
       for (u64 group = 0; group < groups; ++group) {
-        const float most = most_of(group);
-        Floats8 x;
         read_eight(numbers + kPackedGroup * group, x);
-        Ints8 whole;
-        to_packed(x, half, most, whole);
-        const Floats8 nearest = 2.0f * __builtin_convertvector(whole, Floats8) - most;
-        const Floats8 difference = x - nearest * scale;
-        losses += difference * difference;
+        to_packed(packing, packing.widths[group], x, inverse, nearest, found);
+        const Floats8 difference = x - found * scale;
+        losses += difference * difference * packing.weights[group];
       }
-      float lost = 0.0f;
-      for (u32 i = 0; i < 8; ++i) lost += losses[i];
+      const float lost = sum_of(losses);
       if (lost < best) {
         best = lost;
         chosen = power;
@@ -291,15 +313,13 @@ void pack_tile(const Packing& packing, u64 begin, u64 end) noexcept {
     packing.lost[row] = best;
     u8* to = packing.rows + row * packing.row_bytes;
     *to++ = static_cast<u8>(chosen);
-    const float half = 0.5f / packing.powers[chosen];
+    const float inverse = 1.0f / packing.powers[chosen];
     for (u64 group = 0; group < groups; ++group) {
       const u64 width = packing.widths[group];
-      Floats8 x;
-      Ints8 whole;
       read_eight(numbers + kPackedGroup * group, x);
-      to_packed(x, half, most_of(group), whole);
+      to_packed(packing, width, x, inverse, nearest, found);
       u64 word = 0;
-      for (u64 i = 0; i < kPackedGroup; ++i) word |= static_cast<u64>(whole[i]) << (i * width);
+      for (u64 i = 0; i < kPackedGroup; ++i) word |= u64{nearest[i]} << (i * width);
       std::memcpy(to, &word, width);
       to += width;
     }

@@ -19,7 +19,7 @@ from kvrag.codec.pca import MOST_ENERGY
 from kvrag.codec.transforms import KINDS, BlockPlan, load_means, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native.packed import GROUP, MOST_BITS, PackedBands, pack_rows
+from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows
 
 # A direction that hardly varies in the sample may vary more elsewhere.
 _LEAST_VARIANCE = 1e-4
@@ -39,7 +39,7 @@ class Bands:
         A band's channels at most: fewer cost less to decode, more are smaller at equal error.
     """
 
-    name: ClassVar[str] = "bands"
+    name: ClassVar[str] = "companded_bands"
     bits: float = 4.2
     most_channels: int = 128
 
@@ -147,10 +147,11 @@ class BandsFitter:
             covariance = products.double() / self._count - centre[:, None] * centre
             spread, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
             spread, rows = spread.flip(0).clamp(min=0), vectors.flip(1).T
-            step = rows.abs().max() / 127
-            bases[band, :channels] = (rows / step).round().to(torch.int8)
-            scales[band] = step * (spread.mean().sqrt() + 1e-12)
-            widths[band] = _widths(spread, numbers, budget)
+            widths[band], usual = _widths(spread, numbers, budget)
+            unit = usual / _USUAL[widths[band].long()].repeat_interleave(GROUP)
+            rows = rows * unit[:channels, None]
+            scales[band] = rows.abs().max() / 127
+            bases[band, :channels] = (rows / scales[band]).round().to(torch.int8)
         means = (mean + self._shift[:, :, 0]).float().flatten()
         by_block = [
             list(every.view(-1, size, *every.shape[1:]).unbind(0))
@@ -164,19 +165,25 @@ class BandsFitter:
         return FittedBands(spec, transform.plans(spec), *by_block)
 
 
-def _widths(variance: torch.Tensor, numbers: int, budget: int) -> torch.Tensor:
-    """Return uint8 ``[numbers / 8]``: the bits of each eight components, `budget` in all.
+_USUAL = torch.from_numpy(USUAL)
+# What 0, 1, ... 6 bits leave of a variance.
+_LOST = torch.tensor([1.0, 0.363, 0.118, 0.035, 0.0096, 0.0027, 0.00073], dtype=torch.float64)
 
-    A bit goes where it lowers the error most: it quarters what eight components lose.
+
+def _widths(variance: torch.Tensor, numbers: int, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uint8 and float64 ``[numbers / 8]``: bits of each eight components, and their size.
+
+    There are `budget` bits in all. Each goes where it lowers the error most.
     """
     floor = _LEAST_VARIANCE * float(variance.mean()) + 1e-30
     padded = torch.full((numbers,), floor, dtype=torch.float64)
     padded[: len(variance)] = variance.clamp(min=floor)
-    worth = padded.view(-1, GROUP).log2().mean(1).numpy() / 2
-    widths = np.zeros(len(worth), np.int64)
+    usual = padded.view(-1, GROUP).log().mean(1).exp()
+    gains = torch.cat([_LOST[:-1] - _LOST[1:], torch.zeros(1)])
+    widths = torch.zeros(len(usual), dtype=torch.int64)
     for _ in range(budget):
-        widths[np.argmax(np.where(widths < MOST_BITS, worth - widths, -np.inf))] += 1
-    return torch.from_numpy(widths.astype(np.uint8))
+        widths[(usual * gains[widths]).argmax()] += 1
+    return widths.to(torch.uint8), padded.sqrt()
 
 
 class FittedBands:
@@ -256,9 +263,10 @@ class FittedBands:
         numbers, widths = self._numbers(block, channels), self.widths[block].numpy()
         lost = np.zeros(len(rows))
         parts = np.hsplit(rows, len(widths))
-        sizes = self.bases[block].float().square().sum(2).amax(1) * self.scales[block].square()
-        for one, width, part, size in zip(numbers, widths, parts, sizes.tolist(), strict=True):
-            lost += size * pack_rows(one, width, part)
+        norms = self.bases[block].float().square().sum(2) * self.scales[block].square()[:, None]
+        sizes = norms.view(*widths.shape, GROUP).mean(2).numpy()
+        for one, width, part, size in zip(numbers, widths, parts, sizes, strict=True):
+            lost += pack_rows(one, width, size, part)
         return lost
 
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:

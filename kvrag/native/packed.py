@@ -2,7 +2,7 @@
 
 A band is some channels of a layer's keys or values. Its channels are
 ``mean + scale * power * (basis^T c)``, where the basis has 8 bits and ``power`` is the token's,
-by a byte. A number of w bits, u, is the odd number ``c = 2 u + 1 - 2^w``.
+by a byte. A number u of w bits stands for ``c = 2 LEVELS[2^w + u] - 127``, of no bits for 0.
 """
 
 from __future__ import annotations
@@ -21,11 +21,39 @@ from kvrag.native.reconstruction import ELEMENT_TYPES, Rotation, check_tables_wi
 
 GROUP = 8
 """Numbers that lie together, and have one width."""
-MOST_BITS = 7
+MOST_BITS = 6
 SLACK = 7
 """Bytes that must be readable after the last row."""
 POWERS = np.exp2((np.arange(256) - 128) / 8).astype(np.float32)
 """What the byte of a token's scale stands for."""
+
+_MIDDLE = 127
+_POSITIVE = (
+    (17,),
+    (9, 33),
+    (7, 19, 35, 57),
+    (5, 13, 21, 31, 41, 53, 67, 89),
+    (3, 7, 13, 17, 23, 29, 35, 39, 47, 53, 61, 69, 79, 89, 105, 127),
+    (*range(1, 37, 2), 39, 41, 45, 49, 53, 57, 61, 67, 73, 79, 87, 95, 109, 127),
+)
+"""What numbers of 1 to 6 bits stand for, besides their negatives: those of a normal distribution
+that lose least (Lloyd 1982; Max 1960), as odd numbers."""
+USUAL = np.array([1.0, 21.31, 21.85, 26.37, 32.62, 39.31, 31.39], np.float32)
+"""What numbers of 0 to 6 bits usually measure, where `LEVELS` lose least."""
+
+
+def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    levels, nearest = np.zeros(128, np.uint8), np.zeros((MOST_BITS + 1, 256), np.uint8)
+    for width, positive in enumerate(_POSITIVE, 1):
+        odd = np.array(positive)
+        own = (np.concatenate([-odd[::-1], odd]) + _MIDDLE) // 2
+        levels[1 << width : 2 << width] = own
+        nearest[width] = np.searchsorted(own[1:] + own[:-1], np.arange(256), "right")
+    return levels, nearest
+
+
+LEVELS, _NEAREST = _tables()
+"""uint8 ``[128]``: see above."""
 _PANEL = 32
 
 
@@ -35,7 +63,7 @@ class PackedBands:
     Parameters
     ----------
     widths
-        uint8 ``[bands, K / 8]``, at most 7; they add up to the same in all bands.
+        uint8 ``[bands, K / 8]``, at most 6; they add up to the same in all bands.
     basis
         int8 ``[bands, K, n]``: K numbers to n channels.
     scales
@@ -67,8 +95,8 @@ class PackedBands:
         padded = -(-num_channels // _PANEL) * _PANEL
         whole = np.zeros((num_bands, num_numbers, padded), np.int32)
         whole[..., :num_channels] = basis
-        lowest = 1 - (1 << np.repeat(widths.astype(np.int32), GROUP, axis=1))
-        starts = (whole * lowest[..., None]).sum(axis=1, dtype=np.int32)
+        whole[np.repeat(widths == 0, GROUP, axis=1)] = 0
+        starts = -_MIDDLE * whole.sum(axis=1, dtype=np.int32)
         means = np.zeros((num_bands, padded), np.float32)
         means[:, :num_channels] = mean.reshape(num_bands, num_channels)
         quads = whole.astype(np.int8).reshape(
@@ -81,6 +109,7 @@ class PackedBands:
             means.reshape(-1),
             np.ascontiguousarray(scales),
             POWERS,
+            LEVELS,
             num_channels,
         )
         self.row_bytes = num_bands + int(sums.sum())
@@ -216,23 +245,28 @@ def _place_slowly(
 
 
 def pack_rows(
-    numbers: ArrayLike, widths: NDArray[np.uint8], rows: NDArray[np.uint8]
+    numbers: ArrayLike,
+    widths: NDArray[np.uint8],
+    weights: NDArray[np.float32],
+    rows: NDArray[np.uint8],
 ) -> NDArray[np.float32]:
     """Write the rows of one band: the scale that loses least, and the numbers nearest to its.
 
     Parameters
     ----------
     numbers
-        float32 ``[T, K]``: the odd numbers times the token's power, not rounded.
+        float32 ``[T, K]``: what numbers stand for times the token's power, not rounded.
     widths
         uint8 ``[K / 8]``.
+    weights
+        float32 ``[K / 8]``: what an error of each eight numbers counts.
     rows
         uint8 ``[T, bytes]``; the last stride is 1.
 
     Returns
     -------
     array
-        float32 ``[T]``: what each row loses, squared.
+        float32 ``[T]``: what each row loses, squared and weighted.
 
     Raises
     ------
@@ -243,5 +277,8 @@ def pack_rows(
     shape = (len(found), 1 + int(widths.sum()))
     written = view(rows, "rows", np.uint8, shape, writable=True)
     lost = np.empty(len(found), np.float32)
-    kernels.pack(found, np.ascontiguousarray(widths), POWERS, written, lost)
+    if weights.shape != widths.shape or weights.dtype != np.float32:
+        raise ParameterError(f"weights: expected float32 {list(widths.shape)}")
+    both = np.ascontiguousarray(widths), np.ascontiguousarray(weights)
+    kernels.pack(found, *both, POWERS, LEVELS, _NEAREST, written, lost)
     return lost

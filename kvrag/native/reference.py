@@ -302,12 +302,13 @@ class Bands:
         mean: _Floats,
         scales: _Floats,
         powers: _Floats,
+        levels: NDArray[np.uint8],
         band_channels: int,
     ) -> None:
         num_bands = len(widths)
         panels = basis.reshape(num_bands, -1, 2 * widths.shape[1], 32, 4)
         whole = panels.transpose(0, 2, 4, 1, 3).reshape(num_bands, 8 * widths.shape[1], -1)
-        self.widths, self.scales, self.powers = widths, scales, powers
+        self.widths, self.scales, self.powers, self.levels = widths, scales, powers, levels
         self.basis = whole[..., :band_channels].astype(np.float32)
         self.mean = mean.reshape(num_bands, -1)[:, :band_channels]
         self.starts = starts.reshape(num_bands, -1)[:, :band_channels]
@@ -325,10 +326,11 @@ def place_rows(
         bands.widths, bands.basis, bands.starts, bands.mean, bands.scales, strict=True
     ):
         begin, end = end, end + 1 + int(widths.sum())
-        numbers = _unpack(rows[:, begin + 1 : end], widths)
+        numbers = bands.levels[_unpack(rows[:, begin + 1 : end], widths) + _firsts(widths)]
         factor = scale * bands.powers[rows[:, begin]]
         # Sums below 2^24 are exact.
-        channels.append((2 * (numbers @ basis) + starts) * factor[:, None] + mean)
+        whole = 2 * (numbers.astype(np.float32) @ basis) + starts
+        channels.append(whole * factor[:, None] + mean)
     num_heads, count, head_dim = out.shape
     heads = np.concatenate(channels, axis=1).reshape(count, num_heads, head_dim)
     found = np.empty((num_heads, count, head_dim), np.float32)
@@ -336,10 +338,15 @@ def place_rows(
     out.copy_(torch.from_numpy(found))
 
 
-def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> _Floats:
-    """Return float32 ``[T, 8 groups]`` of bits ``[T, bytes]``."""
+def _firsts(widths: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return where the levels of each of a band's numbers begin."""
+    return np.repeat(1 << widths.astype(np.int64), 8)
+
+
+def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return int64 ``[T, 8 groups]`` of bits ``[T, bytes]``."""
     bits = np.unpackbits(fields, axis=1, bitorder="little")
-    numbers, end = np.zeros((len(fields), 8 * len(widths)), np.float32), 0
+    numbers, end = np.zeros((len(fields), 8 * len(widths)), np.int64), 0
     for group, width in enumerate(widths.tolist()):
         begin, end = end, end + 8 * width
         digits = bits[:, begin:end].reshape(len(fields), 8, width)
@@ -350,13 +357,17 @@ def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> _Floats:
 def pack(
     numbers: _Floats,
     widths: NDArray[np.uint8],
+    weights: _Floats,
     powers: _Floats,
+    levels: NDArray[np.uint8],
+    nearest: NDArray[np.uint8],
     rows: NDArray[np.uint8],
     lost: _Floats,
 ) -> None:
-    tries = 10
-    most = np.repeat((1 << widths.astype(np.int32)) - 1, 8).astype(np.float32)
-    needed = np.divide(np.abs(numbers), most, out=np.zeros_like(numbers), where=most > 0)
+    tries = 12
+    widths_of, weights_of = np.repeat(widths, 8), np.repeat(weights, 8)
+    most = 2.0 * levels[2 * _firsts(widths) - 1] - 127
+    needed = np.divide(np.abs(numbers), most, out=np.zeros_like(numbers), where=widths_of > 0)
     first = np.searchsorted(powers, needed.max(axis=1, initial=0)).clip(max=255)
     lost[:] = np.inf
     chosen = first.copy()
@@ -364,8 +375,10 @@ def pack(
     for less in range(tries):
         power = (first - less).clip(min=0)
         scale = powers[power][:, None]
-        whole = np.floor((numbers * (0.5 / scale) + (most + 1) / 2).clip(0, most))
-        found = np.square(numbers - (2 * whole - most) * scale).sum(axis=1)
+        whole = nearest[widths_of, (numbers / scale + 127).clip(0, 254).astype(np.int32)]
+        stored = 2.0 * levels[_firsts(widths) + whole] - 127
+        stored[:, widths_of == 0] = 0.0
+        found = (np.square(numbers - stored * scale) * weights_of).sum(axis=1)
         better = found < lost
         lost[better], chosen[better], packed[better] = found[better], power[better], whole[better]
     rows[:, 0] = chosen

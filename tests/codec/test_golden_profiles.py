@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from typing import Any
 
@@ -196,6 +197,12 @@ def test_the_documented_layout_of_lossless() -> None:
 
 def test_the_documented_layout_of_packed() -> None:
     record = Record("packed")
+    text = (GOLDEN.parents[2] / "docs/format.md").read_text("utf-8")
+    documented: list[list[int]] = [[0]]
+    for listed in re.findall(r"`([\d,]+)`[;.]", text.partition("1, 2, ... 6 bits")[2])[:6]:
+        positive = [int(one) for one in listed.split(",")]
+        documented.append([-one for one in reversed(positive)] + positive)
+    assert [len(levels) for levels in documented] == [1, 2, 4, 8, 16, 32, 64]
     assert (record.level, len(record.blocks)) == (0, L)
     for layer in range(L):
         reader = Reader(record.blocks[layer])
@@ -215,7 +222,7 @@ def test_the_documented_layout_of_packed() -> None:
                     word = int.from_bytes(part[token, at : at + width].tobytes(), "little")
                     for number in range(8):
                         found = word >> number * width & (1 << width) - 1
-                        odd[token, 8 * group + number] = 2 * found + 1 - (1 << width)
+                        odd[token, 8 * group + number] = documented[width][found]
                 at += width
             power = 2.0 ** ((part[:, :1].astype(np.float64) - 128) / 8)
             scaled = odd @ basis.astype(np.float64) * power * record.tensors[f"scale.{name}"]

@@ -63,7 +63,7 @@ def test_a_configuration_and_its_profile_survive_being_written(config: PipelineC
         ("{", "must be JSON"),
         ("[]", "must have the stages"),
         ('{"transform": {}}', "must have the stages"),
-        (CONFIG.to_json().replace('"pca"', '"dct"'), "no transform 'dct'; known: bands, none, pca"),
+        (CONFIG.to_json().replace('"pca"', '"dct"'), "no transform 'dct'; known: companded_bands"),
         (CONFIG.to_json().replace('"pca"', '"anchor_delta"'), "'anchor_delta' left kvrag with 0.3"),
         (CONFIG.to_json().replace('"joint"', '"join"'), "'pca' has no parameter 'join'"),
         (CONFIG.to_json().replace('"joint": true', '"joint": 3'), "joint must be a bool, found 3"),

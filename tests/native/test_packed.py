@@ -15,7 +15,7 @@ from kvrag.native import (
     place_packed,
     use_instruction_set,
 )
-from kvrag.native.packed import POWERS, SLACK
+from kvrag.native.packed import LEVELS, MOST_BITS, POWERS, SLACK, USUAL
 from tests.native.reference_reconstruction import rotate
 from tests.native.test_reconstruction import RELATIVE, make_rotation
 from tests.support.instructions import kept_instruction_set, torch_threads
@@ -32,6 +32,12 @@ def fields(row: np.ndarray, widths: np.ndarray) -> list[int]:
     return found
 
 
+def meaning(numbers: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return what a band's numbers stand for, as docs/format.md has it."""
+    each = np.repeat(widths.astype(int), 8)
+    return np.where(each > 0, 2 * LEVELS[(1 << each) + numbers].astype(int) - 127, 0)
+
+
 Kind = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Widths, basis, scales and means."""
 
@@ -43,8 +49,8 @@ def expected(
     every, at = [], 0
     for width, matrix, scale in zip(widths, basis, scales, strict=True):
         size = 1 + int(width.sum())
-        lowest = 1 - (1 << np.repeat(width.astype(np.int64), 8))
-        odd = np.array([fields(row[at + 1 : at + size], width) for row in rows]) * 2 + lowest
+        found = np.array([fields(row[at + 1 : at + size], width) for row in rows])
+        odd = meaning(found, width)
         power = np.exp2((rows[:, at].astype(float) - 128) / 8)
         every.append((odd @ matrix.astype(np.int64)) * power[:, None] * float(scale))
         at += size
@@ -53,7 +59,7 @@ def expected(
 
 def draw_kind(rng: np.random.Generator, channels: int, groups: int, num_bands: int) -> Kind:
     num_bands = num_bands if channels % num_bands == 0 else 1
-    width = rng.integers(0, 8, groups).astype(np.uint8)
+    width = rng.integers(0, MOST_BITS + 1, groups).astype(np.uint8)
     widths = np.stack([rng.permutation(width) for _ in range(num_bands)])
     basis = rng.integers(-127, 128, (num_bands, 8 * groups, channels // num_bands)).astype(np.int8)
     scales = rng.random(num_bands).astype(np.float32) / 100
@@ -116,33 +122,40 @@ def test_placing_matches_torch(data: st.DataObject) -> None:
 def test_packing_takes_the_scale_and_the_numbers_that_lose_least(data: st.DataObject) -> None:
     draw = data.draw
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
-    widths = np.array(draw(st.lists(st.integers(0, 7), min_size=1, max_size=9)), np.uint8)
-    spread = np.repeat(2.0 ** widths.astype(float), 8) * draw(st.sampled_from([1e-3, 0.3, 500.0]))
-    numbers = (rng.standard_t(4, (20, 8 * len(widths))) * spread / 3).astype(np.float32)
+    widths = np.array(draw(st.lists(st.integers(0, MOST_BITS), min_size=1, max_size=9)), np.uint8)
+    size = draw(st.sampled_from([1e-3, 0.3, 500.0]))
+    numbers = (rng.standard_t(4, (20, 8 * len(widths))) * size).astype(np.float32)
+    numbers *= np.repeat(USUAL[widths], 8)
     numbers[:2] = 0.0
-    most = np.repeat((1 << widths.astype(int)) - 1, 8).astype(float)
+    weights = rng.random(len(widths)).astype(np.float32)
+    each = np.repeat(widths.astype(int), 8)
 
     def lost(row: np.ndarray, byte: int) -> float:
         scale = float(POWERS[byte])
-        odd = 2 * np.floor((row / (2 * scale) + (most + 1) / 2).clip(0, most)) - most
-        return float(np.square(row - odd * scale).sum())
+        total = 0.0
+        for width, weight, eight in zip(widths, weights, row.reshape(-1, 8), strict=True):
+            odd = 2.0 * LEVELS[1 << width : 2 << width] - 127 if width else np.zeros(1)
+            total += float(weight) * np.square(eight[:, None] - odd * scale).min(1).sum()
+        return float(total)
 
     def tried(row: np.ndarray) -> range:
-        needed = max((abs(x) / m for x, m in zip(row, most, strict=True) if m), default=0.0)
-        first = min(int(np.searchsorted(POWERS, np.float32(needed))), 255)
-        return range(max(first - 9, 0), first + 1)
+        most = np.where(each > 0, 2.0 * LEVELS[(2 << each) - 1] - 127, np.inf)
+        needed = np.float32(np.abs(row / most).max(initial=0))
+        first = min(int(np.searchsorted(POWERS, needed)), 255)
+        return range(max(first - 11, 0), first + 1)
 
     with kept_instruction_set():
         for name in instruction_sets():
             use_instruction_set(name)
             rows = np.zeros((20, 3 + int(widths.sum())), np.uint8)
-            losses = pack_rows(numbers, widths, rows[:, 1:-1])
+            losses = pack_rows(numbers, widths, weights, rows[:, 1:-1])
             assert not rows[:, [0, -1]].any()
             for row, packed, told in zip(numbers, rows[:, 1:-1], losses, strict=True):
                 scale = float(POWERS[packed[0]])
-                odd = 2 * np.array(fields(packed[1:], widths)) - most
-                found = float(np.square(row - odd * scale).sum())
-                assert found <= 1.001 * min(lost(row, byte) for byte in tried(row)) + 1e-30
+                odd = meaning(np.array(fields(packed[1:], widths)), widths)
+                found = float(np.repeat(weights, 8) @ np.square(row - odd * scale))
+                least = min(lost(row, byte) for byte in tried(row))
+                assert found <= 1.001 * least + 1e-30
                 assert packed[0] in tried(row)
                 assert told == pytest.approx(found, rel=1e-4)
 
@@ -183,7 +196,10 @@ def test_mistakes_of_the_caller() -> None:
     ):
         with pytest.raises(ParameterError):
             place_packed(*wrong)
+    four = np.array([4], np.uint8)
     with pytest.raises(ParameterError):
-        PackedBands(np.full((1, 1), 8, np.uint8), basis, one, np.zeros(8, np.float32))
+        PackedBands(np.full((1, 1), 7, np.uint8), basis, one, np.zeros(8, np.float32))
     with pytest.raises(ParameterError):
-        pack_rows(np.zeros((2, 8), np.float32), np.array([4], np.uint8), np.zeros((2, 4), np.uint8))
+        pack_rows(np.zeros((2, 8), np.float32), four, one, np.zeros((2, 4), np.uint8))
+    with pytest.raises(ParameterError):
+        pack_rows(np.zeros((2, 8), np.float32), four, np.ones(2), np.zeros((2, 5), np.uint8))
