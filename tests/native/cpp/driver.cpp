@@ -91,6 +91,79 @@ void reconstruct_once() {
   }
 }
 
+// Packed rows lose what they told, read from memory of exactly their size.
+void packed_once() {
+  const u64 num_heads = 1 + below(3), head_dim = 2 * (1 + below(40)), tokens = 1 + below(40);
+  const u64 channels = num_heads * head_dim, groups = (channels + 7) / 8, numbers = 8 * groups;
+  const u64 panels = packed_panels(channels), padded = panels * kPackedPanel;
+  const auto widths = filled<u8>(groups, [] { return static_cast<u8>(below(kPackedBits + 1)); });
+  u64 row_bytes = 1;
+  for (u64 group = 0; group < groups; ++group) row_bytes += widths[group];
+  // Evenly spaced levels, and a basis that changes nothing: channels are what numbers stand for.
+  const auto levels = exactly<u8>(128);
+  const auto nearest = exactly<u8>((kPackedBits + 1) * 256);
+  for (u64 width = 1; width <= kPackedBits; ++width) {
+    const u64 count = u64{1} << width;
+    for (u64 u = 0; u < count; ++u) levels[count + u] = static_cast<u8>(127 * u / (count - 1));
+    for (u64 place = 0, u = 0; place < 256; ++place) {
+      while (u + 1 < count && levels[count + u] + levels[count + u + 1] <= place) ++u;
+      nearest[256 * width + place] = static_cast<u8>(u);
+    }
+  }
+  const auto basis = exactly<i8>(numbers * padded);
+  const auto starts = exactly<i32>(padded);
+  for (u64 i = 0; i < channels; ++i) {
+    if (widths[i / 8] == 0) continue;
+    basis[((i / kPackedPanel * numbers + i / 4 * 4) * kPackedPanel) + i % kPackedPanel * 4 +
+          i % 4] = 1;
+    starts[i] = -kPackedMiddle;
+  }
+  const auto mean = exactly<float>(padded);
+  const float scale = 1.0f;
+  const auto powers = exactly<float>(256);
+  for (u64 i = 0; i < 256; ++i) powers[i] = std::exp2((static_cast<float>(i) - 128) / 8);
+  const auto weights = filled<float>(groups, [] { return 1.0f; });
+  const auto given = filled<float>(tokens * numbers, [] { return 100 * uniform(); });
+  const auto cos = filled<float>(tokens * head_dim, [] { return 1.0f; });
+  const auto sin = exactly<float>(tokens * head_dim);
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto rows = exactly<u8>(tokens * row_bytes + 7);
+    const auto lost = exactly<float>(tokens);
+    run_packing({given.get(), numbers, widths.get(), weights.get(), powers.get(), levels.get(),
+                 nearest.get(), rows.get(), row_bytes, lost.get()},
+                tokens);
+    const u64 first = below(tokens), count = tokens - first;
+    const auto out = exactly<float>(count * channels);
+    const auto rounded = exactly<u16>(count * channels);
+    PackedPart parts[2];
+    parts[0] = {
+        {rows.get(), row_bytes, 1, channels, row_bytes, numbers, widths.get(), basis.get(),
+         starts.get(), mean.get(), &scale, powers.get(), levels.get()},
+        {out.get(), ElementType::f32, static_cast<i64>(head_dim), static_cast<i64>(channels),
+         num_heads, head_dim, first, count, cos.get(), sin.get(), static_cast<i64>(head_dim),
+         static_cast<i64>(head_dim), below(2) == 0 ? head_dim : 0}};
+    parts[1] = parts[0];
+    parts[1].placement.out = rounded.get();
+    parts[1].placement.type = ElementType::bf16;
+    run_packed(parts, 2, 1 + static_cast<u32>(below(3)));
+    for (u64 token = 0; token < count; ++token) {
+      float squares = 0;
+      for (u64 i = 0; i < channels; ++i) {
+        const float wrong = out[token * channels + i] - given[(first + token) * numbers + i];
+        squares += wrong * wrong;
+        const u32 bits = u32{rounded[token * channels + i]} << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        check(std::fabs(value - out[token * channels + i]) <=
+                  std::fabs(out[token * channels + i]) / 128,
+              "bfloat16 is far off");
+      }
+      check(squares <= lost[first + token] * 1.01f + 0.1f, "packed rows lose more than was told");
+    }
+  }
+}
+
 void attend_once() {
   Attending input;
   std::vector<float> first;
@@ -471,6 +544,7 @@ int main(int argc, char** argv) {
   for (u64 round = 0; round < rounds; ++round) {
     hash = code(hash);
     reconstruct_once();
+    packed_once();
     attend_once();
     layer_once();
     elements_once();
