@@ -240,8 +240,8 @@ void place_packed(const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes,
   const u64 last = first_token + num_tokens;
   require(is_packed(rows) && row_bytes < 1 << 24 && first_token < 1u << 31 &&
               num_tokens < 1u << 31 && used <= row_bytes && first_byte < 1u << 31 &&
-              (last == 0 || first_byte + (last - 1) * row_bytes + used + 7 <= rows.size()),
-          "rows, and 7 bytes behind them");
+              (last == 0 || first_byte + (last - 1) * row_bytes + used + 8 <= rows.size()),
+          "rows, and 8 bytes behind them");
   const nb::gil_scoped_release release;
   run_packed(parts, num_parts, threads);
 }

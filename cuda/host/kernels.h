@@ -271,7 +271,7 @@ constexpr i32 kPackedMiddle = 127;  // twice a level is so much more than what i
 constexpr u64 packed_panels(u64 channels) { return (channels + kPackedPanel - 1) / kPackedPanel; }
 
 struct Packed {
-  const u8* rows;  // [tokens of the chunk, row_bytes], the first band's; 7 bytes more can be read
+  const u8* rows;  // [tokens of the chunk, row_bytes], the first band's; 8 bytes more can be read
   u64 row_bytes;
   u64 num_bands;
   u64 band_channels;

@@ -22,7 +22,7 @@ from kvrag.native.reconstruction import ELEMENT_TYPES, Rotation, check_tables_wi
 GROUP = 8
 """Numbers that lie together, and have one width."""
 MOST_BITS = 6
-SLACK = 7
+SLACK = 8
 """Bytes that must be readable after the last row."""
 POWERS = np.exp2((np.arange(256) - 128) / 8).astype(np.float32)
 """What the byte of a token's scale stands for."""
@@ -131,7 +131,7 @@ def place_packed(
     Parameters
     ----------
     rows
-        Bytes that hold a row for each token, keys first, and 7 more.
+        Bytes that hold a row for each token, keys first, and 8 more.
     first_byte, row_bytes
         Where the first row begins, and how far it is from one to the next.
     tokens

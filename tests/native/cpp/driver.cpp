@@ -128,7 +128,7 @@ void packed_once() {
   const auto sin = exactly<float>(tokens * head_dim);
   for (const Kernels* found : available_kernels()) {
     use_kernels(found->name);
-    const auto rows = exactly<u8>(tokens * row_bytes + 7);
+    const auto rows = exactly<u8>(tokens * row_bytes + 8);
     const auto lost = exactly<float>(tokens);
     run_packing({given.get(), numbers, widths.get(), weights.get(), powers.get(), levels.get(),
                  nearest.get(), rows.get(), row_bytes, lost.get()},
