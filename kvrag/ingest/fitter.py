@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
     from kvrag.kvcache import ChunkKV
 
+# A first window of this many samples is fitted before it is stored: its sample is prefilled twice.
+_FITTED_AT_ONCE = 8
+
+
+def _sample_tokens(codec: str) -> int:
+    """Return how many tokens a codec is fitted on; narrow bands need few."""
+    return 4096 if codec == PACKED else SAMPLE_TOKENS
+
 
 class CodecFitter:
     """Fits the codec that an index writes with; the caller holds the writer's lock.
@@ -49,6 +57,8 @@ class CodecFitter:
         if sum(lengths) < self._tokens_to_fit():
             return storage.coding.codec
         codec = storage.config.codec
+        if codec == PACKED and sum(lengths) < _FITTED_AT_ONCE * _sample_tokens(codec):
+            return storage.coding.codec  # `catch_up` fits to the records, which costs no prefill
         try:
             profile = self._fit(
                 codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
@@ -78,7 +88,7 @@ class CodecFitter:
             self._record(codec, profile, say)
         if storage.config.profile:
             num_tokens = storage.profiles.get(storage.config.profile).num_tokens
-            if num_tokens < SAMPLE_TOKENS // 4 and codec != PACKED:  # a few tokens fit it
+            if num_tokens < _sample_tokens(codec) // 4:
                 return (
                     f"{codec} was fitted on {num_tokens:,} tokens only; 'kvrag recode --codec "
                     f"{codec}' fits it again when the index holds more"
@@ -99,7 +109,7 @@ class CodecFitter:
         codec: str,
         needed: dict[ChunkKey, int],
         say: Callable[[str], None],
-        num_tokens: int = SAMPLE_TOKENS,
+        num_tokens: int | None = None,
     ) -> Profile:
         """Fit a codec to a sample of the index's records.
 
@@ -112,7 +122,7 @@ class CodecFitter:
         say
             Receives a line of text for each step.
         num_tokens
-            Tokens in the sample.
+            Tokens in the sample; by default what suits the codec.
         """
         from kvrag.ingest.coding import read_exact
 
@@ -170,7 +180,7 @@ class CodecFitter:
                 if is_ours and has_level and is_profile_of(profile, choice):
                     fitting.append(profile)
         best = max(fitting, key=lambda profile: (profile.num_tokens, profile.hash), default=None)
-        if best is None or best.num_tokens < min(SAMPLE_TOKENS, num_tokens) / 2:
+        if best is None or best.num_tokens < min(_sample_tokens(choice.label), num_tokens) / 2:
             return None
         return best
 
@@ -211,7 +221,7 @@ class CodecFitter:
         lengths: Sequence[int],
         kv_of: Callable[[int], ChunkKV],
         say: Callable[[str], None],
-        num_tokens: int = SAMPLE_TOKENS,
+        num_tokens: int | None = None,
     ) -> Profile:
         """Fit a codec to a sample of chunks, given their lengths and what returns their KV."""
         from kvrag.codec.base import check_kv
@@ -222,7 +232,7 @@ class CodecFitter:
         choice, config = choose_codec(codec), self._storage.config
         if choice.config is None:
             raise ParameterError(f"codec {shown(codec)} needs no profile")
-        sample = spread_evenly(lengths, num_tokens)
+        sample = spread_evenly(lengths, num_tokens or _sample_tokens(codec))
         reasons: list[str] = []
 
         def computed() -> Iterator[ChunkKV]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
-from kvrag.codec.names import parse_codec
+from kvrag.codec.names import PACKED, parse_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.checks import check_device
@@ -41,9 +41,10 @@ class IndexSettings:
         "object itself). Default for a new index: minilm with 'kvrag[embed]', otherwise hashing.",
     )
     codec: str = option(
-        "raw",
+        PACKED,
         "How KV is stored: raw, raw-heads, lossless, packed, cachegen:1 to cachegen:4, "
-        "transform:BITS or stream:BITS. Default for a new index: raw.",
+        "transform:BITS or stream:BITS. Default for a new index: packed, raw until it holds "
+        "enough text to fit it.",
     )
     profile: Profile | None = option(
         None, "The profile fitted for codec and model; by default fitted to the first documents."
