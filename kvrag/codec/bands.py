@@ -23,6 +23,8 @@ from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows
 
 # A direction that hardly varies in the sample may vary more elsewhere.
 _LEAST_VARIANCE = 1e-4
+# Between the largest and the smallest row of a band. At 64, Gemma-3's errors double.
+_MOST_UNITS = 16
 # With as many, SmolLM2's and Gemma-3's answers change no more than with four times as many.
 _FEW_TOKENS = 1024
 
@@ -149,7 +151,8 @@ class BandsFitter:
             spread, rows = spread.flip(0).clamp(min=0), vectors.flip(1).T
             widths[band], usual = _widths(spread, numbers, budget)
             unit = usual / _USUAL[widths[band].long()].repeat_interleave(GROUP)
-            rows = rows * unit[:channels, None]
+            # The band's rows share a scale: smaller ones would round to a basis that is singular.
+            rows = rows * unit.clamp(min=unit.max() / _MOST_UNITS)[:channels, None]
             scales[band] = rows.abs().max() / 127
             bases[band, :channels] = (rows / scales[band]).round().to(torch.int8)
         means = (mean + self._shift[:, :, 0]).float().flatten()

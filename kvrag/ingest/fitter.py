@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from kvrag.codec.base import Codec
     from kvrag.codec.config import CodecChoice
     from kvrag.codec.profile import Profile
+    from kvrag.ingest.stages import Outcome
     from kvrag.kvcache import ChunkKV
-
-# A first window of this many samples is fitted before it is stored: its sample is prefilled twice.
-_FITTED_AT_ONCE = 8
 
 
 def _sample_tokens(codec: str) -> int:
@@ -57,21 +55,29 @@ class CodecFitter:
         if sum(lengths) < self._tokens_to_fit():
             return storage.coding.codec
         codec = storage.config.codec
-        if codec == PACKED and sum(lengths) < _FITTED_AT_ONCE * _sample_tokens(codec):
-            return storage.coding.codec  # `catch_up` fits to the records, which costs no prefill
+        sample_tokens = _sample_tokens(codec)
+        if codec == PACKED:  # `catch_up` fits to the records, which costs no prefill
+            if sum(lengths) < 4 * sample_tokens:
+                return storage.coding.codec
+            sample_tokens //= 2
         try:
             profile = self._fit(
-                codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
+                codec,
+                lengths,
+                lambda number: self._encoders.prefill(chunks[number]),
+                say,
+                sample_tokens,
             )
         except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
             return storage.coding.codec
         self._record(codec, profile, say)
         return storage.coding.codec
 
-    def catch_up(self, say: Callable[[str], None]) -> str:
+    def catch_up(self, outcome: Outcome, say: Callable[[str], None]) -> str:
         """Fit the codec if it waits for a profile and there is enough now.
 
-        Returns a note on how an ingestion stored KV; "" if there is nothing to say.
+        Returns a note on how an ingestion stored KV; "" if there is nothing to say. What is
+        written again counts as the ingestion's size.
         """
         storage = self._storage
         codec = storage.config.codec
@@ -85,7 +91,7 @@ class CodecFitter:
                 profile = self.fit(codec, raw, say)
             except (DocumentError, ParameterError) as error:
                 return f"KV was stored raw: {error}"
-            self._record(codec, profile, say)
+            outcome.size_bytes = self._record(codec, profile, say)
         if storage.config.profile:
             num_tokens = storage.profiles.get(storage.config.profile).num_tokens
             if num_tokens < _sample_tokens(codec) // 4:
@@ -196,24 +202,26 @@ class CodecFitter:
             profile = self.fit(codec, self.needed(), lambda _: None)
             self._record(codec, profile, lambda _: None)
 
-    def _record(self, codec: str, profile: Profile, say: Callable[[str], None]) -> None:
+    def _record(self, codec: str, profile: Profile, say: Callable[[str], None]) -> int:
         """Write records with a profile of the index's codec, if it has that codec still.
 
         What waited for a profile is coded first: the next ingestion completes one that was killed.
+        Returns how many bytes those records have then.
         """
         from kvrag.ingest.coding import RecordCoding
 
         storage = self._storage
         storage.profiles.add(profile)
-        raw = self.needed() if storage.coding.needs_profile else {}
-        if raw:
+        size_bytes = 0
+        if raw := self.needed() if storage.coding.needs_profile else {}:
             storage.save_config({})  # which publishes the profile, where others read the records
             say(f"writing {len(raw):,} records again as {codec}")
             coding = RecordCoding(
                 storage.profiles, codec, profile.hash, storage.config.model_fingerprint
             )
-            recode_records(storage, raw, self.compute, None, coding)
+            size_bytes = recode_records(storage, raw, self.compute, None, coding).size_bytes
         storage.save_config({"profile": profile.hash}, codec)
+        return size_bytes
 
     def _fit(
         self,

@@ -178,7 +178,7 @@ class Writer:
                 run.on_progress(IngestProgress("profile", num, num, doing=doing))
 
         if run.outcome.num_records:
-            said.append(self._fitter.catch_up(say))
+            said.append(self._fitter.catch_up(run.outcome, say))
         return "; ".join(filter(None, said))
 
     def _report(self, run: Run, plan: Plan, note: str, started: float) -> IngestReport:
@@ -401,7 +401,7 @@ class _Computing:
     ) -> dict[ChunkKey, str]:
         """Queue records; return the reasons for those that cannot be made."""
         maker = self._maker
-        if missing and maker.codec is None:
+        if missing and (maker.codec is None or self._run.storage.coding.needs_profile):
             maker.codec = self._run.codec_for([one for _, one in missing], self._report_profile)
         bad: dict[ChunkKey, str] = {}
         for key, chunk in missing:

@@ -60,7 +60,7 @@ def distance(first: ChunkKV, second: ChunkKV) -> float:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_first_ingestion_fits_the_codec(codec: str, make_index: MakeIndex) -> None:
-    raw, index = make_index("raw"), make_index("coded", codec=codec)
+    raw, index = make_index("raw", codec="raw"), make_index("coded", codec=codec)
     assert index.config.profile == ""
     raw.add([*DOCUMENTS, *OTHERS])
     seen: list[IngestProgress] = []
@@ -166,7 +166,7 @@ def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex
 
 
 def test_a_profile_serves_its_model_and_codec_alone(make_index: MakeIndex, tmp_path: Path) -> None:
-    index = make_index()
+    index = make_index(codec="raw")
     index.add(DOCUMENTS)
     profile = index.upkeep.fit_profile("transform:2")
     from tests.support.models import make_model, make_tokenizer
@@ -174,7 +174,7 @@ def test_a_profile_serves_its_model_and_codec_alone(make_index: MakeIndex, tmp_p
     other_model = KVModel.load(
         make_model("llama", num_hidden_layers=2, seed=7), tokenizer=make_tokenizer()
     )
-    other = make_index("other", model=other_model)
+    other = make_index("other", model=other_model, codec="raw")
     other.add(DOCUMENTS)
     with pytest.raises(ParameterError, match="was fitted to a model with fingerprint"):
         other.upkeep.recode("transform:2", profile=profile)
@@ -236,6 +236,43 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     assert (recoded.num_records, recoded.num_recoded) == (9, 0)
     with pytest.raises(ParameterError, match="256 tokens or more"):
         make_index("empty").upkeep.fit_profile("transform")
+
+
+def many(number: int, num_words: int) -> list[Document]:
+    return [
+        Document(f"many{n}", " ".join(WORDS[n * i * i % 13] for i in range(num_words)))
+        for n in range(1, number + 1)
+    ]
+
+
+def test_a_new_index_packs_once_there_is_enough(make_index: MakeIndex) -> None:
+    index = make_index()
+    assert "raw until the index holds 1,024 tokens to fit packed" in index.add(DOCUMENTS[:2]).note
+    assert index.stats().codec == "raw, packed later"
+    index.add(many(12, 100))
+    stats = index.stats()
+    assert stats.codec == "packed"
+    assert stats.bytes_per_token > 4 * stats.stored_bytes_per_token
+    assert index.upkeep.verify().ok
+
+
+def test_what_is_fitted_at_once_may_be_in_any_window(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first window is too small to fit to before it is stored; the others are not."""
+    monkeypatch.setattr("kvrag.ingest.fitter._sample_tokens", lambda _: 512)
+    monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 2048)
+    index = make_index()
+    index.add(many(2, 50))
+    steps: list[str] = []
+    index.add(
+        [*many(2, 50), *many(40, 120)[2:]],
+        on_progress=lambda progress: steps.append(progress.doing),
+    )
+    assert index.stats().codec == "packed"
+    recoded = [step for step in steps if step.startswith("writing")]
+    assert recoded == ["writing 2 records again as packed"]
+    assert index.upkeep.verify().ok
 
 
 def test_what_was_raw_is_recoded_once_there_is_enough(
