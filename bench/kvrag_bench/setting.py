@@ -34,7 +34,7 @@ def temporary_index(
     chunk_tokens
         The length of chunks.
     options
-        Other options of `Index.create`.
+        Other options of `Index.create`; the codec is `raw` unless one is given.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder,
@@ -43,7 +43,7 @@ def temporary_index(
             model=model,
             embedding="hashing",
             chunk_tokens=chunk_tokens,
-            **options,
+            **{"codec": "raw"} | options,
         ) as index,
     ):
         index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])

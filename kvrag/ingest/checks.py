@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag.arguments import shown
+from kvrag.codec.names import RAW
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest.config import IndexConfig
 from kvrag.store.base import Limits, Store, capability, is_in_memory, tiers_of
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 def check_limit(store: Store, config: IndexConfig) -> None:
     """Close a store and raise ParameterError if one of its tiers cannot hold a single chunk."""
-    needed = config.chunk_tokens * config.expected_bytes_per_token
+    needed = config.chunk_tokens * replace(config, codec=RAW).expected_bytes_per_token
     for tier in tiers_of(store):
         limited = capability(tier, Limits)
         if limited is not None and limited.limit_bytes < needed:

@@ -28,6 +28,8 @@ EXACT_CODECS = (RAW, RAW_HEADS, LOSSLESS)
 
 def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint: str) -> None:
     """Raise ParameterError unless a profile suits a codec and a model."""
+    if not isinstance(profile, Profile):
+        raise ParameterError(f"profile: expected a Profile, found {type(profile).__name__}")
     if profile.spec != spec or profile.model_fingerprint != model_fingerprint:
         raise ParameterError(
             f"the codec profile {profile.hash} was fitted to a model with fingerprint "

@@ -174,7 +174,7 @@ def test_a_dry_run_writes_nothing_and_foretells(index: Index, docs: Path) -> Non
     assert foretold.added == report.added
     for name in ("num_chunks", "num_tokens", "num_records", "num_tokens_computed"):
         assert getattr(foretold, name) == getattr(report, name)
-    estimate = report.num_tokens * index.config.spec.bytes_per_token
+    estimate = report.num_tokens * index.config.expected_bytes_per_token
     assert foretold.size_bytes == estimate <= report.size_bytes
 
 

@@ -153,7 +153,7 @@ def test_store_reopens(rag: Rag, store: KVRagVectorStore) -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"codec": "lossless"}, "codec='raw'"), ({"chunk_tokens": 128}, "chunk_tokens=64")],
+    [({"codec": "lossless"}, "codec='packed'"), ({"chunk_tokens": 128}, "chunk_tokens=64")],
 )
 def test_store_there_was_made_otherwise(
     rag: Rag, store: KVRagVectorStore, given: dict[str, Any], named: str
@@ -161,7 +161,7 @@ def test_store_there_was_made_otherwise(
     options: dict[str, Any] = {"path": store.index.path, "model": rag.model_folder}
     with pytest.raises(IndexMismatchError, match=named):
         KVRagVectorStore.from_texts(["new"], KVRagEmbeddings("hashing"), **options, **given)
-    same: dict[str, Any] = {"codec": "raw", "chunk_tokens": 64}
+    same: dict[str, Any] = {"codec": "packed", "chunk_tokens": 64}
     again = KVRagVectorStore.from_texts([], KVRagEmbeddings("hashing"), **options, **same)
     assert again.similarity_search("new", k=10) == store.similarity_search("new", k=10)
     again.index.close()

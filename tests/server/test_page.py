@@ -19,8 +19,9 @@ from kvrag.engine.verify import Verdict
 from kvrag.fusion.pricing import RowPrices
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
-from kvrag.server.documents import about, uploads_path
+from kvrag.server.documents import uploads_path
 from kvrag.server.history import history_path
+from kvrag.server.service import about
 from tests.server.test_faults import metric, wait_until
 from tests.support.api_server import Served, lasting, saying, serving
 from tests.support.browser import PHONE, PICTURES, NewPage, ask, browsing, serious_findings, started
