@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def check_limit(store: Store, config: IndexConfig) -> None:
     """Close a store and raise ParameterError if one of its tiers cannot hold a single chunk."""
-    needed = config.chunk_tokens * replace(config, codec=RAW).expected_bytes_per_token
+    if not config.profile:  # what is stored before there is enough to fit a codec is raw
+        config = replace(config, codec=RAW)
+    needed = config.chunk_tokens * config.expected_bytes_per_token
     for tier in tiers_of(store):
         limited = capability(tier, Limits)
         if limited is not None and limited.limit_bytes < needed:

@@ -1,6 +1,7 @@
 """A small random model on disk, a corpus, and a way to run commands."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +47,13 @@ def one_thread() -> Iterator[None]:
 
 
 def run_command(*args: object, stdin: str | bytes | None = None) -> Ran:
+    loggers = [logging.getLogger(name) for name in ("", "kvrag")]
+    before = [(one.handlers[:], one.level, one.propagate) for one in loggers]
     result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    # The log that `serve` begins would go on into a stream that is closed now.
+    for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        one.handlers[:], one.propagate = handlers, propagate
+        one.setLevel(level)
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 

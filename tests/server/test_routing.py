@@ -107,7 +107,8 @@ def naming(name: str) -> Iterator[str]:
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
 def test_conversations_without_a_key_stay_at_their_replica(tmp_path: Path) -> None:
     config = tmp_path / "haproxy.cfg"
-    config.write_text(CONFIG.read_text())
+    # Without checks of health: on a busy machine one is late, and its conversations move on.
+    config.write_text(CONFIG.read_text().replace(" check\n", "\n"))
     listen = f"127.0.0.1:{free_port()}"
 
     def replica_of(messages: list[dict[str, str]]) -> str:
