@@ -64,7 +64,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("served")
     make_model("llama", head_dim=32).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:
+    with Index.create(
+        folder / "index", model=folder / "model", embedding="hashing", codec="raw"
+    ) as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
         yield index
 
