@@ -30,7 +30,7 @@ def own_index(name: str) -> kvrag.Index:
     try:
         # A filler keeps single facts of like passages apart, which so small a model mixes up.
         return kvrag.Index.create(
-            name, model="smollm2-135m", chunk_tokens=200, context="filler:512"
+            name, model="smollm2-135m", chunk_tokens=200, context="filler:512", codec="raw"
         )
     except KVRagError as error:
         print(f"{error}\nThe shipped model answers instead; it has learned other documents.")
