@@ -117,11 +117,11 @@ def copy_rate() -> tuple[float, float]:
 def measure(path: Path) -> dict[str, Any]:
     """Load the model, and write tokens of an answer and copy memory in turn."""
     import torch
-    from kvrag.fusion.policies.none import NonePolicy
 
     from kvrag.fusion.decoding import RowDecoder
     from kvrag.fusion.fuser import fuse
     from kvrag.fusion.layout import Layout
+    from kvrag.fusion.policies.base import NonePolicy
     from kvrag.kvcache import FusedKV
     from kvrag.models.kv_model import KVModel
 
