@@ -79,7 +79,7 @@ PY
 stage rates 30 "$python" "$out/rates.py" "$device"
 # Kernels over rows: how far they are from PyTorch, and what a layer takes.
 [ "$device" = cpu ] && export TRITON_INTERPRET=1
-stage kernels "$([ -n "$small" ] && echo 200 || echo 40)" "$python" tools/gpu_kernels.py "$device"
+stage kernels "$([ -n "$small" ] && echo 200 || echo 35)" "$python" tools/gpu_kernels.py "$device"
 # Chunks from host memory, from page-locked memory, from the card's.
 tiers() {
 	local name=$1 limit=$2
@@ -90,7 +90,9 @@ tiers() {
 }
 if [ -n "$small" ]; then
 	tiers tiers-small 100 --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1
-	bench ttft-small-codec 100 ttft --codec transform:2 --random-shape test --chunk-tokens 100 --chunks 3 --repeats 1 --policies none
+	for codec in transform:2 packed; do
+		bench "ttft-small-$codec" 100 ttft --codec $codec --random-shape test --chunk-tokens 400 --chunks 3 --repeats 1 --policies none,two_stage
+	done
 	for graphs in on off; do
 		export KVRAG_CUDA_GRAPHS=$graphs
 		bench "ttft-small-graphs-$graphs" 200 ttft --random-shape test --chunk-tokens 40 --chunks 3 --repeats 1 --policies none,two_stage
@@ -98,16 +100,17 @@ if [ -n "$small" ]; then
 	done
 	exit 0
 fi
-stage tests 45 "$python" -m pytest -q -x -p no:cacheprovider tests/engine/test_gpu.py
-# As it is, without graphs, and with a codec.
+stage tests 40 "$python" -m pytest -q -x -p no:cacheprovider tests/engine/test_gpu.py
+# As it is, without graphs, and with codecs: that of new indexes first.
 bench ttft-8b-5k 70 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 3 --policies none,boundary,two_stage
 KVRAG_CUDA_GRAPHS=off bench ttft-8b-5k-graphs-off 35 ttft --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
 tiers tiers-8b-5k 35 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2
-bench ttft-8b-5k-codec 35 ttft --codec transform:2 --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
+bench ttft-8b-5k-packed 35 ttft --codec packed --random-shape llama-3.1-8b --chunk-tokens 500 --repeats 2 --policies none,two_stage
+bench ttft-qwen-transform 15 ttft --codec transform:2 --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies none
 bench ttft-qwen 30 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 3 --policies none,two_stage
 KVRAG_CUDA_GRAPHS=off bench ttft-qwen-graphs-off 20 ttft --random-shape qwen2.5-0.5b --chunk-tokens 500 --repeats 2 --policies none,two_stage
 bench ttft-smollm2 25 ttft --random-shape smollm2-135m --chunk-tokens 340 --repeats 3 --policies none,two_stage
-bench ttft-8b-16k 65 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
+bench ttft-8b-16k 60 ttft --random-shape llama-3.1-8b --chunk-tokens 1600 --repeats 2 --policies none,two_stage
 for graphs in on off; do
 	KVRAG_CUDA_GRAPHS=$graphs bench "decode-graphs-$graphs" 20 decode --random-shape smollm2-135m
 done

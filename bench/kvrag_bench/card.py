@@ -39,7 +39,7 @@ from kvrag.native.gpu.rows import RowPlaces, RowTensors
 from kvrag.positions.rotary import RotaryTable
 from kvrag_bench.codec.played import play
 
-_KERNELS = ("place", "rans", "escapes", "synthesise", "kept")
+_KERNELS = ("place", "rans", "escapes", "synthesise", "unpack", "kept")
 _OPEN = ""  # a phase that has no name yet
 _OPERATION_SECONDS = 6e-6
 """What it costs the host to start something on a card: PyTorch takes 4 to 8 µs for an operation."""

@@ -218,3 +218,68 @@ def kept(payload, jobs, BLOCK: tl.constexpr):
         place = head // num_heads * by_layer + head % num_heads * by_head + at % width
         channel = tl.load(source + at, mask=at < num_channels, other=0)
         tl.store(target + place, channel, mask=at < num_channels)
+
+
+@triton.jit
+def unpack(
+    payload, entries, levels, powers, like, head_dim,
+    WIDTH: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write keys or values of a layer, ``[H, T, D]``, from rows of numbers of fixed width.
+
+    Programs: tiles of BT tokens of the longest entry, bands in tiles of WIDTH channels (of the
+    entry that has most), entries. An entry is 0. the place of its first row in `payload` (bytes),
+    1. bytes from row to row, 2. tokens, 3. the address to write to, 4. bands, 5. bytes of a band in
+    a row, 6. its numbers K, 7. its channels n, addresses of 8. where numbers are, int32
+    ``[bands, K]`` (bits from the band's first byte on, times 8, plus the width), 9. the bases, int8
+    ``[bands, K, n]``, 10. scales by band, 11. means by channel. `levels` (int8) says for 2^w + u
+    what the number u of w bits stands for, `powers` the factor for a row's byte. `like` has the
+    type of what is written.
+
+    Sums of products are whole numbers below 2^24: in float32, they are exact in any order.
+    """
+    entry = entries + tl.program_id(2) * 12
+    num_tokens = tl.load(entry + 2)
+    num_channels = tl.load(entry + 7)
+    num_tiles = (num_channels + WIDTH - 1) // WIDTH
+    band = tl.program_id(1) // num_tiles
+    if (tl.program_id(0) * BT < num_tokens) & (band < tl.load(entry + 4)):
+        token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+        live = token < num_tokens
+        rows = payload + tl.load(entry) + token * tl.load(entry + 1) + band * tl.load(entry + 5)
+        num_numbers = tl.load(entry + 6)
+        places = _address(entry, 8, tl.int32) + band * num_numbers
+        channel = tl.program_id(1) % num_tiles * WIDTH + tl.arange(0, WIDTH)
+        exists = channel < num_channels
+        basis = _address(entry, 9, tl.int8) + band * num_numbers * num_channels + channel[None]
+        found = tl.zeros([BT, WIDTH], tl.float32)
+        for begin in range(0, num_numbers, BK):
+            number = begin + tl.arange(0, BK)
+            place = tl.load(places + number, mask=number < num_numbers, other=0)
+            width = (place & 7)[None]
+            shift = (place >> 3 & 7)[None]
+            at = rows[:, None] + (place >> 6)[None]
+            coded = live[:, None] & (width > 0)
+            # A number lies in two bytes at most; nothing behind the row is read.
+            bits = tl.load(at, mask=coded, other=0).to(tl.int32)
+            after = coded & (shift + width > 8)
+            bits |= tl.load(at + 1, mask=after, other=0).to(tl.int32) << 8
+            level = (1 << width) + (bits >> shift & ((1 << width) - 1))
+            given = tl.load(levels + level, mask=coded, other=0)
+            vectors = tl.load(
+                basis + number[:, None] * num_channels,
+                mask=(number < num_numbers)[:, None] & exists[None],
+                other=0,
+            )
+            # What has 8 bits is exact in 16.
+            found += tl.dot(given.to(tl.float16), vectors.to(tl.float16))
+        power = tl.load(powers + tl.load(rows, mask=live, other=0).to(tl.int32))
+        factor = tl.load(_address(entry, 10, tl.float32) + band) * power
+        place = band * num_channels + channel
+        means = tl.load(_address(entry, 11, tl.float32) + place, mask=exists, other=0)
+        made = found * factor[:, None] + means[None]
+        element: tl.constexpr = like.dtype.element_ty
+        into = (place // head_dim * num_tokens * head_dim + place % head_dim)[None]
+        target = _address(entry, 3, element) + into
+        target += token[:, None] * head_dim
+        tl.store(target, made.to(element), mask=live[:, None] & exists[None])

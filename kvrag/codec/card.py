@@ -1,8 +1,9 @@
-"""Decoding records of the pipeline codec on a graphics card: many records, a few launches.
+"""Decoding records on a graphics card: many records, a few launches.
 
-The host reads and checks bytes and finds the streams in them; the card gets them as they are
-stored. There, one launch for each plane decodes the streams of all blocks and records, and one
-transforms all numbers back to keys and values (kernels: ``cuda/triton/codec.py``).
+The host reads and checks bytes; the card gets them as they are stored (kernels:
+``cuda/triton/codec.py``). There, one launch writes the keys and values of all rows of codec
+`packed`. The pipeline codec has streams, which the host finds: one launch for each plane decodes
+those of all blocks and records, and one transforms all numbers back.
 
 The host decodes instead where the kernels cannot run, or decode otherwise than it does.
 """
@@ -10,9 +11,9 @@ The host decodes instead where the kernels cannot run, or decode otherwise than 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,20 +23,25 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.decoding import CodedPart, PipelineChunk
 from kvrag.codec.level import LevelCoder
+from kvrag.codec.packed import PackedChunk, PackedCodec, PackedPart
 from kvrag.codec.pca import Components
-from kvrag.codec.pipeline import NAME, PipelineCodec
+from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.tables import NUM_CONTEXTS
-from kvrag.codec.transforms import KINDS, ChannelRows
-from kvrag.kvcache import KVSpec
+from kvrag.codec.transforms import KINDS, BlockPlan, ChannelRows
+from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native.entropy import decode_tables
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.compiling import Argument
+from kvrag.native.packed import GROUP, LEVELS, MIDDLE, POWERS, USUAL
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """Copies numbers to the card, without waiting for it."""
 
 _STATE_HALVES = 64
 _TRIAL_TOKENS = 37
+
+Coder = LevelCoder | PackedCodec
+"""What knows how a record's bytes become keys and values."""
 
 
 class CardLevel:
@@ -83,15 +89,60 @@ class CardLevel:
             self.factors = [torch.ones(len(mean)).to(device) for mean in self.means]
 
 
-_levels: weakref.WeakKeyDictionary[LevelCoder, dict[tuple[int, torch.device], CardLevel]]
-_levels = weakref.WeakKeyDictionary()
+class CardBands:
+    """What a profile of bands has on a card.
+
+    Attributes
+    ----------
+    num_planes
+        0: there are no streams.
+    lines
+        int64 ``[L, 2, 12]``: entries of the kernel, which lack what only a record knows.
+    levels, powers
+        int8 ``[128]`` and float32 ``[256]``: what numbers stand for.
+    shape
+        Bands, and channels of each.
+    """
+
+    num_planes = 0
+
+    def __init__(self, codec: PackedCodec, device: torch.device) -> None:
+        transform = codec.transform
+        widths = torch.stack(transform.widths).long()
+        # The byte of a band's scale comes first.
+        begins = GROUP * (1 + widths.cumsum(2) - widths)
+        bits = begins[..., None] + widths[..., None] * torch.arange(GROUP)
+        places = (bits << 3 | widths[..., None]).int()
+        tensors = [torch.stack(one) for one in (transform.bases, transform.scales, transform.means)]
+        num_blocks, num_bands, num_numbers, num_channels = tensors[0].shape
+        self.shape = num_bands, num_channels
+        band_bytes = (1 + widths[:, 0].sum(1)).numpy()
+        lines = np.zeros((num_blocks, 12), np.int64)
+        lines[1::2, 0] = num_bands * band_bytes[::2]  # values come after keys
+        lines[:, 1] = num_bands * (band_bytes[::2] + band_bytes[1::2]).repeat(2)
+        lines[:, 4:8] = num_bands, 0, num_numbers, num_channels
+        lines[:, 5] = band_bytes
+        self._tensors = [one.contiguous().to(device) for one in (places, *tensors)]
+        for column, one in enumerate(self._tensors, 8):
+            size = one.numel() // num_blocks * one.itemsize
+            lines[:, column] = one.data_ptr() + size * np.arange(num_blocks)
+        self.lines = lines.reshape(-1, len(KINDS), 12)
+        levels = 2 * LEVELS.astype(np.int16) - MIDDLE
+        self.levels = torch.from_numpy(levels.astype(np.int8)).to(device)
+        self.powers = torch.from_numpy(POWERS).to(device)
 
 
-def _level_on(coder: LevelCoder, num_planes: int, device: torch.device) -> CardLevel:
-    kept = _levels.setdefault(coder, {})
+def _on_card(coder: Coder, num_planes: int, device: torch.device) -> CardLevel | CardBands:
+    """Return what a card has of a coder, made on first use."""
+    kept = coder.on_cards
     if (num_planes, device) not in kept:
-        kept[num_planes, device] = CardLevel(coder, num_planes, device)
-    return kept[num_planes, device]
+        kept[num_planes, device] = (
+            CardBands(coder, device)
+            if isinstance(coder, PackedCodec)
+            else CardLevel(coder, num_planes, device)
+        )
+    found: CardLevel | CardBands = kept[num_planes, device]
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,7 +156,7 @@ class Coded:
     begin
         Where its bytes begin in the payload, an even number.
     parts
-        What `PipelineChunk.read_coded` returned.
+        What the record's `read_coded` returned.
     into
         Memory of the card for the layers, of the KV's type.
     stride
@@ -114,7 +165,7 @@ class Coded:
 
     number: int
     begin: int
-    parts: Sequence[CodedPart]
+    parts: Sequence[CodedPart] | Sequence[PackedPart]
     into: torch.Tensor
     stride: int
 
@@ -137,11 +188,15 @@ class CardDecoding:
         int32 for each record, on the card: not 0 once its streams have turned out to be damaged.
     """
 
-    def __init__(self, records: Sequence[PipelineChunk], device: torch.device) -> None:
+    def __init__(
+        self, records: Sequence[PipelineChunk | PackedChunk], device: torch.device
+    ) -> None:
         self._device = device
-        self._levels = [_level_on(one.coder, one.num_planes, device) for one in records]
+        self._levels = [_on_card(one.coder, one.num_planes, device) for one in records]
         self._num_tokens = [one.num_tokens for one in records]
-        plans = [level.coder.profile.transform.plans for level in self._levels]
+        profiles = [one.coder.profile for one in records]
+        self._spec = profiles[0].spec
+        plans = [one.transform.plans for one in profiles]
         self.starts = set.intersection(*({one.layers.start for one in some} for some in plans))
         self.flags = torch.zeros(len(records), dtype=torch.int32, device=device)
 
@@ -161,7 +216,8 @@ class CardDecoding:
         upload
             Called once.
         """
-        work = _Work(layers, max(level.num_planes for level in self._levels))
+        spec = self._spec
+        work = _Work(layers, spec, max(level.num_planes for level in self._levels))
         for one in read:
             work.add(one, self._levels[one.number], self._num_tokens[one.number])
         tables = work.tables()
@@ -169,14 +225,15 @@ class CardDecoding:
         pieces = torch.split(numbers, [one.size for one in tables])
         jobs = dict(zip(work.names(), pieces, strict=True))
         made = torch.empty(work.num_numbers, dtype=torch.int16, device=self._device)
-        counts = torch.empty(len(work.streams[0]), dtype=torch.int32, device=self._device)
+        counts = torch.empty(
+            sum(map(len, work.streams[:1])), dtype=torch.int32, device=self._device
+        )
         bits, found = payload.view(torch.int16), (made, self.flags, counts)
         for plane, streams in enumerate(work.streams):
             where = bits, jobs[f"plane {plane}"]
             self._start("rans", (len(streams),), *where, *found, REFINES=int(plane > 0))
             if not plane and work.escapes:
                 self._start("escapes", (len(work.escapes),), bits, jobs["escapes"], *found)
-        spec = self._levels[0].coder.profile.spec
         for sums, entries in enumerate(work.entries):
             constants = _constants(spec, sums)
             tile = tiled.tiling_of("synthesise", self._device, **constants)["BT"]
@@ -184,6 +241,15 @@ class CardDecoding:
             grid = -(-longest // tile), len(entries) * spec.num_kv_heads
             given = made, jobs[f"entries {sums}"], read[0].into, spec.num_kv_heads
             self._start("synthesise", grid, *given, **constants)
+        bands = [level for level in self._levels if isinstance(level, CardBands)]
+        if bands:
+            tiling = tiled.tiling_of("unpack", self._device)
+            most = max(
+                num * -(-width // tiling["WIDTH"]) for num, width in (o.shape for o in bands)
+            )
+            tiles = -(-work.most_tokens // tiling["BT"]), most, sum(map(len, work.rows))
+            constant = jobs["rows"], bands[0].levels, bands[0].powers
+            self._start("unpack", tiles, payload, *constant, read[0].into, spec.head_dim)
         if work.kept:
             self._start("kept", (len(work.kept),), bits, jobs["kept"])
 
@@ -194,8 +260,8 @@ class CardDecoding:
         *arguments: Argument,
         **constants: int,
     ) -> None:
-        dtype = self._levels[0].coder.profile.spec.dtype
-        tiled.start(name, grid, *arguments, dtype=dtype, device=self._device, **constants)
+        dtype, device = self._spec.dtype, self._device
+        tiled.start(name, grid, *arguments, dtype=dtype, device=device, **constants)
 
 
 class _Work:
@@ -209,40 +275,68 @@ class _Work:
         Lines.
     entries
         Lines where rows are channels, and lines where they are components.
+    rows
+        Lines ``[n, 12]`` of records of `packed`.
     num_numbers
         Numbers of all blocks together.
+    most_tokens
+        Of a record of `packed`.
     """
 
-    def __init__(self, layers: range, num_planes: int) -> None:
-        self._layers = layers
+    def __init__(self, layers: range, spec: KVSpec, num_planes: int) -> None:
+        self._layers, self._spec = layers, spec
         self.streams: list[list[list[int]]] = [[] for _ in range(num_planes)]
         self.escapes: list[list[int]] = []
         self.kept: list[list[int]] = []
         self.entries: tuple[list[list[int]], list[list[int]]] = ([], [])
-        self.num_numbers = 0
+        self.rows: list[NDArray[np.int64]] = []
+        self.num_numbers = self.most_tokens = 0
 
     def names(self) -> list[str]:
         """Return the names of the tables."""
         planes = [f"plane {plane}" for plane in range(len(self.streams))]
-        return [*planes, "entries 0", "entries 1", "escapes", "kept"]
+        return [*planes, "entries 0", "entries 1", "escapes", "kept", "rows"]
 
     def tables(self) -> list[NDArray[np.int64]]:
         """Return the tables."""
         every = [*self.streams, *self.entries, self.escapes, self.kept]
-        return [np.array(one, np.int64) for one in every]
+        rows = np.concatenate([np.empty((0, 12), np.int64), *self.rows])
+        return [*(np.array(one, np.int64) for one in every), rows]
 
-    def add(self, read: Coded, level: CardLevel, num_tokens: int) -> None:
+    def add(self, read: Coded, level: CardLevel | CardBands, num_tokens: int) -> None:
         """Add layers of a record."""
+        parts: Any = read.parts
+        if isinstance(level, CardBands):
+            self._add_rows(read, parts, level, num_tokens)
+            return
         first = {}
         for block in level.coder.blocks_of(self._layers):
             first[block] = self.num_numbers
             rows = max(plane.num_rows[block] for plane in level.coder.level.planes)
             self._add_entries(read, level, block, num_tokens)
             self.num_numbers += rows * num_tokens
-        for part in read.parts:
+        for part in parts:
             self._add_streams(read, level, part, first[part.block], num_tokens)
             if not part.plane:
-                self._add_kept(read, level, part, num_tokens)
+                plan = level.coder.profile.transform.plans[part.block]
+                tokens = part.raw_tokens.tolist()
+                self._add_kept(read, plan, part.raw, tokens, num_tokens)
+
+    def _add_rows(
+        self, read: Coded, parts: Sequence[PackedPart], bands: CardBands, num_tokens: int
+    ) -> None:
+        spec, layers = self._spec, self._layers
+        lines = bands.lines[layers.start : layers.stop].copy()
+        lines[..., 0] += read.begin + np.array([part.rows for part in parts])[:, None]
+        lines[..., 2] = num_tokens
+        kind = np.arange(len(KINDS)) * spec.num_kv_heads * num_tokens * spec.head_dim
+        first = np.arange(len(layers))[:, None] * read.stride + kind
+        lines[..., 3] = read.into.data_ptr() + first * read.into.itemsize
+        self.rows.append(lines.reshape(-1, 12))
+        self.most_tokens = max(self.most_tokens, num_tokens)
+        for index, part in zip(layers, parts, strict=True):
+            plan = BlockPlan(range(index, index + 1))
+            self._add_kept(read, plan, part.raw_begin, part.raw_tokens, num_tokens)
 
     def _add_entries(self, read: Coded, level: CardLevel, block: int, num_tokens: int) -> None:
         transform, spec = level.coder.profile.transform, level.coder.profile.spec
@@ -302,19 +396,20 @@ class _Work:
                 ]
             )
 
-    def _add_kept(self, read: Coded, level: CardLevel, part: CodedPart, num_tokens: int) -> None:
-        coder = level.coder
-        spec, plan = coder.profile.spec, coder.profile.transform.plans[part.block]
+    def _add_kept(
+        self, read: Coded, plan: BlockPlan, raw: int, tokens: Sequence[int], num_tokens: int
+    ) -> None:
+        spec = self._spec
         size = spec.dtype.itemsize
         halves, width = size // 2, spec.head_dim * size // 2
         first = (plan.layers.start - self._layers.start) * read.stride
         first += KINDS.index(plan.kinds[0]) * spec.num_kv_heads * num_tokens * spec.head_dim
         num_channels = plan.num_channels(spec) * halves
         heads = len(plan.kinds) * spec.num_kv_heads
-        for index, token in enumerate(part.raw_tokens.tolist()):
+        for index, token in enumerate(tokens):
             self.kept.append(
                 [
-                    (read.begin + part.raw) // 2 + index * num_channels,
+                    (read.begin + raw) // 2 + index * num_channels,
                     num_channels,
                     width,
                     heads,
@@ -325,13 +420,19 @@ class _Work:
             )
 
 
-def can_decode(coder: LevelCoder, num_planes: int, device: torch.device) -> bool:
+def can_decode(coder: Coder, num_planes: int, device: torch.device) -> bool:
     """Return whether a card decodes records of a level; kernels are tried once for each kind."""
     spec, transform = coder.profile.spec, coder.profile.transform
-    sums, refines = int(isinstance(transform, Components)), num_planes > 1
-    needed: list[tuple[str, dict[str, int]]] = [("synthesise", _constants(spec, sums))]
-    needed += [("rans", {"REFINES": plane}) for plane in range(1 + refines)]
-    needed += [("escapes", {}), ("kept", {})]
+    needed: list[tuple[str, dict[str, int]]] = [("kept", {})]
+    kind: tuple[int, ...] = ()
+    if isinstance(coder, PackedCodec):
+        needed.append(("unpack", {}))
+    else:
+        sums, refines = int(isinstance(transform, Components)), num_planes > 1
+        needed.append(("synthesise", _constants(spec, sums)))
+        needed += [("rans", {"REFINES": plane}) for plane in range(1 + refines)]
+        needed.append(("escapes", {}))
+        kind = sums, refines
     return all(
         tiled.is_ready(name, spec.dtype, device, **more) for name, more in needed
     ) and tiled.is_trusted(
@@ -339,8 +440,7 @@ def can_decode(coder: LevelCoder, num_planes: int, device: torch.device) -> bool
         spec.dtype,
         device,
         spec.head_dim,
-        sums,
-        refines,
+        *kind,
         error=lambda: _difference(coder, num_planes, device),
     )
 
@@ -361,34 +461,25 @@ class _Bytes:
 
 
 @torch.no_grad()
-def _difference(coder: LevelCoder, num_planes: int, device: torch.device) -> float:
+def _difference(coder: Coder, num_planes: int, device: torch.device) -> float:
     """Return how far the card is from the host, over the first blocks of a record made for it."""
-    profile, transform = coder.profile, coder.profile.transform
-    codec, made = PipelineCodec(profile, "", coder.level.name), torch.Generator().manual_seed(0)
-    layers = transform.plans[0].layers
-    first = coder.blocks_of(layers)
-    planes: list[list[list[bytes | memoryview]]] = [[] for _ in coder.level.planes]
-    for block in range(len(transform.plans)):
-        payloads: list[list[bytes | memoryview]] = [[b"\0"] for _ in planes]
-        if block in first:
-            steps, num_rows = coder.level.steps[block], len(transform.row_layers(block))
-            rows = torch.zeros(num_rows, _TRIAL_TOKENS)
-            rows[: len(steps)] = 2 * torch.randn(len(steps), _TRIAL_TOKENS, generator=made)
-            rows[: len(steps)] *= steps[:, None]
-            rows[:1, 3] = 5000 * steps[:1]  # an escape
-            rows[:, 5] *= 1000  # a token that is kept
-            channels = transform.synthesise(block, rows)
-            payloads = codec.encode_block(coder, block, channels)
-        for plane, payload in zip(planes, payloads, strict=True):
-            plane.append(payload)
+    profile, made = coder.profile, torch.Generator().manual_seed(0)
+    codec: Any = coder
+    if isinstance(coder, PackedCodec):
+        layers, level = range(1), 0
+        blocks = _packed_blocks(coder, made)
+    else:
+        codec = PipelineCodec(profile, "", coder.level.name)
+        layers, level = profile.transform.plans[0].layers, profile.levels.index(coder.level)
+        blocks = _coded_blocks(codec, coder, num_planes, made)
     key, spec = ChunkKey("0" * 40), profile.spec
     record = write_record(
         key,
-        codec=NAME,
+        codec=codec.name,
         spec=spec,
         num_tokens=_TRIAL_TOKENS,
-        blocks=[payload for plane in planes[:num_planes] for payload in plane],
-        level=profile.levels.index(coder.level),
+        blocks=blocks,
+        level=level,
         profile=profile.hash,
     )
     chunk = codec.open_record(RecordReader(_Bytes(record), key), spec)
@@ -403,3 +494,44 @@ def _difference(coder: LevelCoder, num_planes: int, device: torch.device) -> flo
         return math.inf
     expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in layers])
     return tiled.distance(staged.view(shape).cpu(), expected)
+
+
+_Blocks = list[list[bytes | memoryview]]
+
+
+def _packed_blocks(codec: PackedCodec, made: torch.Generator) -> _Blocks:
+    """Return the blocks of a record whose first layer has numbers of the usual size."""
+    spec, transform = codec.profile.spec, codec.transform
+    both = []
+    for block in range(len(KINDS)):
+        usual = torch.from_numpy(USUAL)[transform.widths[block].flatten().long()]
+        rows = torch.randn(GROUP * len(usual), _TRIAL_TOKENS, generator=made)
+        rows *= usual.repeat_interleave(GROUP)[:, None] / 2
+        rows[:, 5] *= 100  # a token that is kept
+        both.append(transform.synthesise(block, rows).view(1, spec.num_kv_heads, spec.head_dim, -1))
+    keys, values = (one.transpose(2, 3).to(spec.dtype) for one in both)
+    rest: _Blocks = [[b"\0"] for _ in range(spec.num_layers - 1)]
+    return [codec.encode_layer(0, ChunkKV(keys, values)), *rest]
+
+
+def _coded_blocks(
+    codec: PipelineCodec, coder: LevelCoder, num_planes: int, made: torch.Generator
+) -> _Blocks:
+    """Return the blocks of a record whose first ones have numbers of the usual size."""
+    transform = coder.profile.transform
+    first = coder.blocks_of(transform.plans[0].layers)
+    planes: list[_Blocks] = [[] for _ in coder.level.planes]
+    for block in range(len(transform.plans)):
+        payloads: _Blocks = [[b"\0"] for _ in planes]
+        if block in first:
+            steps, num_rows = coder.level.steps[block], len(transform.row_layers(block))
+            rows = torch.zeros(num_rows, _TRIAL_TOKENS)
+            rows[: len(steps)] = 2 * torch.randn(len(steps), _TRIAL_TOKENS, generator=made)
+            rows[: len(steps)] *= steps[:, None]
+            rows[:1, 3] = 5000 * steps[:1]  # an escape
+            rows[:, 5] *= 1000  # a token that is kept
+            channels = transform.synthesise(block, rows)
+            payloads = codec.encode_block(coder, block, channels)
+        for plane, payload in zip(planes, payloads, strict=True):
+            plane.append(payload)
+    return [payload for plane in planes[:num_planes] for payload in plane]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,10 +71,16 @@ class LevelCoder:
         The level's profile.
     level
         One of its levels.
+
+    Attributes
+    ----------
+    on_cards
+        What `kvrag.codec.card` keeps of it, by card.
     """
 
     def __init__(self, profile: Profile, level: Level) -> None:
         self.profile = profile
+        self.on_cards: dict[Any, Any] = {}
         self.level = level
         self._blocks = {
             (layer_index, kind): number

@@ -6,6 +6,8 @@ A layer's block begins with the tokens kept raw; `docs/format.md` describes the 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +41,8 @@ class PackedCodec(ProfiledCodec):
     ----------
     transform
         Its bands.
+    on_cards
+        What `kvrag.codec.card` keeps of it, by card.
     """
 
     name = label = PACKED
@@ -47,6 +51,11 @@ class PackedCodec(ProfiledCodec):
         super().__init__(profile)
         assert isinstance(profile.transform, FittedBands)
         self.transform = profile.transform
+        self.on_cards: dict[Any, Any] = {}
+
+    def row_bytes(self, layer_index: int) -> int:
+        """Return the bytes of a token's row in a layer's block."""
+        return sum(one.row_bytes for one in self.transform.prepared_layer(layer_index))
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
         spec = self.check_fitted(kv)
@@ -55,11 +64,12 @@ class PackedCodec(ProfiledCodec):
             codec=PACKED,
             spec=spec,
             num_tokens=kv.num_tokens,
-            blocks=[self._encode_layer(index, kv) for index in range(spec.num_layers)],
+            blocks=[self.encode_layer(index, kv) for index in range(spec.num_layers)],
             profile=self.profile.hash,
         )
 
-    def _encode_layer(self, layer_index: int, kv: ChunkKV) -> list[bytes | memoryview]:
+    def encode_layer(self, layer_index: int, kv: ChunkKV) -> list[bytes | memoryview]:
+        """Return the parts of a layer's block."""
         plans, level = self.transform.plans, self.profile.levels[0]
         sizes = [bands.row_bytes for bands in self.transform.prepared_layer(layer_index)]
         rows = np.empty((kv.num_tokens, sum(sizes)), np.uint8)
@@ -91,12 +101,73 @@ class PackedCodec(ProfiledCodec):
         return PackedChunk(reader, self)
 
 
+@dataclass(frozen=True)
+class PackedPart:
+    """A layer as it is stored, checked.
+
+    Attributes
+    ----------
+    layer_index
+        Which one.
+    raw_tokens
+        The tokens that are kept raw, ascending.
+    raw
+        Their numbers ``[n, 2, H, D]``; None: there are none.
+    rows
+        Where the first token's row begins in the memory that was read to.
+    """
+
+    layer_index: int
+    raw_tokens: list[int]
+    raw: torch.Tensor | None
+    rows: int
+
+    @property
+    def raw_begin(self) -> int:
+        """Where the raw numbers begin in that memory."""
+        return self.rows - (0 if self.raw is None else self.raw.numel() * self.raw.itemsize)
+
+
 class PackedChunk(OpenedRecord):
-    """An opened record of the packed codec (an `EncodedChunk`)."""
+    """An opened record of the packed codec (an `EncodedChunk`).
+
+    Attributes
+    ----------
+    num_planes
+        Of streams, which cards decode.
+    """
+
+    num_planes = 0
 
     def __init__(self, reader: RecordReader, codec: PackedCodec) -> None:
         super().__init__(reader)
         self._codec = codec
+
+    @property
+    def coder(self) -> PackedCodec:
+        """The record's codec."""
+        return self._codec
+
+    def coded_bytes(self, layers: range) -> int:
+        """Return how many bytes `read_coded` reads."""
+        return sum(self._reader.header.blocks[one].padded_bytes for one in layers)
+
+    def read_coded(self, layers: range, memory: memoryview) -> list[PackedPart]:
+        """Read layers as they are stored, and check them; raises as `read_layer` does.
+
+        Parameters
+        ----------
+        memory
+            Writable, of `coded_bytes`.
+        """
+        self._reader.read_blocks(layers, memory)
+        parts, begin = [], 0
+        for layer_index in layers:
+            size = self._reader.header.blocks[layer_index].padded_bytes
+            content = memory[begin : begin + size]
+            parts.append(_part(self._reader, self._codec, layer_index, content, begin))
+            begin += size
+        return parts
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self._reader.header.spec
@@ -138,31 +209,36 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def _part(
+    reader: RecordReader, codec: PackedCodec, layer_index: int, content: memoryview, begin: int = 0
+) -> PackedPart:
+    """Check a layer's block, which begins at a place in memory."""
+    header = reader.header
+    size = header.blocks[layer_index].size_bytes
+    rows_bytes = header.num_tokens * codec.row_bytes(layer_index)
+    if size == COUNT.size + rows_bytes and COUNT.unpack_from(content) == (0,):
+        return PackedPart(layer_index, [], None, begin + COUNT.size)
+    spec, fields = header.spec, BlockReader(reader, layer_index, content)
+    (num_raw,) = fields.unpack(COUNT)
+    shape = (len(KINDS), spec.num_kv_heads, spec.head_dim)
+    tokens, raw = fields.raw_tokens(num_raw, header.num_tokens, shape, spec.dtype)
+    rows = begin + fields.position
+    fields.take(rows_bytes)
+    fields.end()
+    return PackedPart(layer_index, tokens.tolist(), raw, rows)
+
+
 class _Layer:
     """One layer of a record, read and checked; the next one of the same thread overwrites it."""
 
     def __init__(self, reader: RecordReader, codec: PackedCodec, layer_index: int) -> None:
-        header = reader.header
-        place, self._num_tokens = header.blocks[layer_index], header.num_tokens
+        size = reader.header.blocks[layer_index].padded_bytes
         self._keys, self._values = codec.transform.prepared_layer(layer_index)
-        self._row_bytes = self._keys.row_bytes + self._values.row_bytes
-        self._content = _scratch.bytes_of(reader, place.padded_bytes + SLACK)
-        content = self._content.data[: place.padded_bytes]
+        self._row_bytes = codec.row_bytes(layer_index)
+        self._content = _scratch.bytes_of(reader, size + SLACK)
+        content = self._content.data[:size]
         reader.read_block(layer_index, content)
-        self._raw_tokens: list[int] = []
-        rows_bytes = self._num_tokens * self._row_bytes
-        if place.size_bytes == COUNT.size + rows_bytes and COUNT.unpack_from(content) == (0,):
-            self._first_byte = COUNT.size
-            return
-        spec = header.spec
-        fields = BlockReader(reader, layer_index, content)
-        (num_raw,) = fields.unpack(COUNT)
-        shape = (len(KINDS), spec.num_kv_heads, spec.head_dim)
-        tokens, self._raw = fields.raw_tokens(num_raw, self._num_tokens, shape, spec.dtype)
-        self._raw_tokens = tokens.tolist()
-        self._first_byte = fields.position
-        fields.take(rows_bytes)
-        fields.end()
+        self._part = _part(reader, codec, layer_index, content)
 
     def write(
         self,
@@ -175,7 +251,7 @@ class _Layer:
         """Write some tokens of both kinds ``[H, n, D]``, keys turned by rows of a table."""
         place_packed(
             self._content,
-            self._first_byte,
+            self._part.rows,
             self._row_bytes,
             tokens,
             (self._keys, keys),
@@ -183,14 +259,16 @@ class _Layer:
             None if table is None else Rotation(table.cos, table.sin),
             rows.start or 0,
         )
-        for index, token in enumerate(self._raw_tokens):
+        raw = self._part.raw
+        if raw is None:
+            return
+        for token, (key, value) in zip(self._part.raw_tokens, raw.unsqueeze(3), strict=True):
             at = token - tokens.start
             if not tokens.start <= token < tokens.stop:
                 continue
             one = slice(at, at + 1)
             if table is None:
-                keys[:, one] = self._raw[index, 0, :, None]
+                keys[:, one] = key
             else:
-                position = slice(rows.start + at, rows.start + at + 1)
-                table.place(self._raw[index, 0, :, None], position, keys[:, one])
-            values[:, one] = self._raw[index, 1, :, None]
+                table.place(key, slice(rows.start + at, rows.start + at + 1), keys[:, one])
+            values[:, one] = value

@@ -24,8 +24,9 @@ class IndexCollector:
     ``kvrag_full_prefills_total``, ``kvrag_tokens_total`` (label ``kind``),
     ``kvrag_chunks_total`` (``outcome``: loaded, computed by decision, or made),
     ``kvrag_misses_total`` (``reason``), ``kvrag_hot_chunks_total`` and ``kvrag_hot_bytes_total``
-    (``memory``: the card's, or page-locked), ``kvrag_seconds_total`` (``stage``),
-    ``kvrag_stream_chunks_total`` (``level``) and ``kvrag_stream_deadlines_total`` (``outcome``).
+    (``memory``: the card's, or page-locked), ``kvrag_host_decoded_total``,
+    ``kvrag_seconds_total`` (``stage``), ``kvrag_stream_chunks_total`` (``level``) and
+    ``kvrag_stream_deadlines_total`` (``outcome``).
 
     Parameters
     ----------

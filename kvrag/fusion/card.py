@@ -82,6 +82,8 @@ class CardReading:
     ----------
     num_placed
         Layers from 0 on that are placed, some with the one that was asked for.
+    num_decoded_by_host
+        Records that the card cannot decode.
     """
 
     def __init__(
@@ -100,6 +102,10 @@ class CardReading:
         self._seconds = seconds
         self._device = fused.storage.device
         self._lanes, size = self._lanes_of(records, hot)
+        self.num_decoded_by_host = sum(
+            lane.source.is_decoded_by_host and not (lane.hot is not None and lane.hot.is_whole)
+            for lane in self._lanes
+        )
         coded: list[Any] = [one.source.record for one in self._lanes if one.coded is not None]
         self._decoding = CardDecoding(coded, self._device) if coded else None
         edges = {0, len(tables), *first_layers.values()}

@@ -199,7 +199,11 @@ def fuse_in_slices(
         loader.end()
     # Making a record is computing, and opening had to wait for it.
     clock.move("load", "compute", sum(loader.made_seconds.values()))
-    report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
+    report = replace(
+        made.report,
+        hidden_load_seconds=loader.hidden_seconds,
+        num_decoded_by_host=loader.num_decoded_by_host,
+    )
     if loading.hot is not None:
         chunks, num_bytes = loading.hot.num_found, loading.hot.bytes_found
         report = replace(report, hot_chunks=dict(chunks), hot_bytes=dict(num_bytes))

@@ -242,6 +242,8 @@ class SpanLoader:
         The report on streaming; None without a target, and before `stream`.
     num_loaded
         Layers from 0 on for which nothing is left to do.
+    num_decoded_by_host
+        Records that the host decodes for a card, which has no kernels for them.
     """
 
     def __init__(
@@ -266,7 +268,7 @@ class SpanLoader:
         self.record_seconds: dict[RecordId, float] = {}
         self.made_seconds: dict[RecordId, float] = {}
         self.stream_report: StreamReport | None = None
-        self.num_loaded = 0
+        self.num_loaded = self.num_decoded_by_host = 0
 
     def open(self, spans: Sequence[ReusedSpan]) -> None:
         """Set the spans to load, and open their records.
@@ -397,6 +399,7 @@ class SpanLoader:
                 self.record_seconds,
                 self._hot,
             )
+            self.num_decoded_by_host = self._reading.num_decoded_by_host
         elif self._num_threads:
             self._reading = _Ahead(tuple(self._records), bring, len(tables), self._num_threads)
         else:

@@ -49,6 +49,8 @@ class FusionReport:
         Bytes read from the store.
     hot_chunks, hot_bytes
         Chunks whose KV was in memory already, and its bytes, by the memory: ``card``, ``pinned``.
+    num_decoded_by_host
+        Chunks that the host decoded for a graphics card, which has no kernels for their codec.
     seconds
         Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
         stored KV, only the time spent waiting), ``ask`` (observe the question's attention),
@@ -145,6 +147,7 @@ class FusionReport:
     compute: str = ""
     hot_chunks: Mapping[str, int] = field(default_factory=dict)
     hot_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_decoded_by_host: int = 0
 
     @property
     def num_computed(self) -> int:
@@ -219,6 +222,8 @@ class FusionReport:
         if any(self.hot_chunks.values()):
             found = ", ".join(f"{count} in {name}" for name, count in self.hot_chunks.items())
             parts.insert(1, f"chunks in memory: {found}")
+        if self.num_decoded_by_host:
+            parts.insert(1, f"{self.num_decoded_by_host} chunks decoded by the host, not the card")
         if self.num_made:
             parts.insert(1, f"first chunk of {self.num_made} tokens computed, to be stored")
         if self.stream is not None:

@@ -12,9 +12,8 @@ from functools import partial
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.codec.card import can_decode
+from kvrag.codec.card import Coder, can_decode
 from kvrag.codec.container import padded_size
-from kvrag.codec.level import LevelCoder
 from kvrag.fusion.layout import RecordId
 from kvrag.fusion.loss import DAMAGE
 from kvrag.kvcache import KVSpec
@@ -71,7 +70,7 @@ class Source:
         self.record, self._spec, self.num_tokens = record, spec, record.num_tokens
         coder = getattr(record, "coder", None)
         self.is_coded = (
-            isinstance(coder, LevelCoder)
+            isinstance(coder, Coder)
             and coder.profile.spec == spec
             and can_decode(coder, getattr(record, "num_planes"), device)  # noqa: B009
         )
@@ -89,6 +88,12 @@ class Source:
     def num_bytes(self) -> int:
         """Bytes of all layers."""
         return self._spec.num_layers * self.stride * self._spec.dtype.itemsize
+
+    @property
+    def is_decoded_by_host(self) -> bool:
+        """Whether the card has no kernels for what is stored, and the host decodes it."""
+        is_plain = self.name is None or hasattr(self.record, "stored_layer")
+        return not (self.is_coded or self._pinned or is_plain)
 
     @property
     def should_be_pinned(self) -> bool:

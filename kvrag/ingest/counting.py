@@ -55,6 +55,7 @@ METRICS: MetricsOf = {
     "full_prefills": ("Prompts with known chunks, computed whole because that is faster.", ()),
     "hot_chunks": ("Chunks whose KV was in a card's memory, or page-locked.", ("memory",)),
     "hot_bytes": ("Bytes of KV taken from there.", ("memory",)),
+    "host_decoded": ("Chunks that the host decoded for a card, which cannot.", ()),
     "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts but computed because they were missing.", ("reason",)),
     "seconds": ("Seconds of answering by stage; hidden_load delays no answer.", ("stage",)),
@@ -124,6 +125,7 @@ class IndexCounters:
         for memory, count in report.hot_chunks.items():
             found["hot_chunks", (("memory", memory),)] = count
             found["hot_bytes", (("memory", memory),)] = report.hot_bytes[memory]
+        found["host_decoded", ()] = report.num_decoded_by_host
         for reason, count in report.misses.items():
             found["misses", (("reason", reason),)] = count
         seconds = {**report.seconds, "hidden_load": report.hidden_load_seconds}

@@ -27,7 +27,8 @@ SLACK = 8
 POWERS = np.exp2((np.arange(256) - 128) / 8).astype(np.float32)
 """What the byte of a token's scale stands for."""
 
-_MIDDLE = 127
+MIDDLE = 127
+"""What twice a level has more than what it stands for."""
 _POSITIVE = (
     (17,),
     (9, 33),
@@ -46,7 +47,7 @@ def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     levels, nearest = np.zeros(128, np.uint8), np.zeros((MOST_BITS + 1, 256), np.uint8)
     for width, positive in enumerate(_POSITIVE, 1):
         odd = np.array(positive)
-        own = (np.concatenate([-odd[::-1], odd]) + _MIDDLE) // 2
+        own = (np.concatenate([-odd[::-1], odd]) + MIDDLE) // 2
         levels[1 << width : 2 << width] = own
         nearest[width] = np.searchsorted(own[1:] + own[:-1], np.arange(256), "right")
     return levels, nearest
@@ -96,7 +97,7 @@ class PackedBands:
         whole = np.zeros((num_bands, num_numbers, padded), np.int32)
         whole[..., :num_channels] = basis
         whole[np.repeat(widths == 0, GROUP, axis=1)] = 0
-        starts = -_MIDDLE * whole.sum(axis=1, dtype=np.int32)
+        starts = -MIDDLE * whole.sum(axis=1, dtype=np.int32)
         means = np.zeros((num_bands, padded), np.float32)
         means[:, :num_channels] = mean.reshape(num_bands, num_channels)
         quads = whole.astype(np.int8).reshape(

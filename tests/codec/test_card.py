@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -11,24 +12,25 @@ import pytest
 import torch
 
 from kvrag.codec import card
+from kvrag.codec.bands import Bands
 from kvrag.codec.card import CardDecoding, Coded, can_decode
-from kvrag.codec.decoding import PipelineChunk
-from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.packed import PackedCodec
 from kvrag.codec.profile import Profile
+from kvrag.errors import RecordError
 from kvrag.kvcache import KVSpec
 from kvrag.native.gpu import tiled
 from kvrag_bench.codec.cutting import cut_record
 from kvrag_bench.codec.played import play
 from kvrag_testing.codec_contract import KEY, BytesSource
 from tests.codec import forge
-from tests.codec.test_pipeline import CONFIGS, fitting_codec
-from tests.support.codecs import smooth_kv
+from tests.codec.test_pipeline import CONFIGS, PACKED, fitting_codec
+from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import in_turn
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 CPU = torch.device("cpu")
 TOKENS = (1, 33, 12)
-KINDS = {"transform": 1, "apart": 1, "cachegen": 0}
+KINDS = {"transform": 1, "apart": 1, "cachegen": 0, "packed": 0}
 
 
 class _Setting:
@@ -39,11 +41,10 @@ class _Setting:
     ) -> None:
         self.hides_escapes = hides_escapes
         self.spec = KVSpec(2, 1, 16, dtype)
-        codec = fitting_codec(name).of(self.spec)
-        assert isinstance(codec, PipelineCodec)
+        codec: Any = fitting_codec(name).of(self.spec)
         self.profile: Profile = codec.profile
         num_blocks = len(self.profile.transform.plans)
-        self.chunks: list[PipelineChunk] = []
+        self.chunks: list[Any] = []
         for number, num_tokens in enumerate(TOKENS):
             kv = smooth_kv(self.spec, num_tokens, seed=number)
             kv.keys[:, :, num_tokens // 2] *= 50  # kept raw
@@ -62,7 +63,7 @@ class _Setting:
 
     def decoded(self, in_kernel: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the staged layers of each batch, and the flags; note what was started."""
-        decoding, layers = CardDecoding(self.chunks, CPU), range(self.spec.num_layers)
+        decoding = CardDecoding(self.chunks, CPU)
         start = decoding._start
 
         def noted(name: str, grid: Any, *given: Any, **more: Any) -> None:
@@ -76,22 +77,14 @@ class _Setting:
                     play(name, *given, **more)
 
         decoding._start = noted  # type: ignore[method-assign]
-        read, payload = [], torch.zeros(0, dtype=torch.uint8)
-        staged = []
-        for number, chunk in enumerate(self.chunks):
-            memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
-            parts = chunk.read_coded(layers, memory.numpy().data)
-            if self.hides_escapes and number == 1:
-                assert any(part.num_escaped for part in parts)
-                parts = [replace(part, num_escaped=0) for part in parts]
-            shape = (len(layers), 2, 1, chunk.num_tokens, 16)
-            into = torch.full(shape, torch.nan, dtype=self.spec.dtype)
-            staged.append(into)
-            stride = into[0].numel()
-            read.append(Coded(number, len(payload), parts, into.flatten(), stride))
-            payload = torch.cat([payload, memory])
-        decoding.decode(layers, payload, read, torch.clone)
-        return staged, decoding.flags
+
+        def changed(number: int, parts: Any) -> Any:
+            if not (self.hides_escapes and number == 1):
+                return parts
+            assert any(part.num_escaped for part in parts)
+            return [replace(part, num_escaped=0) for part in parts]
+
+        return _staged(decoding, self.chunks, self.spec, changed), decoding.flags
 
     def assert_same_numbers(self) -> None:
         """Compare whole numbers with the host's, to the bit."""
@@ -107,6 +100,27 @@ class _Setting:
         assert end == len(self.numbers)
 
 
+def _staged(
+    decoding: CardDecoding,
+    chunks: Sequence[Any],
+    spec: KVSpec,
+    changed: Callable[[int, Any], Any] = lambda _, parts: parts,
+) -> list[torch.Tensor]:
+    """Decode all layers of records from one payload; return each ``[L, 2, H, T, D]``."""
+    layers = range(spec.num_layers)
+    read, payload, staged = [], torch.zeros(0, dtype=torch.uint8), []
+    for number, chunk in enumerate(chunks):
+        memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
+        parts = changed(number, chunk.read_coded(layers, memory.numpy().data))
+        shape = (len(layers), 2, spec.num_kv_heads, chunk.num_tokens, spec.head_dim)
+        into = torch.full(shape, torch.nan, dtype=spec.dtype)
+        staged.append(into)
+        read.append(Coded(number, len(payload), parts, into.flatten(), into[0].numel()))
+        payload = torch.cat([payload, memory])
+    decoding.decode(layers, payload, read, torch.clone)
+    return staged
+
+
 @pytest.mark.parametrize(("name", "is_half"), in_turn(KINDS))
 def test_kernels_decode_as_the_host_does(name: str, is_half: bool) -> None:
     dtype = torch.float16 if is_half else torch.float32
@@ -118,6 +132,9 @@ def test_kernels_decode_as_the_host_does(name: str, is_half: bool) -> None:
         found = staged[number]
         expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
         torch.testing.assert_close(found, expected, rtol=most, atol=most)
+    if name == "packed":
+        assert setting.started == ["unpack", "kept"]
+        return
     # All records and layers together: one launch for a plane, not for a block or a record.
     planes = max(chunk.num_planes for chunk in setting.chunks)
     assert setting.started.count("rans") == planes
@@ -148,36 +165,94 @@ def test_escapes_in_a_record_that_says_it_has_none_raise_its_flag(
     assert flags.tolist() == [0, 8, 0]
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"packed"}))
+_SHAPES = {
+    "a band of two heads, two of another": (3, 16, Bands(2.0, most_channels=32), (1, 65, 12)),
+    "a band of half a head": (1, 40, Bands(4.2, most_channels=24), (63, 64)),
+    "all in six bits": (2, 24, Bands(6.0), (130,)),
+    "bands wider than a tile": (2, 96, Bands(1.0, most_channels=192), (9, 66)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_rows_of_fixed_width_become_what_the_host_makes_of_them(
+    shape: str, dtype: torch.dtype
+) -> None:
+    num_heads, head_dim, bands, tokens = _SHAPES[shape]
+    spec = KVSpec(2, num_heads, head_dim, dtype)
+    codec = PackedCodec(fit(replace(PACKED, transform=bands), spec))
+    widths = torch.stack(codec.transform.widths)
+    assert len(widths.unique()) > 1 or shape == "all in six bits"
+    chunks = []
+    for number, num_tokens in enumerate(tokens):
+        kv = smooth_kv(spec, num_tokens, seed=number)
+        kv.values[0, :, num_tokens - 1] *= 90  # kept raw, in one layer
+        chunks.append(codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec))
+    staged = _staged(CardDecoding(chunks, CPU), chunks, spec)
+    # Sums are whole numbers and exact; a product and a sum may be rounded once, or each.
+    most = {torch.float32: 1e-6, torch.float16: 1e-3}[dtype]
+    for found, chunk in zip(staged, chunks, strict=True):
+        expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
+        torch.testing.assert_close(found, expected, rtol=most, atol=most * float(expected.std()))
+
+
+def test_a_damaged_row_or_list_of_tokens_is_refused_before_the_card_gets_it() -> None:
+    spec = KVSpec(2, 1, 16, torch.float32)
+    kv = smooth_kv(spec, 9)
+    kv.keys[1, :, 4] *= 90
+    codec = fitting_codec("packed")
+    record = bytearray(codec.encode(KEY, kv))
+    (first, second) = codec.open(KEY, BytesSource(bytes(record)), spec)._reader.header.blocks
+    memory = memoryview(bytearray(first.padded_bytes + second.padded_bytes))
+    for place, change, reseals, told in (
+        (first.offset + first.size_bytes - 1, 1, False, "block 0: checksum"),
+        (second.offset + 4, 8, True, "block 1: tokens kept raw"),
+        (second.offset, 2, True, "block 1: "),
+    ):
+        damaged = record.copy()
+        damaged[place] ^= change
+        if reseals:
+            forge.reseal_blocks(damaged)
+            damaged = bytearray(forge.reseal(damaged, first.offset))
+        chunk = codec.open(KEY, BytesSource(bytes(damaged)), spec)
+        with pytest.raises(RecordError, match=told):
+            chunk.read_coded(range(2), memory)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_what_a_card_decodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "_trusted", {})
     monkeypatch.setattr(card, "_TRIAL_TOKENS", 7)
     spec = KVSpec(2, 1, 16, torch.float32)
     codec = fitting_codec(name)
-    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, smooth_kv(spec, 9))), spec)
-    assert isinstance(chunk, PipelineChunk)
+    chunk: Any = codec.open(KEY, BytesSource(codec.encode(KEY, smooth_kv(spec, 9))), spec)
     assert can_decode(chunk.coder, chunk.num_planes, CPU) == (name in KINDS)
     assert len(tiled._trusted) == (name in KINDS)
     monkeypatch.setenv(tiled.VARIABLE, "off")
     assert not can_decode(chunk.coder, chunk.num_planes, CPU)
 
 
-@pytest.mark.parametrize("wrong", ["rans", "synthesise", "kept", "escapes"])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("transform", one) for one in ("rans", "synthesise", "kept", "escapes")),
+        *(("packed", one) for one in ("unpack", "kept")),
+    ],
+)
 def test_kernels_that_are_wrong_do_not_decode(
-    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tiled, "_trusted", {})
     monkeypatch.setattr(card, "_TRIAL_TOKENS", 7)
 
-    def start(name: str, grid: Any, *given: Any, dtype: Any, device: Any, **more: Any) -> None:
-        if name != wrong and 0 not in grid:
-            play(name, *given, **more)
+    def start(one: str, grid: Any, *given: Any, dtype: Any, device: Any, **more: Any) -> None:
+        if one != wrong and 0 not in grid:
+            play(one, *given, **more)
 
     monkeypatch.setattr(card.tiled, "start", start)
     spec = KVSpec(2, 1, 16, torch.float32)
-    codec = fitting_codec("transform")
-    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, smooth_kv(spec, 9))), spec)
-    assert isinstance(chunk, PipelineChunk)
+    codec = fitting_codec(name)
+    chunk: Any = codec.open(KEY, BytesSource(codec.encode(KEY, smooth_kv(spec, 9))), spec)
     with caplog.at_level(logging.WARNING):
         assert not can_decode(chunk.coder, chunk.num_planes, CPU)
         assert not can_decode(chunk.coder, chunk.num_planes, CPU)

@@ -16,7 +16,12 @@ from kvrag.errors import RecordError
 from kvrag.native import RansModel, contexts, decode_rows, refine
 
 _SLOTS = 4096
-_NUMBERS = {ctypes.c_int32: np.int32, ctypes.c_int16: np.int16, ctypes.c_float: np.float32}
+_NUMBERS = {
+    ctypes.c_int32: np.int32,
+    ctypes.c_int16: np.int16,
+    ctypes.c_int8: np.int8,
+    ctypes.c_float: np.float32,
+}
 
 
 def play(name: str, *arguments: Any, **constants: int) -> None:
@@ -26,6 +31,7 @@ def play(name: str, *arguments: Any, **constants: int) -> None:
         "escapes": _escapes,
         "synthesise": _synthesise,
         "kept": _kept,
+        "unpack": _unpack,
     }
     played[name](*arguments, **constants)
 
@@ -128,6 +134,36 @@ def _synthesise(
         made = channels.view(num_heads, head_dim, tokens).transpose(1, 2)
         size = made.numel() * like.itemsize
         _memory(into, size).view(like.dtype)[:] = made.to(like.dtype).flatten()
+
+
+def _unpack(
+    payload: torch.Tensor,
+    entries: torch.Tensor,
+    levels: torch.Tensor,
+    powers: torch.Tensor,
+    like: torch.Tensor,
+    head_dim: int,
+) -> None:
+    for entry in entries.view(-1, 12).tolist():
+        first, row_bytes, tokens, into, bands, band_bytes, numbers, channels, *addresses = entry
+        places = _at(addresses[0], ctypes.c_int32, bands * numbers).reshape(bands, numbers)
+        bases = _at(addresses[1], ctypes.c_int8, bands * numbers * channels)
+        means = _floats(addresses[3], bands * channels).reshape(bands, 1, channels)
+        size = (tokens - 1) * row_bytes + bands * band_bytes
+        whole = payload[first : first + size].numpy()
+        shape, strides = (bands, tokens, band_bytes), (band_bytes, row_bytes, 1)
+        rows = np.lib.stride_tricks.as_strided(whole, shape, strides).astype(np.int64)
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, 1)))
+        width, at = places & 7, (places >> 6)[:, None]
+        low, high = (np.take_along_axis(rows, at + more, axis=2) for more in (0, 1))
+        number = (low | high << 8) >> (places >> 3 & 7)[:, None] & ((1 << width) - 1)[:, None]
+        given = levels.numpy()[(1 << width)[:, None] + number] * (width > 0)[:, None]
+        sums = given @ bases.reshape(bands, numbers, channels).astype(np.int64)
+        factors = _floats(addresses[2], bands)[:, None] * powers.numpy()[rows[..., 0]]
+        made = torch.from_numpy(sums.astype(np.float32) * factors[..., None] + means)
+        heads = made.transpose(0, 1).reshape(tokens, -1, head_dim).transpose(0, 1)
+        target = _memory(into, heads.numel() * like.itemsize).view(like.dtype)
+        target[:] = heads.to(like.dtype).flatten()
 
 
 def _floats(address: int, count: int) -> NDArray[np.float32]:

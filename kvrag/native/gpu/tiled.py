@@ -154,6 +154,19 @@ PROGRAMS: dict[str, Program] = {
         {"D": _DIMS, "SUMS": _FLAG, "EXACT": (0,)},
         _synthesise_tiling,
     ),
+    "unpack": Program(
+        "codec",
+        {
+            "payload": "*u8",
+            "entries": "*i64",
+            "levels": "*i8",
+            "powers": "*fp32",
+            "like": "*T",
+            "head_dim": "i64",
+        },
+        {},
+        lambda _, __: Tiling({"WIDTH": 128, "BT": 64, "BK": 32}, warps=8),
+    ),
     "kept": Program(
         "codec",
         {"payload": "*i16", "jobs": "*i64"},
