@@ -60,14 +60,14 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 # `make test-all -o test` runs make check and what `make test` has left out: the slow tests, each file by one
-# worker. With EXHAUSTIVE=1, tests that kill, flip, fuzz or draw examples run again, ten times as often and more.
+# worker. With EXHAUSTIVE=1 all run again: kills, flips, made-up input and examples ten times as often and more,
+# all instruction sets, and all values of parameters of which usually the first few are tried.
 # Only files with slow tests, of their own or of a contract, are collected: the others take each worker ten seconds.
 EXHAUSTIVE ?=
 SLOW = $(shell grep -rlE 'mark\.slow|_contract import' tests --include='test_*.py')
 test-all: check test
 	KVRAG_EXHAUSTIVE=$(EXHAUSTIVE) $(PYTEST) --dist loadfile -m slow $(SLOW)
-	$(if $(filter-out 0,$(EXHAUSTIVE)),KVRAG_EXHAUSTIVE=1 $(PYTEST) -m "not slow and (hypothesis or trials)" \
-		--hypothesis-profile=full)
+	$(if $(filter-out 0,$(EXHAUSTIVE)),KVRAG_EXHAUSTIVE=1 $(PYTEST) -m "not slow" --hypothesis-profile=full)
 
 # vLLM pins a torch of its own.
 VLLM_VENV ?= .venv-vllm

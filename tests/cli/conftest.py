@@ -78,35 +78,27 @@ def write_documents(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    return write_documents(tmp_path / "documents")
-
-
-def ingested(run: Run, documents: Path, folder: Path, model: Path) -> Path:
-    """Make an index by the command line."""
-    made = ("ingest", documents, "--index", folder, "--model", model, "--embedding", "hashing")
-    done = run(*made)
-    assert done.code == 0, done.err
-    return folder
-
-
 @pytest.fixture(scope="session")
 def whole_index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """Return an index that no test changes."""
+    """Return an index that no test changes, made by the command line."""
     folder = tmp_path_factory.mktemp("whole")
-    return ingested(
-        run_command, write_documents(folder / "documents"), folder / "index", model_folder
-    )
+    made = ("ingest", write_documents(folder / "documents"), "--index", folder / "index")
+    done = run_command(*made, "--model", model_folder, "--embedding", "hashing")
+    assert done.code == 0, done.err
+    return folder / "index"
 
 
 @pytest.fixture
-def index_folder(request: pytest.FixtureRequest, tmp_path: Path, whole_index: Path) -> Path:
-    """Return an index of one's own: of one's own documents, if the test has them too."""
-    folder = tmp_path / "index"
-    if "documents" in request.fixturenames:
-        documents, model = map(request.getfixturevalue, ("documents", "model_folder"))
-        return ingested(run_command, documents, folder, model)
+def documents(whole_index: Path) -> Path:
+    """Return the documents of `whole_index`, as they were; a test may change them."""
+    folder = whole_index.with_name("documents")
+    shutil.rmtree(folder)
+    return write_documents(folder)
+
+
+@pytest.fixture
+def index_folder(tmp_path: Path, whole_index: Path) -> Path:
+    """Return an index of one's own."""
     # What others have searched for is in none of them.
     apart = shutil.ignore_patterns("*.cache", "counters.*")
-    return Path(shutil.copytree(whole_index, folder, ignore=apart))
+    return Path(shutil.copytree(whole_index, tmp_path / "index", ignore=apart))

@@ -148,24 +148,20 @@ def test_another_ratio_recomputes_the_conversation(run: Run, index_folder: Path)
     assert third["num_kept"] >= second["num_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("/sourcs", "unknown command '/sourcs' (is it '/sources'?)"),
-        ("/ratio much", "/ratio 'much': expected a share between 0 and 1"),
-        ("/ratio 1.5", "expected a share"),
-        ("/ratio nan", "expected a share"),
-        ("/new now", "/new 'now': expected nothing after /new"),
-        ("/", "unknown command '/'"),
-    ],
-)
-def test_wrong_commands_get_one_line(
-    run: Run, index_folder: Path, line: str, expected: str
-) -> None:
-    done = run("chat", "--index", index_folder, stdin=line + "\n")
+def test_wrong_commands_get_one_line_each(run: Run, index_folder: Path) -> None:
+    expected = {
+        "/sourcs": "unknown command '/sourcs' (is it '/sources'?)",
+        "/ratio much": "/ratio 'much': expected a share between 0 and 1",
+        "/ratio 1.5": "/ratio '1.5': expected a share",
+        "/ratio nan": "/ratio 'nan': expected a share",
+        "/new now": "/new 'now': expected nothing after /new",
+        "/": "unknown command '/'",
+    }
+    done = run("chat", "--index", index_folder, stdin="\n".join([*expected, ""]))
     assert done.code == 0
-    assert done.err.count("error: ") == 1
-    assert expected in done.err
+    told = [one for one in done.err.splitlines() if "error: " in one]
+    for line, one in zip(expected.values(), told, strict=True):
+        assert line in one
 
 
 def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
@@ -178,26 +174,6 @@ def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
     assert done.code == 0, done.err
     assert done.out.count("first token") == 12
     assert 1 <= done.err.count("the model's window is full: forgot") <= 6
-
-
-def test_turns_come_back_from_the_store(
-    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = KVEngine.stream
-
-    def stream(self: KVEngine, *given: Any, **named: Any) -> Any:
-        yield from generate(self, *given, **named)
-        self._fuser.stored.flush()
-
-    monkeypatch.setattr(KVEngine, "stream", stream)
-    kept = []
-    for room in ("0", "1GB"):
-        sizes = ("--session-bytes", 0, "--session-store-bytes", room)
-        done = run("chat", "--index", index_folder, *sizes, "--json", stdin="Who?\nAnd when?\n")
-        assert done.code == 0, done.err
-        kept.append([turn["report"]["num_kept"] for turn in done.json["turns"]])
-    assert kept[0] == [0, 0]
-    assert kept[1][1] > 0
 
 
 @pytest.mark.slow

@@ -18,6 +18,13 @@ def documents(documents: Path) -> Path:
     return documents
 
 
+@pytest.fixture
+def index_folder(run: Run, documents: Path, model_folder: Path, tmp_path: Path) -> Path:
+    made = ("ingest", documents, "--index", tmp_path / "index", "--model", model_folder)
+    assert run(*made, "--embedding", "hashing").code == 0
+    return tmp_path / "index"
+
+
 def test_ingest_with_a_codec(run: Run, documents: Path, model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "small"
     options = ("--index", folder, "--model", model_folder, "--embedding", "hashing")
@@ -37,7 +44,6 @@ def test_ingest_with_a_codec(run: Run, documents: Path, model_folder: Path, tmp_
     assert "transform:1" in other.err
 
 
-@pytest.mark.usefixtures("documents")
 def test_profile_then_recode(run: Run, index_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "fitted.safetensors"
     fitted = run("profile", "--index", index_folder, "--out", path, "--json")

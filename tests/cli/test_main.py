@@ -57,6 +57,7 @@ def test_garbage_is_collected_less_often_and_not_at_the_end(
     assert done.stdout.splitlines()[-1] == f"True {(after, *before[1:])} True"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_says_nothing_at_the_end() -> None:
     code = "import sys, torch, triton; sys.argv = ['kvrag', '--version']\n"

@@ -126,13 +126,13 @@ def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatc
     assert matching_sources("d/*.txt", sources) == ["/d/a[1].txt", "/d/a1.txt"]
 
 
-@pytest.mark.parametrize("pattern", ["*/../x.md", "d/*/../../e", "/d/?/..", "d/[a]/b/../*.md"])
 def test_a_step_up_after_a_wildcard_is_refused(
-    run: Run, index_folder: Path, documents: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+    run: Run, index_folder: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ParameterError, match=r"expected no '\.\.' after a wildcard"):
-        matching_sources(pattern, ["/d/x.md", "/x.md"])
-    assert matching_sources(pattern, [pattern]) == [pattern]  # the name of a document
+    for pattern in ("*/../x.md", "d/*/../../e", "/d/?/..", "d/[a]/b/../*.md"):
+        with pytest.raises(ParameterError, match=r"expected no '\.\.' after a wildcard"):
+            matching_sources(pattern, ["/d/x.md", "/x.md"])
+        assert matching_sources(pattern, [pattern]) == [pattern]  # the name of a document
     monkeypatch.chdir(documents / "notes")
     done = run("rm", "fox.txt", "*/../fox.txt", "-i", index_folder)
     assert done.code == 1

@@ -61,33 +61,6 @@ def test_search_that_finds_nothing(run: Run, index_folder: Path) -> None:
     assert "the question is empty" in blank.err
 
 
-@pytest.mark.parametrize(
-    ("question", "name"),
-    [
-        ("故乡", "zh.md"),
-        ("กรุงเทพ", "th.md"),
-        ("किताब", "hi.md"),
-        ("gate 7", "forms.md"),
-        ("museum", "forms.md"),
-    ],
-)
-def test_words_of_any_script_are_found(
-    run: Run, model_folder: Path, tmp_path: Path, question: str, name: str
-) -> None:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    (folder / "zh.md").write_text("小说《故乡》。\n", "utf-8")
-    (folder / "th.md").write_text("มีกรุงเทพเป็นเมืองหลวง\n", "utf-8")
-    (folder / "hi.md").write_text("किताब मेज़ पर है।\n", "utf-8")
-    (folder / "forms.md").write_text("\uff27\uff41\uff54\uff45 \uff17, mu\u00adseum\n", "utf-8")
-    index = ("--index", tmp_path / "index")
-    settings = ("--model", model_folder, "--embedding", "hashing")
-    assert run("ingest", folder, *index, *settings).code == 0
-    found = run("search", question, *index, "--sparse", "--json").json["hits"]
-    assert [Path(hit["source"]).name for hit in found] == [name]
-    assert Path(run("search", question, *index, "--json").json["hits"][0]["source"]).name == name
-
-
 @pytest.mark.parametrize("options", [[], ["--sparse"], ["--dense"]])
 def test_a_filter_narrows_the_search(run: Run, index_folder: Path, options: list[str]) -> None:
     found = run("search", "the harbour ledger", "-i", index_folder, "--json").json["hits"]

@@ -104,12 +104,9 @@ def shown(done: Ran) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--max-tokens", 6),
-        ("--max-tokens", 6, "--ratio", 0.5, "--policy", "query", "-k", 2),
-        ("--max-tokens", 6, "--verify", "--no-chat"),
+        ("--max-tokens", 6, "--ratio", 0.5, "--policy", "query", "-k", 2, "--verify", "--no-chat"),
         ("--max-tokens", 6, "--temperature", 0.8, "--seed", 3, "--eviction", "streaming:share=0.5"),
-        ("--max-tokens", 6, "--filter", '{"source": {"$in": ["none"]}}'),
-        ("--max-tokens", 100_000),
+        ("--max-tokens", 100_000, "--filter", '{"source": {"$in": ["none"]}}'),
     ],
 )
 def test_query_prints_the_same(run: Run, index_folder: Path, options: tuple[object, ...]) -> None:

@@ -121,6 +121,7 @@ def _staged(
     return staged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "is_half"), in_turn(KINDS))
 def test_kernels_decode_as_the_host_does(name: str, is_half: bool) -> None:
     dtype = torch.float16 if is_half else torch.float32

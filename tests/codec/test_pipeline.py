@@ -144,9 +144,10 @@ def test_another_model_is_refused_at_encoding(codec: PipelineCodec) -> None:
         codec.encode(KEY, smooth_kv(dataclasses.replace(SPEC, num_layers=3), 20))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "num_rotated"), [(torch.float32, 16), (torch.bfloat16, 8), (torch.float16, 16)]
+)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("num_rotated", [16, 8])
 def test_placing_equals_reading_and_rotating(
     name: str, dtype: torch.dtype, num_rotated: int
 ) -> None:

@@ -66,16 +66,24 @@ def request_of(number: int, kind: int) -> Request:
     return Request(PROMPTS[number % len(PROMPTS)], **KINDS[kind])
 
 
+class Alone(dict[tuple[int, int], str]):
+    """The answer to a prompt, for a kind of request, of an engine that answers nothing else."""
+
+    def __init__(self, index: Index) -> None:
+        self._engine = KVEngine(index, max_tokens=10)
+
+    def __missing__(self, place: tuple[int, int]) -> str:
+        return self.setdefault(place, self._engine.generate(request_of(*place)).text)
+
+
 @pytest.fixture(scope="module")
-def alone(engine: KVEngine) -> dict[tuple[int, int], str]:
-    """The answer to each prompt, for each kind of request, one after the other."""
-    places = [(n, k) for n in range(len(PROMPTS)) for k in range(len(KINDS))]
-    return {place: engine.generate(request_of(*place)).text for place in places}
+def alone(index: Index) -> Alone:
+    answers = Alone(index)
+    assert all(answers[number, 0] for number in range(len(PROMPTS)))
+    return answers
 
 
-def test_each_kind_of_request_gets_its_own_answer(
-    engine: KVEngine, alone: dict[tuple[int, int], str]
-) -> None:
+def test_each_kind_of_request_gets_its_own_answer(engine: KVEngine, alone: Alone) -> None:
     places = [(kind % len(PROMPTS), kind) for kind in range(len(KINDS))]
     answers = engine.generate_batch([request_of(*place) for place in places])
     assert [one.text for one in answers] == [alone[place] for place in places]
@@ -86,7 +94,7 @@ def test_each_kind_of_request_gets_its_own_answer(
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_streams_gives_the_same_texts(
-    engine: KVEngine, alone: dict[tuple[int, int], str], data: st.DataObject
+    engine: KVEngine, alone: Alone, data: st.DataObject
 ) -> None:
     """Streams begin, advance, and are left at any time, in one thread."""
     streams: dict[int, tuple[tuple[int, int], Iterator[Any]]] = {}
@@ -219,7 +227,7 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-        engine = KVEngine(index, max_tokens=12)
+        engine = KVEngine(index, max_tokens=6)
         for policy in ("none", "two_stage"):
             one_by_one = [engine.generate(prompt, policy=policy) for prompt in PROMPTS]
             monkeypatch.setattr(RowDecoder, "step_each", staticmethod(counted))
@@ -229,7 +237,7 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (max(sizes, default=0) > 1) is not model.family.attends_itself
 
 
-def test_one_bad_request_harms_nobody(engine: KVEngine, alone: dict[tuple[int, int], str]) -> None:
+def test_one_bad_request_harms_nobody(engine: KVEngine, alone: Alone) -> None:
     asked: list[Any] = [PROMPTS[0], 5, "word " * 3000, PROMPTS[1]]
     answers: list[Any] = engine.generate_batch(asked, return_exceptions=True)
     assert [answers[0].text, answers[3].text] == [alone[0, 0], alone[1, 0]]
@@ -245,7 +253,7 @@ def test_one_bad_request_harms_nobody(engine: KVEngine, alone: dict[tuple[int, i
 
 
 def test_an_error_of_a_step_ends_only_its_answer(
-    engine: KVEngine, alone: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+    engine: KVEngine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = KVModel.forward_each
     failing: set[int] = set()
@@ -264,7 +272,7 @@ def test_an_error_of_a_step_ends_only_its_answer(
 
 
 def test_a_prompt_is_read_beside_running_answers(
-    engine: KVEngine, alone: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+    engine: KVEngine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading may take seconds, and neither answers nor prompts behind it wait for that."""
     may_read = threading.Event()
@@ -321,7 +329,7 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
     assert engine._scheduler.num_open == 0
 
 
-def test_async_answers_need_one_thread_that_ends(engine: KVEngine, alone: Any) -> None:
+def test_async_answers_need_one_thread_that_ends(engine: KVEngine, alone: Alone) -> None:
     async def main() -> list[Answer]:
         asking = [asyncio.create_task(engine.agenerate(prompt)) for prompt in PROMPTS]
         while not any(one.done() for one in asking):
@@ -334,7 +342,7 @@ def test_async_answers_need_one_thread_that_ends(engine: KVEngine, alone: Any) -
     _wait_until_idle(engine)
 
 
-def test_a_cancelled_task_leaves_the_batch(engine: KVEngine, alone: Any) -> None:
+def test_a_cancelled_task_leaves_the_batch(engine: KVEngine, alone: Alone) -> None:
     async def main() -> str:
         other = asyncio.create_task(engine.agenerate(PROMPTS[1]))
         cancelled = asyncio.create_task(engine.agenerate(PROMPTS[0], max_tokens=500))
@@ -353,7 +361,7 @@ def test_a_cancelled_task_leaves_the_batch(engine: KVEngine, alone: Any) -> None
 
 
 def test_an_interrupt_loses_nothing(
-    engine: KVEngine, alone: Any, monkeypatch: pytest.MonkeyPatch
+    engine: KVEngine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C may come in the middle of a step, or of a prompt that another thread waits for."""
     stream = engine.stream(PROMPTS[0])

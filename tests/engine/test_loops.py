@@ -69,7 +69,7 @@ def test_what_is_meant_to_repeat_is_whole(text: str) -> None:
 
 def test_the_reason_says_so_and_only_if_asked(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(monkeypatch, rag, lambda prompt: LOOPS["sentence"])
-    engine = KVEngine(rag.index, max_tokens=400)
+    engine = KVEngine(rag.index, max_tokens=150)
     answer = engine.generate("Who keeps it?", stop_loops=True)
     assert answer.finish_reason == "loop"
     assert answer.text.count("kept by Ines") == 3
@@ -83,12 +83,12 @@ def test_the_reason_says_so_and_only_if_asked(rag: Rag, monkeypatch: pytest.Monk
 def test_the_server_ends_answers_over_its_own_prompts(
     rag: Rag, served: Served, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = SENTENCE * 20
+    said = SENTENCE * 12
     follow(monkeypatch, rag, lambda prompt: said)
 
     def ask(model: str, question: str, **options: Any) -> tuple[str, Any]:
         turns: Any = [{"role": "user", "content": question}]
-        asked: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": 300, **options}
+        asked: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": 150, **options}
         choice = client.chat.completions.create(**asked).choices[0]
         streamed = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True)]
         assert choice.message.content == "".join(one.delta.content or "" for one in streamed)
@@ -99,7 +99,7 @@ def test_the_server_ends_answers_over_its_own_prompts(
     assert (text.count("kept by Ines"), finish) == (3, "stop")
     for is_streamed in (False, True):
         answer = whole(
-            client, is_streamed=is_streamed, model=served.rag, input="Who?", max_output_tokens=300
+            client, is_streamed=is_streamed, model=served.rag, input="Who?", max_output_tokens=150
         )
         assert (answer.output_text, answer.status) == (text, "completed")
     # A prompt of the client's own is answered as the model does.

@@ -74,6 +74,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_line_in_the_table_is_an_option_at_every_door() -> None:
     pytest.importorskip("langchain_core")
     pytest.importorskip("llama_index.core")

@@ -58,6 +58,7 @@ def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
 def test_a_forked_process_is_told_to_open_the_index_itself(tmp_path: Path) -> None:
     done = run(
@@ -111,6 +112,7 @@ print("ended")
     assert "terminate" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", ["kv_model.take_chunk", "RawCodec.encode"])
 def test_a_process_ends_while_a_daemon_thread_ingests(tmp_path: Path, owner: str) -> None:
     done = run(

@@ -25,7 +25,7 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import HEAD, make_model, make_tokenizer
-from tests.support.properties import examples
+from tests.support.properties import examples, few
 from tests.support.threads import together
 
 QUESTIONS = ("Who keeps it?", "Where is the old tower?", "When did she say so, and why?")
@@ -133,7 +133,10 @@ class Conversations:
 
 @pytest.fixture(
     scope="module",
-    params=["two_stage", "query:ratio=0.5", "boundary", "none", "deviation", "boundary:ratio=0.3"],
+    params=few(
+        3,
+        ["two_stage", "query:ratio=0.5", "boundary:ratio=0.3", "none", "deviation", "boundary"],
+    ),
 )
 def conversations(request: pytest.FixtureRequest, index: Index) -> Conversations:
     return Conversations(index, request.param)
@@ -210,7 +213,9 @@ class GivenPicks(RecomputePolicy):
         return torch.tensor(self.picks, dtype=torch.long)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding", "gpt2", "falcon-alibi"])
+@pytest.mark.parametrize(
+    "family", few(3, ["gemma3", "gpt2", "falcon-alibi", "llama", "mistral-sliding"])
+)
 def test_turns_are_as_if_fused_anew_with_the_same_picks(family: str, tmp_path: Path) -> None:
     model = KVModel(make_model(family), make_tokenizer())
     with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:

@@ -12,6 +12,7 @@ import torch
 from kvrag.fusion.placement import Part, Placement, is_right
 from kvrag.native.gpu import tiled
 from kvrag.positions.rotary import RotaryTable
+from tests.support.properties import in_turn
 
 # One rounding: a product and a sum may be computed in one step, or in two.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -91,15 +92,12 @@ def test_all_at_once_as_one_by_one(
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("heads", "head_dim", "rotated"), SHAPES)
+@pytest.mark.parametrize(("shape", "is_half"), in_turn(SHAPES))
 def test_the_kernel_places_as_pytorch_does(
-    dtype: torch.dtype,
-    heads: int,
-    head_dim: int,
-    rotated: int,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int], is_half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heads, head_dim, rotated = shape
+    dtype = torch.float16 if is_half else torch.float32
     setting = Setting(dtype, heads, head_dim, rotated)
     assert is_right(dtype, torch.device("cpu"), head_dim, frozenset([rotated]))
     started: list[None] = []

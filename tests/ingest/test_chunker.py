@@ -138,7 +138,7 @@ def test_paths_have_rising_levels_and_end_with_their_heading(levels: list[int]) 
             assert min(levels[last + 1 : heading.start + 1]) > int(title)
 
 
-_MANY = 100_000
+_MANY = 50_000
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ _MANY = 100_000
     ids=lambda text: repr(text[:8]),
 )
 def test_no_text_takes_more_than_its_length_in_time(text: str) -> None:
-    # CPU time: what took a minute and more takes under a second.
+    # CPU time: what took a quarter of a minute and more takes half a second.
     started = time.process_time()
     cut(text, 512)
     assert time.process_time() - started < 8
@@ -171,7 +171,7 @@ marks = st.text(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(text=marks)
 def test_long_runs_of_marks_are_normalised_as_python_does(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,7 @@ from kvrag.ingest.limits import MAX_MARKS, MAX_MARKS_CHARACTERS, ParseLimits
 from kvrag.ingest.loaders import NoTextError, load_bytes, sought_suffixes, to_document
 from kvrag.ingest.parsing import Parser
 from tests.support.models import make_tokenizer
-from tests.support.properties import examples
+from tests.support.properties import examples, few
 
 pytest.importorskip("tree_sitter")
 
@@ -199,14 +199,17 @@ def test_long_files_are_cut_alike_in_stretches(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("suffix", "text"),
-    [
-        (".js", "{" * 100_000),
-        (".py", "if x:\n" + "".join(" " * n + "if x:\n" for n in range(1, 900))),
-        (".js", "a=" * 100_000),
-        (".java", "class A{" * 20_000),
-        (".cpp", "A<" * 50_000),
-        (".rb", "<<A\n" * 20_000),
-    ],
+    few(
+        4,
+        [
+            (".js", "{" * 100_000),
+            (".py", "if x:\n" + "".join(" " * n + "if x:\n" for n in range(1, 900))),
+            (".cpp", "A<" * 50_000),
+            (".rb", "<<A\n" * 20_000),
+            (".js", "a=" * 100_000),
+            (".java", "class A{" * 20_000),
+        ],
+    ),
     ids=lambda text: repr(text[:8]),
 )
 def test_hostile_code_costs_itself_alone(suffix: str, text: str) -> None:

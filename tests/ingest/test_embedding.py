@@ -126,6 +126,7 @@ def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="sentence-transformers runs it there")
 def test_minilm_imports_neither_sentence_transformers_nor_scikit_learn() -> None:
     code = (

@@ -88,12 +88,11 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.trials
 def test_hostile_documents(
     quick_index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(monkeypatch)
-    files = make_known(1.0 if IS_EXHAUSTIVE else 0.02) | dict(make_files(trials(5_000, 20)))
+    files = make_known(1.0 if IS_EXHAUSTIVE else 0.02) | dict(make_files(trials(5_000, 10)))
     write(tmp_path / "files", files)
     num_indexed, num_refused = check(quick_index, tmp_path / "files", watch)
     assert num_indexed + num_refused == len(files)

@@ -272,23 +272,6 @@ def test_a_change_by_another_costs_the_matcher_only_what_changed(
     assert (len(first), len(index.matcher)) == (3, 3)
 
 
-def test_search_and_matcher_follow_what_another_index_object_writes(
-    index: Index, docs: Path, model: KVModel
-) -> None:
-    with Index.open(index.path, model=model) as reader:
-        assert reader.search("clock") == []
-        assert len(reader.matcher) == 0
-        index.add(docs)
-        (hit, *_) = reader.search("clock repairs")
-        (match,) = reader.matcher.find(f"Context: {hit.chunk.text} Question")
-        assert match.chunk_id == hit.chunk.chunk_id
-        matcher = reader.matcher
-        assert reader.matcher is matcher
-        index.delete(sources=[hit.chunk.source])
-        assert len(reader.matcher) == 2
-        assert hit.chunk not in [other.chunk for other in reader.search("clock", 9)]
-
-
 def test_the_vectors_cache_is_only_a_cache(index: Index, docs: Path, model: KVModel) -> None:
     index.add(docs)
     expected = index.search("the harbour", 3)

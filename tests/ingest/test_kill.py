@@ -42,7 +42,6 @@ def tiny_model() -> KVModel:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX")
-@pytest.mark.trials
 def test_killed_at_random_moments_the_index_opens_and_is_completed(tmp_path: Path) -> None:
     model = tiny_model()
     with Index.create(

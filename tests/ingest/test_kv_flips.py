@@ -64,7 +64,6 @@ def damage(folder: Path, edit: str) -> None:
             connection.executescript(f"PRAGMA foreign_keys = OFF; {edit}")
 
 
-@pytest.mark.trials
 @pytest.mark.parametrize(("edit", "by_ingesting"), in_turn(EDITS))
 def test_damage_to_the_list_of_records(
     world: tuple[Path, Path, KVModel, set[str]], tmp_path: Path, edit: str, by_ingesting: bool

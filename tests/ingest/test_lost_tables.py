@@ -64,7 +64,6 @@ def check_mending(world: tuple[Path, Path, KVModel], folder: Path, by_ingesting:
         assert index.search(QUESTION, 3) == sound.search(QUESTION, 3)
 
 
-@pytest.mark.trials
 @pytest.mark.parametrize(("statements", "by_ingesting"), in_turn(LOST))
 def test_a_lost_table(
     world: tuple[Path, Path, KVModel], tmp_path: Path, statements: str, by_ingesting: bool
@@ -80,7 +79,6 @@ def test_a_lost_table(
     check_mending(world, folder, by_ingesting)
 
 
-@pytest.mark.trials
 @pytest.mark.parametrize(("number", "by_ingesting"), in_turn(NUMBERS))
 def test_a_damaged_number_of_tokens(
     world: tuple[Path, Path, KVModel], tmp_path: Path, number: str, by_ingesting: bool

@@ -78,7 +78,7 @@ def test_words_follow_changes_and_old_indexes(filled: Index) -> None:
             assert sources(again, "QX-4471", 1) == ["code"]
 
 
-@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.sampled_from(

@@ -31,7 +31,6 @@ PASSAGE = (
 
 
 @pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
-@pytest.mark.trials
 def test_every_musique_passage_is_retrievable(make_index: MakeIndex) -> None:
     num_passages = trials(250, 6)
     items = json.loads(MUSIQUE.read_text())

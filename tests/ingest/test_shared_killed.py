@@ -42,7 +42,7 @@ def text_of(journal: Path) -> str:
     return journal.read_text() if journal.exists() else ""
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_killed_writers(tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch) -> None:
     num_kills = trials(100, 3)
     url = f"file://{tmp_path}/bucket/index"

@@ -208,13 +208,13 @@ def test_a_version_that_changes_nothing_keeps_the_vectors(
     assert len(first.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
 
 
-@pytest.mark.parametrize("how", ["at once", "one by one", "document"])
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "how"),
     [
-        "UPDATE documents SET digest = 'x' WHERE source = 'long'",
-        "UPDATE documents SET seal = x'00' WHERE source = 'long'",
-        "DELETE FROM documents WHERE source = 'long'",
+        ("UPDATE documents SET digest = 'x' WHERE source = 'long'", "at once"),
+        ("UPDATE documents SET seal = x'00' WHERE source = 'long'", "one by one"),
+        ("DELETE FROM documents WHERE source = 'long'", "document"),
+        ("DELETE FROM documents WHERE source = 'long'", "one by one"),
     ],
 )
 def test_chunks_of_a_damaged_document_leave_the_vectors(

@@ -320,6 +320,7 @@ def test_a_file_of_another_kind_is_named_as_that(name: str, content: bytes, mess
         list(load_bytes(f"/docs/{name}", content))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["depths", "styles", "equations", "notes", "markers", "spans"])
 def test_a_file_that_names_the_same_again_and_again_costs_what_its_text_does(kind: str) -> None:
     place = '<w:numPr><w:ilvl w:val="{}"/><w:numId w:val="1"/></w:numPr>'

@@ -23,6 +23,7 @@ from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowKernels, RowOperations, RowPlaces, RowTensors
 from kvrag_testing.bench_top import Bench
 from tests.models.test_compiled import FAMILIES, model_of
+from tests.support.properties import few
 
 NUM_TOKENS, FIRST_LAYER, QUESTION = 70, 1, 50
 POLICIES = ["none", "boundary", "random", "deviation", "query", "two_stage", "gradual"]
@@ -69,7 +70,7 @@ def rows_of_prompt(
     return hidden, fused, taken
 
 
-@pytest.mark.parametrize("num_rows", [3, 33, 70])
+@pytest.mark.parametrize("num_rows", few(2, [3, 70, 33]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_in_pytorch_compute_what_modules_do(family: str, num_rows: int) -> None:
     model = model_of(family)
@@ -87,6 +88,7 @@ def test_operations_in_pytorch_compute_what_modules_do(family: str, num_rows: in
         torch.testing.assert_close(our_mass, their_mass, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral-sliding"])
 def test_interpreted_kernels_compute_what_modules_do(family: str) -> None:
@@ -121,6 +123,7 @@ def test_more_rows_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(ours.storage.isnan(), theirs.storage.isnan())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 def test_kernels_that_are_wrong_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

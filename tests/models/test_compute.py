@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kvrag.models.compute import fastest, measured, resolved_compute
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
+from tests.support.properties import every
 
 _ALL = DeviationPolicy(ratio=1.0)
 
@@ -85,8 +87,13 @@ def test_a_model_can_be_had_in_several_precisions() -> None:
     assert KVModel.load(own) is own
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "bloom"])
-@pytest.mark.parametrize("compute", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "compute"),
+    every(
+        3,
+        product(("llama", "qwen3", "gemma2", "bloom"), ("float32", "bfloat16", "int8", "int4")),
+    ),
+)
 def test_ratio_one_equals_the_same_engines_prefill(family: str, compute: str) -> None:
     """Prefill without any chunk and fusion that recomputes everything give the same bits."""
     model = KVModel(make_model(family), make_tokenizer(), compute=compute)

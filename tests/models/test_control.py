@@ -16,6 +16,7 @@ from kvrag.models.control import ControlTokens, default_control_tokens
 from kvrag.models.tokens import encode
 from kvrag_train.tokenizer import build_tokenizer
 from tests.support.models import make_tokenizer
+from tests.support.properties import examples
 from tests.support.tokenizers import FAMILIES, MARKERS, bare_backend, family_tokenizer
 
 ALL = [*FAMILIES, "kvrag-tiny"]
@@ -50,7 +51,7 @@ def control_ids(name: str) -> set[int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=TEXTS)
 def test_documents_have_no_control_token(name: str, text: str) -> None:
     (tokens,) = _CONTROL[name].documents([text])
@@ -69,7 +70,7 @@ def test_documents_have_no_control_token(name: str, text: str) -> None:
 # Of normalised tokens behind a prepended space, those alone are recognised that follow a space:
 # there a message's last character decides about the template's own token, as it always did.
 @pytest.mark.parametrize("name", [name for name in ALL if name != "legacy-llama-normalised"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(contents=st.lists(TEXTS, min_size=1, max_size=3))
 def test_only_the_template_writes_control_tokens_of_messages(
     name: str, contents: list[str]
@@ -91,7 +92,7 @@ def test_only_the_template_writes_control_tokens_of_messages(
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_stretches_between_control_tokens_are_those_of_the_whole(
     name: str, data: st.DataObject

@@ -25,6 +25,7 @@ from kvrag.models.rows import ALL_BEFORE, Attending, RowPass
 from kvrag.models.tokenizer import Tokenizer
 from kvrag.models.tokens import encode
 from tests.support.models import make_model, make_tokenizer, needs_named_model
+from tests.support.properties import in_turn
 
 KNOWN = ("llama", "llama-llama3", "llama-yarn", "mistral-sliding", "qwen2", "qwen3", "gemma3")
 NAMED = [
@@ -75,11 +76,11 @@ def _computed(model: KVModel, *, compiled: bool) -> list[torch.Tensor]:
     return [*found, *shown, *(one[:, :, written] for one in (*fused.keys, *fused.values))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize(("family", "is_half"), in_turn(KNOWN))
 def test_own_decoders_compute_what_those_of_transformers_do(
-    family: str, dtype: torch.dtype, tmp_path: Path
+    family: str, is_half: bool, tmp_path: Path
 ) -> None:
+    dtype = torch.bfloat16 if is_half else torch.float32
     folder = _saved(tmp_path, make_model(family, dtype=dtype))
     _compare(folder, dtype)
 
@@ -180,19 +181,28 @@ def test_what_was_read_is_kept_until_a_file_changes(
     _saved(folder, make_model("llama"))
     bos = load_tokenizer(folder).bos_token
     (kept,) = (tmp_path / "cache" / "kvrag" / "read").iterdir()
-    program = (
-        "import sys; from kvrag.models.kv_model import KVModel\n"
-        f"model = KVModel.load({str(folder)!r})\n"
-        f"assert model.tokenizer.bos_token == {bos!r}\n"
-        "print(model.fingerprint, 'transformers' in sys.modules)"
-    )
-    first = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert first.stdout.split()[1] == "False", first.stderr
-    text = kept.read_text()
-    assert '"scaling": 0.' in text
-    kept.write_text(text.replace('"scaling": 0.', '"scaling": 1.', 1))
-    damaged = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert damaged.stdout.split() == [first.stdout.split()[0], "True"], damaged.stderr
+    assert '"scaling": 0.' in kept.read_text()
+    # Each load has a process of its own, forked from one that has imported what both need.
+    program = """
+import os, sys
+from pathlib import Path
+from kvrag.models.kv_model import KVModel
+folder, kept, bos = sys.argv[1:]
+for is_damaged in (False, True):
+    if is_damaged:
+        text = Path(kept).read_text()
+        Path(kept).write_text(text.replace('"scaling": 0.', '"scaling": 1.', 1))
+    if not os.fork():
+        model = KVModel.load(folder)
+        assert model.tokenizer.bos_token == bos
+        print(model.fingerprint, "transformers" in sys.modules, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    command = [sys.executable, "-c", program, str(folder), str(kept), bos]
+    loaded = subprocess.run(command, capture_output=True, text=True)
+    first, damaged = map(str.split, loaded.stdout.splitlines())
+    assert (first[1], damaged) == ("False", [first[0], "True"]), loaded.stderr
     path = folder / "tokenizer_config.json"
     path.write_text(path.read_text().replace('"bos_token": "<bos>"', '"bos_token": "<eos>"'))
     assert load_tokenizer(folder).bos_token == "<eos>"

@@ -23,6 +23,7 @@ from kvrag.models.references import resolve_model
 from kvrag.models.tokens import encode
 from tests.support import tool_templates
 from tests.support.models import make_tokenizer
+from tests.support.properties import few
 
 _FILES = (
     *("config.json", "generation_config.json", "model.safetensors"),
@@ -32,6 +33,7 @@ _SPY = """
 from pathlib import Path
 Path({marker!r}).write_text("it ran")
 from transformers import {base} as Base
+from tests.support.properties import few
 class Own(Base):
     model_type = "own"
 """
@@ -252,7 +254,7 @@ _ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("kind", _ENDLESS)
+@pytest.mark.parametrize("kind", few(3, _ENDLESS))
 def test_templates_are_rendered_within_limits(kind: str) -> None:
     tokenizer = load_tokenizer("kvrag-tiny")
     tokenizer.chat_template = _ENDLESS[kind]

@@ -28,6 +28,7 @@ from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowTensors
 from kvrag_bench.card import RecordedGraph, StateOperations, recorded
 from tests.models.test_compiled import model_of
+from tests.support.properties import examples
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "mistral-sliding"]
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_groups_end_where_a_policy_chooses_and_before_the_last_layer() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_a_bucket_computes_what_its_rows_alone_do(family: str, data: Any) -> None:
     model = deep(family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from kvrag.models.ranks import Ranks
 from kvrag.models.shards import check_shards, keep_part
 from kvrag.store.memory import MemoryStore
 from tests.support.models import make_model, make_tokenizer
+from tests.support.properties import every
 
 NUM_RANKS = 2
 CHUNKS = {"a": range(20, 50), "b": range(60, 100), "c": range(110, 131)}
@@ -146,9 +148,15 @@ def of_rank(open_kv: Any, ranks: Ranks, num_heads: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3"]
+    ("family", "policy"),
+    every(
+        3,
+        product(
+            ("llama", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3"),
+            ("none", "two_stage", "deviation:on=attention", "gradual"),
+        ),
+    ),
 )
-@pytest.mark.parametrize("policy", ["none", "two_stage", "deviation:on=attention", "gradual"])
 def test_fused_kv_is_that_of_one_process(family: str, policy: str) -> None:
     whole = KVModel(make_model(family), make_tokenizer())
     open_kv = stored(whole)

@@ -200,6 +200,7 @@ def on_threads(num_threads: int) -> torch.Tensor:
         return attend(query, keys, keys, rows, Scores(0.1))
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
     """OpenMP's threads are the parent's, and the coder's; the child must not ask them."""
     code = (

@@ -111,6 +111,7 @@ def test_the_codecs_kernels_pass_their_tests_on_the_reference() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")

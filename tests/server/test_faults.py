@@ -369,6 +369,7 @@ def test_what_is_counted(rag: Rag) -> None:
         assert metric(served, "kvrag_store_hits_total") > 0
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_over_what_a_message_says(
     served: Served, rag: Rag, monkeypatch: pytest.MonkeyPatch
 ) -> None:

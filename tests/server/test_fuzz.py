@@ -133,7 +133,6 @@ def fuzz(served: Served, name: str, mode: GenerationMode, num_requests: int) -> 
     return statuses
 
 
-@pytest.mark.trials
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", list(_ROUTES))
 def test_routes(fuzzed: Served, route: str, mode: GenerationMode) -> None:
@@ -147,9 +146,8 @@ def test_routes(fuzzed: Served, route: str, mode: GenerationMode) -> None:
     assert statuses.keys() <= {200, 400, 404, 413}
 
 
-@pytest.mark.trials
 def test_routes_without_a_body(fuzzed: Served) -> None:
-    number = trials(100, 8)
+    number = trials(100, 3)
     for name in operations(fuzzed):
         if name.startswith("GET"):
             assert fuzz(fuzzed, name, GenerationMode.POSITIVE, number).keys() <= {200, 404}

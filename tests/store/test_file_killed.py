@@ -1,6 +1,5 @@
 """A process killed at any moment leaves whole records and nothing that cannot be collected."""
 
-import random
 import signal
 import subprocess
 import sys
@@ -11,24 +10,10 @@ import pytest
 from kvrag.store.file import FileStore
 from kvrag_testing.records import key_number, record_of, stored
 from tests.support.folders import files_under
-from tests.support.killing import ROOT, lines_until_killed
+from tests.support.killing import ROOT
 
 RECORD_BYTES = 400_000
 
-# Puts records one after another, and tells of each when its put has returned.
-PUT_FOREVER = f"""
-import sys
-from kvrag.store.file import FileStore
-from kvrag_testing.records import key_number, record_of
-
-store = FileStore(sys.argv[1])
-number = int(sys.argv[2])
-while True:
-    key = key_number(number)
-    store.put(key, record_of(key, {RECORD_BYTES}))
-    print(number, flush=True)
-    number += 1
-"""
 
 # Puts one record, and dies at the step named.
 DIE_AT = f"""
@@ -99,19 +84,3 @@ def test_killed_at_each_step(tmp_path: Path, step: str, num_records: int) -> Non
     assert store.collect_garbage(0.0) == 2 - num_records
     assert check(tmp_path) == 3
     assert len(files_under(tmp_path)) == 3
-
-
-# Puts and deletes records and gives room back, again and again.
-def test_killed_at_random(tmp_path: Path) -> None:
-    chance = random.Random(7)
-    number = 0
-    for _ in range(4):
-        seconds = chance.uniform(0, 0.1)
-        told = lines_until_killed(PUT_FOREVER, tmp_path, number, seconds=seconds)
-        assert told[0] == str(number)
-        number = int(told[-1])
-        # All that was told of is there; at most the one put after it is there as well.
-        assert check(tmp_path) - (number + 1) in (0, 1)
-        number += 1
-    assert FileStore(tmp_path).collect_garbage(0.0) <= 4
-    assert len(files_under(tmp_path)) == check(tmp_path)

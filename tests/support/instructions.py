@@ -1,5 +1,6 @@
 """Every instruction set of this processor, one after the other."""
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,15 +44,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from _under(request.param)
 
 
-@pytest.fixture(
-    params=instruction_sets()
-    if IS_EXHAUSTIVE
-    else sorted({instruction_sets()[:2][-1], instruction_sets()[-1]}),
-    name="isa",
-)
+@pytest.fixture(params=instruction_sets() if IS_EXHAUSTIVE else ("",), name="isa")
 def isa_of_few(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run a test of what is built on kernels under the second and the last of them.
+    """Run a test of what is built on kernels under the second or the last of them, by its name.
 
     The kernels themselves are tested under each (`isa`); this too if `EXHAUSTIVE`.
     """
-    yield from _under(request.param)
+    few = (instruction_sets()[:2][-1], instruction_sets()[-1])
+    yield from _under(request.param or few[zlib.crc32(request.node.nodeid.encode()) % 2])

@@ -29,5 +29,15 @@ def in_turn(values: Iterable[T]) -> list[tuple[T, bool]]:
 
 
 def trials(number: int, few: int) -> int:
-    """Return `number` under ``make test-all EXHAUSTIVE=1``, else `few`; mark the test `trials`."""
+    """Return `number` under ``make test-all EXHAUSTIVE=1``, else `few`."""
     return number if IS_EXHAUSTIVE else few
+
+
+def few(number: int, values: Iterable[T]) -> list[T]:
+    """Return the first values only, or all if `IS_EXHAUSTIVE`."""
+    return list(values)[: None if IS_EXHAUSTIVE else number]
+
+
+def every(step: int, values: Iterable[T]) -> list[T]:
+    """Return every `step`-th value, or all if `IS_EXHAUSTIVE`."""
+    return list(values)[:: 1 if IS_EXHAUSTIVE else step]
