@@ -53,27 +53,37 @@ def test_every_recipe_is_short_and_has_its_output() -> None:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of all recipes: the first makes the handbook's index."""
-    return tmp_path_factory.mktemp("recipes")
-
-
-@pytest.mark.slow
-@needs_named_model("smollm2-135m")
-@pytest.mark.parametrize("name", SAID)
-def test_recipe(name: str, folder: Path) -> None:
-    if name == "existing_chroma" and find_spec("langchain_chroma") is None:
-        pytest.skip("needs langchain-chroma")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the recipes print, in one process and folder: the first makes the handbook's index."""
+    code = f"""
+import runpy, sys, traceback
+for name in {list(SAID)!r}:
+    print("\\0" + name)
+    try:
+        runpy.run_path({str(EXAMPLES / "recipes")!r} + "/" + name + ".py", run_name="__main__")
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+"""
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", EXAMPLES / "recipes" / f"{name}.py"],
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=tmp_path_factory.mktemp("recipes"),
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(EXAMPLES / "recipes")},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
-    holds(ran.stdout, name)
+    return dict(one.split("\n", 1) for one in ran.stdout.split("\0")[1:])
+
+
+@pytest.mark.slow
+@needs_named_model("smollm2-135m")
+@pytest.mark.parametrize("name", SAID)
+def test_recipe(name: str, outputs: dict[str, str]) -> None:
+    if name == "existing_chroma" and find_spec("langchain_chroma") is None:
+        pytest.skip("needs langchain-chroma")
+    assert "Traceback" not in outputs[name], outputs[name]
+    holds(outputs[name], name)
 
 
 def test_the_handbook_index_survives_a_recipe_that_was_stopped(
