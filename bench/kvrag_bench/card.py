@@ -46,6 +46,7 @@ _OPERATION_SECONDS = 6e-6
 _VIEW_SECONDS = 1e-6
 """What looking at a tensor otherwise costs without pretending."""
 _TRIALS = 400
+_LARGE = 1 << 20
 CARD = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 # They only say how memory is looked at: nothing is started.
@@ -116,6 +117,9 @@ class Counts:
     seconds
         This thread's processor time in operations, which a card would spend instead, and in
         pretending. What the host computes in the host's memory is not among it.
+    held
+        Large memory of the card, until `clear`: to give it back takes the operating system long,
+        and a card's allocator no time.
     started
         How much this thread has started on the card; each costs the host a dispatch.
     entry, looking
@@ -130,6 +134,7 @@ class Counts:
         self.names: Counter[tuple[str, str]] = Counter()
         self.seconds = self.entry = self.looking = 0.0
         self.started = 0
+        self.held: list[torch.Tensor] = []
         self._is_computing = False
         self._unseen = threading.local()
         self._thread = threading.get_ident()
@@ -139,6 +144,7 @@ class Counts:
         """Begin again at nothing."""
         for counter in (self.launches, self.copies, self.waits, self.names):
             counter.clear()
+        self.held.clear()
         self.seconds, self.started = 0.0, 0
 
     def note(self, counter: Counter[str], name: str) -> None:
@@ -244,6 +250,8 @@ class CardTensor(torch.Tensor):
             device=CARD,
         )
         made.held, made.counts, made.address = held, counts, held.data_ptr()
+        if held.untyped_storage().nbytes() >= _LARGE:
+            counts.held.append(held)
         return made
 
     def __init__(self, *_: object) -> None: ...

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
@@ -285,6 +286,23 @@ def lay_out(
     )
 
 
+_latest: tuple[Sequence[int], NDArray[np.int64]] = (), np.empty(0, np.int64)
+
+
+def ids_of(token_ids: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return tokens as an array, which nobody writes to.
+
+    The latest one is kept: a prompt is asked for several times, and it takes a tenth of a
+    millisecond for thousands of tokens.
+    """
+    global _latest
+    held, found = _latest
+    if held is not token_ids:
+        found = np.array(token_ids, np.int64)
+        _latest = token_ids, found
+    return found
+
+
 def shared_beginning(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> tuple[int, bool]:
     """Return how many tokens of the shared prefix a prompt begins with, and whether with all."""
     length = num_equal(token_ids, prefix)
@@ -306,7 +324,7 @@ class _PromptTokens:
     """The prompt's tokens with the character offsets at which they start."""
 
     def __init__(self, token_ids: tuple[int, ...], offsets: Sequence[tuple[int, int]]) -> None:
-        self._ids = np.array(token_ids, np.int64)
+        self._ids = ids_of(token_ids)
         if isinstance(offsets, SpliceOffsets):
             self._starts = offsets.starts
         else:

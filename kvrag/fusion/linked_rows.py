@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from kvrag.arguments import shown
 from kvrag.errors import LinksError, ParameterError
-from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
+from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan, ids_of
 from kvrag.fusion.links import LinksHeader, LinkTokens, find_links
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.kv_model import KVModel
@@ -90,8 +89,7 @@ class LinkedRows:
         self._model = model
         self.links = links if layout.links else None
         device = model.device
-        # By numpy: PyTorch takes seven times as long for a tuple.
-        self._token_ids = torch.from_numpy(np.array(layout.token_ids, np.int64)).to(device)
+        self._token_ids = torch.from_numpy(ids_of(layout.token_ids)).to(device)
         self._row_positions = (
             torch.arange(len(layout.token_ids), device=device)
             if layout.positions is None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvrag.chunk import Chunk
 from kvrag.errors import StoreError
 from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
-from kvrag.fusion.layout import Layout
+from kvrag.fusion.layout import Layout, ids_of
 from kvrag.fusion.runs import (
     Decode,
     Gap,
@@ -149,7 +149,7 @@ class RunFinder:
         gaps = gaps_of(layout)
         if not gaps:
             return self._explained(layout, chunks, ())
-        token_ids = np.array(layout.token_ids, np.int64).astype(np.int32)
+        token_ids = ids_of(layout.token_ids).astype(np.int32)
         rows = self._likely_rows(token_ids, gaps)
         partly = [span for span in layout.spans if not span.is_whole(chunks[span.chunk_id])]
         candidates = {
