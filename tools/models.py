@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvrag.models.elements import KINDS
 from kvrag.models.families import CORE, SEES, TESTED, WHOLE, WHY_NOT
 from kvrag.models.quantised import FORMATS
+from kvrag.weights.architectures import ARCHITECTURES
 from kvrag.weights.named import NAMED_MODELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -56,6 +57,9 @@ def _families() -> list[str]:
         (modules, "its modules", "no"),
     ):
         rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {way} | {elsewhere} |")
+    rows.append(
+        f"| as GGUF: {', '.join(f'`{one}`' for one in ARCHITECTURES)} | as that type | no |"
+    )
     rows.append(f"| the text part of {', '.join(f'`{one}`' for one in SEES)} | as that type | no |")
     return rows
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import fcntl
 import hashlib
 import json
 import os
@@ -81,8 +83,8 @@ def convert(
 ) -> ConvertedModel:
     """Return the conversion of a GGUF file; make it first where there is none.
 
-    The folder appears whole or not at all. If two processes convert one file at the same time,
-    both do the work and the second one to finish drops its own.
+    The folder appears whole or not at all. A second process that converts the same file waits for
+    the first; what a killed one left is deleted.
 
     Parameters
     ----------
@@ -110,17 +112,19 @@ def convert(
     target = _folder_of(source, is_small)
     say(f"converting {source.name} ({source.num_bytes / 1e6:,.0f} MB) once, into {target.parent}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
-            folder = Path(scratch) / "model"
+        with _alone(target.with_name(f".converting-{target.name}"), say) as scratch:
+            if found := converted(source, is_small=is_small):
+                return found
+            folder = scratch / "model"
             folder.mkdir(mode=0o755)
-            _run(_whole(source, Path(scratch)), folder, source, is_small)
+            _run(_whole(source, scratch), folder, source, is_small)
             files = {path.name: _sha256([path]) for path in sorted(folder.iterdir())}
             size = sum(path.stat().st_size for path in folder.iterdir())
             made = ConvertedModel(target, source.name, _told(source), files, size)
             entry = asdict(made) | {"folder": None}
             (folder / _MANIFEST).write_text(json.dumps(entry, indent=1))
-            _put(folder, target)
+            shutil.rmtree(target, ignore_errors=True)  # left by something that broke it
+            folder.rename(target)
     except OSError as error:
         raise ModelLoadError(
             f"cannot convert {source.name} into {target.parent}: {error.strerror or error}. It "
@@ -179,6 +183,31 @@ def _read(folder: Path) -> ConvertedModel | None:
     return model if size == model.num_bytes else None
 
 
+@contextlib.contextmanager
+def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Give an empty folder inside one that a single process has at a time; delete it at the end."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        place = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process converts it: waiting for {folder}")
+            fcntl.flock(place, fcntl.LOCK_EX)
+        # The process that had it has deleted it.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(place), folder.stat()):
+                break
+        os.close(place)
+    try:
+        for left in folder.iterdir():
+            shutil.rmtree(left)
+        yield Path(tempfile.mkdtemp(dir=folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(place)
+
+
 def _whole(source: GgufSource, scratch: Path) -> Path:
     """Return the file in one piece, as it was published."""
     if source.sha256 is not None and _sha256(source.files) != source.sha256:
@@ -217,16 +246,6 @@ def _run(path: Path, folder: Path, source: GgufSource, is_small: bool) -> None:
         raise ModelLoadError(
             f"cannot convert {source.name}: {reason.replace(str(path), _told(source))}"
         )
-
-
-def _put(folder: Path, target: Path) -> None:
-    if target.exists() and _read(target) is None:
-        shutil.rmtree(target)  # left by something that broke it
-    try:
-        folder.rename(target)
-    except OSError:
-        if _read(target) is None:
-            raise
 
 
 def _told(source: GgufSource) -> str:

@@ -1,7 +1,7 @@
 """The process that converts a GGUF file to a folder: weights, tokenizer, chat template.
 
 Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER [small]``. Dequantising
-takes memory that only the end of a process returns, and `_read_once` changes the libraries.
+takes memory that only the end of a process returns, and `_do_once` changes the libraries.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
 from kvrag.plugins import reason
 from kvrag.weights import packing
+from kvrag.weights.architectures import Metadata
 
 
 def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
@@ -33,8 +34,8 @@ def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     Raises
     ------
     ModelLoadError
-        When the file cannot be read, holds an architecture that Transformers does not read from
-        GGUF, or a type of quantisation that ``gguf`` does not dequantise.
+        When the file cannot be read, is of another architecture than `ARCHITECTURES` has, says
+        more or less than its model is, or has a quantisation that ``gguf`` does not take back.
     """
     import gguf
 
@@ -43,37 +44,30 @@ def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     except BaseException as error:  # it raises whatever the bytes lead to
         raise ModelLoadError(f"{path} cannot be read as GGUF: {reason(error)}") from error
     _check_types(path, reader)
+    known = Metadata(path, reader)
 
     # Seconds to import, so only for a file that can be read.
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer
 
-    _read_once(path, reader)
-    inside = {"gguf_file": path.name, "trust_remote_code": False}
+    _do_once(reader)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **inside)
-        planned = packing.plan(path, reader) if is_small else None
-        if planned is None:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path.parent),
-                **inside,
-                dtype=torch.bfloat16,
-                quantization_config=GgufConfig(dequantize=True),
-            )
-        else:
-            model = planned.model
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
+        planned = packing.plan(known, is_small=is_small)
+    except ModelLoadError:
+        raise
     except BaseException as error:  # a foreign file takes the libraries anywhere
         raise ModelLoadError(
-            f"Transformers cannot read {path} (architecture "
-            f"{shown(_field(reader, 'architecture'))}): "
+            f"Transformers cannot read {path} (architecture {shown(known.architecture)}): "
             f"{reason(error)}. Take the model's folder of safetensors instead"
         ) from error
-    end_of_turn = _ends(reader)
-    ends = model.generation_config.eos_token_id
-    known = ends if isinstance(ends, list) else [ends]
-    model.generation_config.eos_token_id = sorted({*known, *end_of_turn} - {None}) or None
+    settings = planned.model.generation_config
+    ends = settings.eos_token_id
+    told = ends if isinstance(ends, list) else [ends]
+    settings.eos_token_id = sorted({*told, *_ends(known)} - {None}) or None
     tokenizer.save_pretrained(folder)
-    (model if planned is None else planned).save_pretrained(folder)
+    planned.save_pretrained(folder)
 
 
 def _check_types(path: Path, reader: Any) -> None:
@@ -90,38 +84,21 @@ def _check_types(path: Path, reader: Any) -> None:
             )
 
 
-def _read_once(path: Path, reader: Any) -> None:
-    """Make the library use one reader of the file, and look names up once.
+def _do_once(reader: Any) -> None:
+    """Let Transformers take the file as it is read, and the table of tensors' names as it is made.
 
-    Transformers parses the file again for the config, the tokenizer and the weights, and makes the
-    table of all tensors' names for each module; most of a conversion's time is spent there.
+    It does both again and again, which is most of a conversion's time.
     """
     import gguf
 
-    made = gguf.GGUFReader
-
-    def open_once(other: Any, *rest: Any, **options: Any) -> Any:
-        return reader if Path(other) == path else made(other, *rest, **options)
-
-    # Transformers looks both up in the package each time.
-    replaced: Any = gguf
-    replaced.GGUFReader = open_once
+    replaced: Any = gguf  # where it looks both up each time
+    replaced.GGUFReader = lambda *_, **__: reader
     replaced.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 
-def _field(reader: Any, name: str) -> Any:
-    field = reader.fields.get(f"general.{name}")
-    return None if field is None else field.contents()
-
-
-def _ends(reader: Any) -> set[int]:
+def _ends(known: Metadata) -> set[int | None]:
     """Return tokens that end a turn: chat models declare them beside the end of a text."""
-    found = set()
-    for name in ("eos", "eot", "eom"):
-        field = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
-        if field is not None:
-            found.add(int(field.contents()))
-    return found
+    return {known.field(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrag.weights.architectures import SPARE, Metadata, read_config
 from kvrag.weights.cache import VERSION
 
 _Bytes = npt.NDArray[Any]  # of uint8: numpy's operators forget it
@@ -218,59 +219,87 @@ class Plan:
                 described[head] = described[table]
         config = self.model.config
         config.architectures = [type(self.model).__name__]
-        config.quantization_config = {
-            "quant_method": METHOD,
-            "version": VERSION,
-            "weights": described,
-        }
+        if described:
+            config.quantization_config = {
+                "quant_method": METHOD,
+                "version": VERSION,
+                "weights": described,
+            }
         config.save_pretrained(folder)
         self.model.generation_config.save_pretrained(folder)
 
 
-def plan(path: Path, reader: Any) -> Plan | None:
-    """Return how a GGUF file's model is written; None if none of its matrices can keep its bits.
+def plan(known: Metadata, *, is_small: bool) -> Plan:
+    """Return how a GGUF file's model is written.
 
     Parameters
     ----------
-    path
-        The file.
-    reader
-        A ``gguf.GGUFReader`` of it.
+    known
+        What the file says.
+    is_small
+        Whether matrices keep their bits where they can.
+
+    Raises
+    ------
+    ModelLoadError
+        When its tensors are not those of the model that it says it is.
     """
     import gguf
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
     theirs: Any = modeling_gguf_pytorch_utils  # untyped
-    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    if config.model_type not in _PLAIN:
-        return None
+    config = read_config(known)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    parsed = theirs.load_gguf_checkpoint(str(path))
-    (architecture,) = theirs.read_field(reader, "general.architecture")
-    processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)(parsed["config"])
+    processor = theirs.TENSOR_PROCESSORS.get(known.architecture, theirs.TensorProcessor)
+    processor = processor(config.to_dict())
     names = theirs.get_gguf_hf_weights_map(model, processor)
-    needed = set(model.state_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
-        needed -= set(model._tied_weights_keys)
+        shapes = {name: shapes[name] for name in shapes.keys() - set(model._tied_weights_keys)}
     kept: dict[str, _Kept] = {}
     changed: dict[str, Any] = {}
-    for tensor in reader.tensors:
-        name = names.get(tensor.name)
-        if name not in needed:
-            continue
+    given = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": changed}}
+    for tensor in known.tensors.values():
+        # Experts of one layer are one tensor, whose name has no end.
+        name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+        if name not in shapes:
+            if tensor.name in SPARE or "attn_rot_embd" in tensor.name:
+                continue
+            raise known.refusal(
+                f"has {tensor.name}, for which a model of type {config.model_type} has no place"
+            )
         layer, _, last = name.rpartition(".")
         is_matrix = last == "weight" and len(tensor.shape) == 2
-        kind = tensor.tensor_type.name
-        order = _row_order(processor, tensor) if is_matrix and kind in KINDS else None
+        is_kept = is_small and config.model_type in _PLAIN and tensor.tensor_type.name in KINDS
+        order = _row_order(processor, tensor) if is_matrix and is_kept else None
         if order is not None:
-            kept[layer] = _Kept(kind, tensor.data, order)
+            kept[layer] = one = _Kept(tensor.tensor_type.name, tensor.data, order)
+            _check_shape(known, tensor.name, one.shape, shapes[name])
             continue
-        made = processor.process(gguf.dequantize(tensor.data, tensor.tensor_type), tensor.name)
-        changed[name] = torch.from_numpy(np.array(made.weights)).to(torch.bfloat16)
-    found = changed.keys() | {f"{layer}.weight" for layer in kept}
-    return Plan(model, kept, changed) if kept and found == needed else None
+        made = processor.process(
+            gguf.dequantize(tensor.data, tensor.tensor_type), tensor.name, **given
+        )
+        if made.name is not None:
+            changed[name] = torch.from_numpy(np.array(made.weights))
+        changed[name] = changed[name].to(torch.bfloat16)
+        _check_shape(known, tensor.name, tuple(changed[name].shape), shapes[name])
+    if lacking := sorted(shapes.keys() - changed.keys() - {f"{layer}.weight" for layer in kept}):
+        raise known.refusal(
+            f"lacks {len(lacking)} weights of a model of type {config.model_type}, first "
+            f"{lacking[0]}"
+        )
+    return Plan(model, kept, changed)
+
+
+def _check_shape(
+    known: Metadata, name: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    if found != expected:
+        raise known.refusal(
+            f"has {name} of shape {found}, but says that its model has {expected} there"
+        )
 
 
 def _row_order(processor: Any, tensor: Any) -> Any | None:

@@ -17,6 +17,8 @@ from kvrag.weights.named import named_model
 
 OLLAMA = "ollama:"
 LLAMA_CPP = "llama.cpp:"
+# Files are converted again where this changes: before 2, scaled frequencies were left out.
+_READING = "2"
 _MAGIC = b"GGUF"
 _PIECE = re.compile(r"-\d{5}-of-\d{5}$")
 # What a name without them means.
@@ -50,10 +52,11 @@ class GgufSource:
         """A name for the file's content: its published digest, or path, size and time."""
         if self.sha256 is not None:
             return self.sha256[:16]
-        text = "\n".join(
+        told = [
             f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
             for path in self.files
-        )
+        ]
+        text = "\n".join([_READING, *told])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

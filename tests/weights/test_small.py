@@ -19,30 +19,17 @@ from kvrag.models.pretrained import load_weights
 from kvrag.models.references import resolve_model
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.native import IS_COMPILED
+from kvrag.weights.architectures import Metadata
 from kvrag.weights.packing import KINDS, greatest, plan, take_apart
 from kvrag_testing.bench_top import Bench, relative_difference
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import random_blocks, write_gguf
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="kernels compute with them")
-
-WITH_LEAST = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-
-
-def random_blocks(kind: str, num_rows: int, num_blocks: int) -> np.ndarray:
-    """Return rows of blocks whose scales are finite."""
-    rng = np.random.default_rng(len(kind) + num_rows)
-    size = KINDS[kind][0]
-    blocks = rng.integers(0, 256, (num_rows * num_blocks, size), dtype=np.uint8)
-    places = [208] if kind == "Q6_K" else [0, 2] if kind in WITH_LEAST else [0]
-    for place in places:
-        halves = rng.normal(0, 0.01, (len(blocks), 1)).astype(np.float16)
-        blocks[:, place : place + 2] = halves.view(np.uint8)
-    return blocks.reshape(num_rows, -1)
 
 
 def written(path: Path, folder: Path) -> Path:
     """Convert a file in this process, without a tokenizer."""
-    planned = plan(path, gguf.GGUFReader(str(path)))
+    planned = plan(Metadata(path, gguf.GGUFReader(str(path))), is_small=True)
     folder.mkdir()
     planned.save_pretrained(folder)
     return folder
@@ -173,7 +160,6 @@ def test_types_that_kernels_do_not_know_become_16_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_gguf(tmp_path / "m.gguf", kind="F16")
-    assert plan(tmp_path / "m.gguf", gguf.GGUFReader(str(tmp_path / "m.gguf"))) is None
     monkeypatch.setenv("KVRAG_MODELS", str(tmp_path / "cache"))
     with caplog.at_level("INFO"):
         folder = Path(resolve_model(tmp_path / "m.gguf", is_small=True))

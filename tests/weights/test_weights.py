@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from kvrag.errors import ModelLoadError
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import has_bfloat16
 from kvrag.models.references import resolve_model
+from kvrag.weights import cache
 from kvrag.weights.cache import (
     cache_folder,
     convert,
@@ -114,12 +117,29 @@ def test_an_index_remembers_a_gguf_file_from_any_folder(
 
 
 @pytest.mark.usefixtures("quick")
-def test_two_at_once_leave_one_conversion(tmp_path: Path) -> None:
+def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the first; what a killed process left is deleted."""
     path = tmp_path / "m.gguf"
     write_gguf(path)
     source = GgufSource("m", (path,))
+    convert(source)
+    (found,) = converted_models()
+    remove(found)
+    left = cache_folder() / f".converting-{found.folder.name}" / "tmpx"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("half")
+    run, calls, waits = cache._run, [], threading.Event()
+
+    def slow(*given: Any) -> None:
+        calls.append(given)
+        assert waits.wait(20)
+        run(*given)
+
+    monkeypatch.setattr("kvrag.weights.cache._run", slow)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(convert, [source, source])
+        said = lambda line: waits.set() if "another process converts it" in line else None  # noqa: E731
+        first, second = pool.map(lambda _: convert(source, said), range(2))
+    assert len(calls) == 1
     assert first == second
     assert [one.folder for one in converted_models()] == [first.folder]
     assert sorted(entry.name for entry in cache_folder().iterdir()) == [first.folder.name]
@@ -296,10 +316,3 @@ def test_bad_files_are_refused(
         resolve_model(tmp_path / name)
     assert "Traceback" not in str(caught.value)
     assert not list(cache_folder().glob("*")) if cache_folder().exists() else True
-
-
-def test_an_architecture_that_is_not_read_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, architecture="rwkv6")
-    with pytest.raises(ModelLoadError, match=r"architecture 'rwkv6'"):
-        resolve_model(path)
