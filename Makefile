@@ -146,11 +146,11 @@ $(RELEASE_STAMP): tools/release-requirements.txt
 	$(RELEASE_PYTHON) -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
-# The folder is emptied first.
+# The folder is emptied first. MACOS=1 adds a wheel for macOS on arm64, which nobody has run.
 DIST ?= dist
 
 wheels: $(RELEASE_STAMP)
-	$(RELEASE_PYTHON) -m tools.wheels --out $(DIST)
+	$(RELEASE_PYTHON) -m tools.wheels --out $(DIST) $(if $(MACOS),--mac)
 
 # MATRIX names versions of Python, or paths; without it, all that are installed.
 matrix: $(RELEASE_STAMP)

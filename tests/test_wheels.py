@@ -1,5 +1,6 @@
 """A wheel for another processor cannot be tried where it is built: its files are looked at."""
 
+import struct
 import zipfile
 from pathlib import Path
 
@@ -52,3 +53,40 @@ def test_what_does_not_fit_is_found(
 ) -> None:
     named = tag.replace("X", "manylinux_2_24")
     assert why in str(unfit(wheel(tmp_path, named, code, *map(CPYTHON.format, modules))))
+
+
+def mach(*commands: bytes, processor: int = 0x0100000C) -> bytes:
+    header = struct.pack("<8I", 0xFEEDFACF, processor, 0, 6, len(commands), 0, 0, 0)
+    return header + b"".join(commands)
+
+
+def command(kind: int, path: bytes, at: int = 24) -> bytes:
+    size = -(-(at + len(path) + 1) // 8) * 8
+    return struct.pack("<3I", kind, size, at).ljust(at, b"\0") + path.ljust(size - at, b"\0")
+
+
+SYSTEM = command(0xC, b"/usr/lib/libSystem.B.dylib")
+ELEVEN, TWELVE = (struct.pack("<6I", 0x32, 24, 1, one << 16, 12 << 16, 0) for one in (11, 12))
+SIGNED = struct.pack("<4I", 0x1D, 16, 0, 0)
+NAMED = command(0xD, b"@rpath/_native")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (mach(NAMED, SYSTEM, ELEVEN, SIGNED), None),
+        (mach(NAMED, SYSTEM, ELEVEN, SIGNED, processor=7), "expected Mach-O for arm64"),
+        (mach(NAMED, SYSTEM, ELEVEN), "expected a signature, found none"),
+        (mach(NAMED, SYSTEM, TWELVE, SIGNED), r"expected macOS (11, 0), found (12, 0)"),
+        (mach(SYSTEM, command(0xC, b"/opt/libc++.dylib"), ELEVEN, SIGNED), "as its only library"),
+        (mach(command(0xD, b"/tmp/_native"), SYSTEM, ELEVEN, SIGNED), "no path of the building"),
+        (mach(command(0x8000001C, b"/tmp", 12), SYSTEM, ELEVEN, SIGNED), "no path of the building"),
+        (b"\x7fELF".ljust(64, b"\0"), "expected Mach-O for arm64"),
+    ],
+)
+def test_what_macos_would_not_load_is_found(tmp_path: Path, code: bytes, why: str | None) -> None:
+    path = tmp_path / "kvrag-0.2.0-cp312-abi3-macosx_11_0_arm64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("kvrag/_native.abi3.so", code)
+    found = unfit(path)
+    assert found is None if why is None else why in str(found)
