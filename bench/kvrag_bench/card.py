@@ -118,8 +118,8 @@ class Counts:
         This thread's processor time in operations, which a card would spend instead, and in
         pretending. What the host computes in the host's memory is not among it.
     held
-        Large memory of the card, until `clear`: to give it back takes the operating system long,
-        and a card's allocator no time.
+        Large memory of the card, until `clear`: the operating system takes long to free it, a
+        card's allocator no time.
     started
         How much this thread has started on the card; each costs the host a dispatch.
     entry, looking
