@@ -174,11 +174,9 @@ _SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", _SHAPES)
-def test_rows_of_fixed_width_become_what_the_host_makes_of_them(
-    shape: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("shape", "is_half"), in_turn(_SHAPES))
+def test_rows_of_fixed_width_become_what_the_host_makes_of_them(shape: str, is_half: bool) -> None:
+    dtype = torch.float16 if is_half else torch.float32
     num_heads, head_dim, bands, tokens = _SHAPES[shape]
     spec = KVSpec(2, num_heads, head_dim, dtype)
     codec = PackedCodec(fit(replace(PACKED, transform=bands), spec))

@@ -57,7 +57,7 @@ def test_killed_at_random_moments_the_index_opens_and_is_completed(tmp_path: Pat
     folder = tmp_path / "killed"
     num_chunks = 0
     with Forking(INGEST) as ingester:
-        for round_number in range(trials(60, 3)):
+        for round_number in range(trials(60, 2)):
             is_made = (folder / "index.json").exists()
             child = ingester.start(folder, "open" if is_made else "create")
             # The first is killed while the index is being made.

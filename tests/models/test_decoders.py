@@ -173,6 +173,7 @@ def test_weights_that_are_missing_are_named_by_transformers(tmp_path: Path) -> N
         KVModel.load(folder)
 
 
+@pytest.mark.slow
 def test_what_was_read_is_kept_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,10 +136,10 @@ def fuzz(served: Served, name: str, mode: GenerationMode, num_requests: int) -> 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", list(_ROUTES))
 def test_routes(fuzzed: Served, route: str, mode: GenerationMode) -> None:
-    """Send requests made from the document: 15 to each route, or 10,000 in all."""
+    """Send requests made from the document: 10 to each route, or 10,000 in all."""
     is_right = mode is GenerationMode.POSITIVE
     generates = is_right and route.endswith(("completions", "responses"))
-    number = trials(700 if generates else 1129, 15)
+    number = trials(700 if generates else 1129, 10)
     statuses = fuzz(fuzzed, f"POST {route}", mode, number)
     assert statuses.total() > 0.95 * number or not IS_EXHAUSTIVE
     assert statuses[200 if is_right else 400] > 2
