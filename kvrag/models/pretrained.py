@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    __version__,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.quantizers.auto import (
     register_quantization_config,
     register_quantizer,
@@ -26,9 +30,9 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvrag import arguments, plugins
-from kvrag.errors import ModelLoadError
+from kvrag.errors import ModelLoadError, UnsupportedModelError
 from kvrag.models.decoders import Decoder
-from kvrag.models.families import refuse_config
+from kvrag.models.families import INSTEAD, TESTED, WHOLE, find_family, refuse_config
 from kvrag.models.quantised import check_quantised
 from kvrag.models.references import EMBEDDED_FOLDER, resolve_model, usable_device
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
@@ -79,11 +83,25 @@ def _refused(reference: str, why: str) -> ModelLoadError:
             "kvrag never runs. Take a model of a type that Transformers has itself ('kvrag models "
             "list' names some)"
         )
+    for words, meaning in _MEANINGS.items():
+        if found := re.search(words, why):
+            why = meaning.format(*found.groups(), version=__version__)
+            break
     return ModelLoadError(
-        f"could not load {arguments.shown(reference)}{like(reference)}: {why}. Expected a "
-        "folder or hub repository with config.json, tokenizer.json and *.safetensors (pickled "
-        "weights are not read)"
+        f"could not load {arguments.shown(reference)}{like(reference)}: {why.rstrip('.')}. "
+        "Expected a folder or hub repository with config.json, tokenizer.json and *.safetensors "
+        "(pickled weights are not read)"
     )
+
+
+# What Transformers says at more length, to those who write its models.
+_MEANINGS = {
+    "Should have a `model_type` key": "it has no config.json that names its model_type",
+    "model type `(.*?)` but Transformers does not recognize": "Transformers {version} has no "
+    "models of its type, {0}; a newer version may have them",
+    "config file at .* is not a valid JSON": "its config.json is no JSON",
+    "Couldn't instantiate the backend tokenizer": "it has no tokenizer.json",
+}
 
 
 def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
@@ -110,12 +128,37 @@ def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
     if (twin := _TWINS.get(config.model_type)) is not None:
         config = CONFIG_MAPPING[twin](**_without_sections(config.to_dict()))
     config._name_or_path = whole._name_or_path
-    config.tie_word_embeddings = whole.tie_word_embeddings
     refuse_config(config)
+    kind = config.model_type
+    if config.is_encoder_decoder or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(
+            f"model type {arguments.shown(kind)} is not supported: it encodes texts and "
+            f"continues none. {INSTEAD}"
+        )
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"model type {arguments.shown(config.model_type)} is not supported: Transformers has "
+            f"no model of it that continues text. {INSTEAD}"
+        )
+    config.tie_word_embeddings = whole.tie_word_embeddings
+    if config.model_type not in (*TESTED, *WHOLE):
+        _check_structure(config)
     quantised = getattr(whole, "quantization_config", None)
     if quantised is not None:
         config.quantization_config = check_quantised(reference, quantised, device)
     return config
+
+
+def _check_structure(config: PreTrainedConfig) -> None:
+    """Refuse a model by its layers, before its weights are looked for."""
+    short = copy.deepcopy(config)
+    short.num_hidden_layers = min(config.num_hidden_layers, 2)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(short, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except Exception:  # whatever a wrong configuration leads to: loading says it
+        return
+    find_family(model)
 
 
 # Text parts that are, without images, models that Transformers has by another name.

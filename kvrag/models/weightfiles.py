@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,8 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     """
     folder = Path(reference)
     files = _in_folder(folder) if folder.is_dir() else _of_hub(reference)
-    entries = [entry for path in files for entry in _entries(path)]
+    named = {name: entry for path in files for name, entry in _entries(path)}
+    entries = named.values()
     shapes = [[int(one) for one in entry["shape"]] for entry in entries]
     if not shapes:
         raise ModelLoadError(
@@ -86,13 +88,26 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
             f"beside it hold {found:,}; restore config.json, or take the weights that belong to it"
         )
 
+    for name, weight in model.state_dict().items():
+        shape = named.get(name, {}).get("shape")
+        if shape is not None and math.prod(shape) != weight.numel() and not is_quantised:
+            raise ModelLoadError(
+                f"{reference}: {name} has the shape {shape}, but config.json describes "
+                f"{list(weight.shape)}; restore config.json, or take the weights that belong to it"
+            )
+
 
 def _in_folder(folder: Path) -> list[Path]:
     if (folder / _ONE).is_file():
         return [folder / _ONE]
     if not (folder / _INDEX).is_file():
         return []
-    names = set(json.loads(read_regular(folder / _INDEX))["weight_map"].values())
+    try:
+        names = set(json.loads(read_regular(folder / _INDEX))["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{folder / _INDEX} names no files of weights (weight_map); restore it"
+        ) from error
     return [folder / name for name in sorted(names)]
 
 
@@ -104,16 +119,28 @@ def _of_hub(name: str) -> list[Path]:
         return [Path(one) for one in get_checkpoint_shard_files(name, index)[0]]  # type: ignore[no-untyped-call]
 
 
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what a file's header says of each tensor."""
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ModelLoadError(f"{path} is no safetensors file; restore it")
-        header: dict[str, Any] = json.loads(file.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield entry
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what a file's header says of each tensor, by its name."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = (
+                json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else {}
+            )
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} is missing, but {_INDEX} names it; restore it") from error
+    except ValueError:
+        header = {}
+    header.pop("__metadata__", None)
+    if not header:
+        raise ModelLoadError(f"{path} is no safetensors file, or is cut short; restore it")
+    end = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
+    if end > size:
+        raise ModelLoadError(
+            f"{path} is cut short: expected {end:,} bytes, found {size:,}; restore it"
+        )
+    yield from header.items()
 
 
 def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:

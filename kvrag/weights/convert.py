@@ -42,7 +42,10 @@ def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     try:
         reader = gguf.GGUFReader(str(path))
     except BaseException as error:  # it raises whatever the bytes lead to
-        raise ModelLoadError(f"{path} cannot be read as GGUF: {reason(error)}") from error
+        raise ModelLoadError(
+            f"{path} cannot be read as GGUF ({reason(error)}): it is cut short, damaged, or of "
+            "another version; fetch it again"
+        ) from error
     _check_types(path, reader)
     known = Metadata(path, reader)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.ingest.embedding import get_embedding
@@ -114,6 +115,9 @@ def test_an_encoders_own_python_never_runs(
         ({"num_hidden_layers": 12}, "lack 36 weights|weights of the model"),
         ({"model_type": 7}, "could not load"),
         ({"rope_parameters": []}, "could not load|config.json"),
+        ({"model_type": "florble"}, "has no models of its type, florble; a newer version"),
+        ({"model_type": None}, "has no models of its type|names its model_type"),
+        ({"intermediate_size": 77}, r"_proj.weight has the shape \[.*config.json describes \["),
     ],
 )
 def test_a_configuration_that_is_not_its_weights(
@@ -144,8 +148,16 @@ def test_an_encoder_with_absurd_sizes(tmp_path: Path) -> None:
             load(made)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "no header", "long header", "not there"])
-def test_damaged_weights(folder: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncated", r"model.safetensors is cut short: expected \d.* bytes, found \d"),
+        ("no header", "is no safetensors file, or is cut short"),
+        ("long header", "is no safetensors file, or is cut short"),
+        ("not there", r"no \*.safetensors with weights"),
+    ],
+)
+def test_damaged_weights(folder: Path, damage: str, message: str) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
     changed = {
@@ -156,8 +168,62 @@ def test_damaged_weights(folder: Path, damage: str) -> None:
     path.unlink()
     if damage in changed:
         path.write_bytes(changed[damage])
-    with pytest.raises(ModelLoadError, match=r"could not load|safetensors"):
+    with pytest.raises(ModelLoadError, match=message):
         KVModel.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": {"a": "b.safetensors"}}', r"b.safetensors is missing, but .*index.json"),
+        ("{}", r"index.json names no files of weights"),
+        ("[1", r"index.json names no files of weights"),
+    ],
+)
+def test_damaged_indexes_of_weights(folder: Path, index: str, message: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError, match=message):
+        KVModel.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "no config.json that names its model_type"),
+        ("config.json", "{}", "no config.json that names its model_type"),
+        ("config.json", "", "its config.json is no JSON"),
+        ("tokenizer.json", None, "it has no tokenizer.json"),
+    ],
+)
+def test_files_that_say_nothing(folder: Path, name: str, content: str | None, message: str) -> None:
+    if name == "tokenizer.json":
+        (folder / "tokenizer_config.json").unlink()
+    if content is None:
+        (folder / name).unlink(missing_ok=True)
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=message):
+        KVModel.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.BertConfig(), "'bert' is not supported: it encodes texts"),
+        (transformers.T5Config(), "'t5' is not supported: it encodes texts"),
+        (transformers.WhisperConfig(), "'whisper' is not supported: it encodes texts"),
+        (transformers.CLIPConfig(), "'clip_text_model' is not supported: Transformers has no"),
+        (transformers.RwkvConfig(), "'rwkv' is not supported: it is not a stack"),
+        (transformers.MambaConfig(), "'mamba' is not supported: layers of it keep the state"),
+    ],
+)
+def test_models_of_other_kinds_are_refused_before_weights_are_looked_for(
+    tmp_path: Path, config: Any, message: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        KVModel.load(tmp_path)
 
 
 def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
