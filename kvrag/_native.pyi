@@ -103,8 +103,8 @@ def pack(
     widths: NDArray[np.uint8],
     weights: _Floats,
     powers: _Floats,
-    levels: NDArray[np.uint8],
     nearest: NDArray[np.uint8],
+    meanings: _Floats,
     rows: NDArray[np.uint8],
     lost: _Floats,
 ) -> None: ...

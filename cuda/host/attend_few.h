@@ -38,25 +38,21 @@ struct Few {
   u64 first, count;                        // keys seen
   float *scores, *apart;                   // [group, count], [group, key_dim]
 
-  // Scores of kNumKeys keys from `key` on, for kNumHeads heads from `head` on.
+  // Products of kNumKeys keys with kNumHeads heads' queries from `head` on, in whole registers of
+  // channels; return how many channels those are. Inlined, so that sums stay in registers.
   template <u32 kNumHeads, u32 kNumKeys>
-  void score(u64 head, u64 key) const {
-    const Element *query[kNumHeads], *row[kNumKeys];
-    const float* laid[kNumHeads];
-    for (u32 h = 0; h < kNumHeads; ++h) {
-      query[h] = queries + static_cast<i64>(head + h) * a.query_head_stride;
-      laid[h] = apart + (head + h) * a.key_dim;
-    }
-    for (u32 k = 0; k < kNumKeys; ++k) {
-      row[k] = keys + static_cast<i64>(first + key + k) * a.key_row_stride;
-    }
+  [[gnu::always_inline]] u64 multiply(u64 head, const Element* const (&row)[kNumKeys],
+                                      Floats (&sums)[kNumKeys][kNumHeads]) const {
+    const Element* const query = queries + static_cast<i64>(head) * a.query_head_stride;
+    const float* const laid = apart + head * a.key_dim;
     const i64 ahead = static_cast<i64>(kRowsAhead) * a.key_row_stride;
-    Floats sums[kNumKeys][kNumHeads] = {};
     u64 d = 0;
     for (; d + Way::kStep <= a.key_dim; d += Way::kStep) {
       typename Way::Inputs x[kNumHeads];
 #pragma GCC unroll 4
-      for (u32 h = 0; h < kNumHeads; ++h) x[h] = Way::inputs(query[h] + d, laid[h] + d);
+      for (u32 h = 0; h < kNumHeads; ++h) {
+        x[h] = Way::inputs(query + h * a.query_head_stride + d, laid + h * a.key_dim + d);
+      }
 #pragma GCC unroll 4
       for (u32 k = 0; k < kNumKeys; ++k) {
         __builtin_prefetch(row[k] + d + ahead, 0, 2);
@@ -65,6 +61,18 @@ struct Few {
         for (u32 h = 0; h < kNumHeads; ++h) Way::add(sums[k][h], loaded, x[h]);
       }
     }
+    return d;
+  }
+
+  // Scores of kNumKeys keys from `key` on, for kNumHeads heads from `head` on.
+  template <u32 kNumHeads, u32 kNumKeys>
+  void score(u64 head, u64 key) const {
+    const Element* row[kNumKeys];
+    for (u32 k = 0; k < kNumKeys; ++k) {
+      row[k] = keys + static_cast<i64>(first + key + k) * a.key_row_stride;
+    }
+    Floats sums[kNumKeys][kNumHeads] = {};
+    const u64 d = multiply(head, row, sums);
     float added[kNumKeys][kNumHeads];
     if constexpr (kNumKeys == 4) {
 #pragma GCC unroll 4
@@ -84,8 +92,9 @@ struct Few {
     for (u32 k = 0; k < kNumKeys; ++k) {
       for (u32 h = 0; h < kNumHeads; ++h) {
         float sum = added[k][h];
+        const Element* const query = queries + static_cast<i64>(head + h) * a.query_head_stride;
         for (u64 rest = d; rest < a.key_dim; ++rest) {
-          sum += widened(query[h][rest]) * widened(row[k][rest]);
+          sum += widened(query[rest]) * widened(row[k][rest]);
         }
         scores[(head + h) * count + key + k] = sum * factor_of(a);
       }
@@ -98,13 +107,6 @@ struct Few {
   void score_wide(u64 head, u64 key) const {
     // Keys that are kWidth / kKeysAtOnce apart are multiplied together, and fill a vector by turns.
     constexpr u32 kParts = kWidth / kKeysAtOnce;
-    const Element* query[kNumHeads];
-    const float* laid[kNumHeads];
-    for (u32 h = 0; h < kNumHeads; ++h) {
-      query[h] = queries + static_cast<i64>(head + h) * a.query_head_stride;
-      laid[h] = apart + (head + h) * a.key_dim;
-    }
-    const i64 ahead = static_cast<i64>(kRowsAhead) * a.key_row_stride;
     Floats parts[kNumHeads][kParts];
 #pragma GCC unroll 4
     for (u32 part = 0; part < kParts; ++part) {
@@ -114,18 +116,7 @@ struct Few {
         row[k] = keys + static_cast<i64>(first + key + part + k * kParts) * a.key_row_stride;
       }
       Floats sums[kKeysAtOnce][kNumHeads] = {};
-      for (u64 d = 0; d < a.key_dim; d += Way::kStep) {
-        typename Way::Inputs x[kNumHeads];
-#pragma GCC unroll 4
-        for (u32 h = 0; h < kNumHeads; ++h) x[h] = Way::inputs(query[h] + d, laid[h] + d);
-#pragma GCC unroll 4
-        for (u32 k = 0; k < kKeysAtOnce; ++k) {
-          __builtin_prefetch(row[k] + d + ahead, 0, 2);
-          const auto loaded = Way::weights(row[k] + d);
-#pragma GCC unroll 4
-          for (u32 h = 0; h < kNumHeads; ++h) Way::add(sums[k][h], loaded, x[h]);
-        }
-      }
+      multiply(head, row, sums);
 #pragma GCC unroll 4
       for (u32 h = 0; h < kNumHeads; ++h) {
         using linear::fold;

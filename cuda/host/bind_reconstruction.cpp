@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <tuple>
 
@@ -246,34 +247,41 @@ void place_packed(const Array<const u8, 1>& rows, u64 first_byte, u64 row_bytes,
   run_packed(parts, num_parts, threads);
 }
 
-void pack(const Floats2& numbers, const Array<const u8, 1>& widths, const Floats1& weights,
-          const Floats1& powers, const Array<const u8, 1>& levels,
-          const Array<const u8, 2>& nearest, Array<u8, 2> rows, Array<float, 1> lost) {
+void pack(const Floats3& numbers, const Array<const u8, 2>& widths, const Floats2& weights,
+          const Floats1& powers, const Array<const u8, 2>& nearest, const Floats2& meanings,
+          Array<u8, 2> rows, Array<float, 2> lost) {
+  const u64 num_bands = numbers.shape(0), num_tokens = numbers.shape(1), groups = widths.shape(1);
   Packing packing{};
-  packing.num_numbers = widths.size() * kPackedGroup;
+  packing.num_numbers = groups * kPackedGroup;
   require(is_packed(numbers) && is_packed(widths) && is_packed(powers) && powers.size() == 256 &&
-              numbers.shape(1) == packing.num_numbers && rows.shape(0) == numbers.shape(0) &&
-              is_packed(lost) && lost.size() == numbers.shape(0) && is_packed(weights) &&
-              weights.size() == widths.size() && are_levels(levels) && is_packed(nearest) &&
+              widths.shape(0) == num_bands && numbers.shape(2) == packing.num_numbers &&
+              rows.shape(0) == num_tokens && is_packed(lost) && lost.shape(0) == num_bands &&
+              lost.shape(1) == num_tokens && is_packed(weights) && weights.shape(0) == num_bands &&
+              weights.shape(1) == groups && is_packed(nearest) && is_packed(meanings) &&
               nearest.shape(0) == kPackedBits + 1 && nearest.shape(1) == 256 &&
+              meanings.shape(0) == nearest.shape(0) && meanings.shape(1) == 256 &&
               packing.num_numbers <= 1 << 14 &&
-              rows.shape(1) == 1 + width_of(widths.data(), widths.size()) &&
+              rows.shape(1) == num_bands + width_of(widths.data(), widths.size()) &&
               (rows.size() == 0 || (rows.stride(1) == 1 && rows.stride(0) >= 0)),
           "a row for each token's numbers");
   for (u64 i = 0; i < nearest.size(); ++i) {
-    require(nearest.data()[i] >> (i / 256) == 0, "numbers of their widths");
+    require(nearest.data()[i] >> (i / 256) == 0 && std::fabs(meanings.data()[i]) <= kPackedMiddle,
+            "numbers of their widths, and what they stand for");
   }
-  packing.numbers = numbers.data();
-  packing.widths = widths.data();
-  packing.weights = weights.data();
   packing.powers = powers.data();
-  packing.levels = levels.data();
   packing.nearest = nearest.data();
+  packing.meanings = meanings.data();
   packing.rows = rows.data();
   packing.row_bytes = static_cast<u64>(rows.stride(0));
-  packing.lost = lost.data();
   const nb::gil_scoped_release release;
-  run_packing(packing, numbers.shape(0));
+  for (u64 band = 0; band < num_bands; ++band) {
+    packing.numbers = numbers.data() + band * num_tokens * packing.num_numbers;
+    packing.widths = widths.data() + band * groups;
+    packing.weights = weights.data() + band * groups;
+    packing.lost = lost.data() + band * num_tokens;
+    run_packing(packing, num_tokens);
+    packing.rows += 1 + width_of(packing.widths, groups);
+  }
 }
 
 }  // namespace
@@ -297,8 +305,8 @@ void bind_reconstruction(nb::module_& m) {
         nb::arg("threads"));
   m.def("pack", &pack, nb::arg("numbers").noconvert(), nb::arg("widths").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("powers").noconvert(),
-        nb::arg("levels").noconvert(), nb::arg("nearest").noconvert(), nb::arg("rows").noconvert(),
-        nb::arg("lost").noconvert());
+        nb::arg("nearest").noconvert(), nb::arg("meanings").noconvert(),
+        nb::arg("rows").noconvert(), nb::arg("lost").noconvert());
   m.def("contexts", &contexts, nb::arg("values").noconvert(), nb::arg("out").noconvert());
   m.def("refine", &refine, nb::arg("values").noconvert(), nb::arg("symbols").noconvert());
 }

@@ -303,11 +303,11 @@ struct Packing {
   const float* numbers;  // [tokens, num_numbers]
   u64 num_numbers;
   const u8* widths;
-  const float* weights;  // [num_numbers / kPackedGroup]: of a squared error
-  const float* powers;   // [256], ascending
-  const u8* levels;      // [128]
-  const u8* nearest;     // [kPackedBits + 1, 256]: the number nearest to half of an index
-  u8* rows;              // its first
+  const float* weights;   // [num_numbers / kPackedGroup]: of a squared error
+  const float* powers;    // [256], ascending
+  const u8* nearest;      // [kPackedBits + 1, 256]: the number nearest to a place
+  const float* meanings;  // the same shape: what it stands for, whole numbers from -127 to 127
+  u8* rows;               // its first
   u64 row_bytes;
   float* lost;  // [tokens]: what rounding loses, squared
 };

@@ -5,6 +5,8 @@
 // the rest is float32.
 #pragma once
 
+#include <algorithm>
+
 #include "placing.h"
 #include "vectors.h"
 #if defined(__x86_64__)
@@ -20,7 +22,8 @@ typedef i32 Ints __attribute__((vector_size(4 * KVRAG_FLOATS)));
 using Floats = typename VectorOf<kWidth>::Type;
 
 // One vector of channels times four levels of a token: `add` sums the products up. Levels are
-// below 128, so that pairs of products fit 16 bits. Quads have their first byte lowest.
+// below 128, so that pairs of products fit 16 bits where these are added first. Quads have their
+// first byte lowest.
 #if defined(__AVX512VNNI__)
 
 using Weights = Ints;
@@ -96,36 +99,66 @@ constexpr u32 kVectors = kWidth == 8 ? 4 : 2;
 constexpr u32 kTokens = 16;
 static_assert(kTokens % kRows == 0 && kPackedPanel % (kVectors * kWidth) == 0, "whole vectors");
 
-// The levels of one token's band. Eight bytes are read for any width: what follows a row, or the
-// last of them, is there.
-static inline void unpack_band(const u8* from, const u8* widths, u64 count, const u8* levels,
-                               i8* to) {
-#if defined(__AVX512VBMI__)
-  for (u64 i = 0; i < count; i += kPackedGroup) {
-    const u64 width = widths[i / kPackedGroup], each = 0x0101010101010101;
-    const u64 most = ((u64{1} << width) - 1) * each;
-    store(to + i, _pdep_u64(load<u64>(from), most) + most + each);
-    from += width;
+// The levels of some tokens of a band, doubled where products still fit. Except in whole registers,
+// eight bytes are read for any width: what follows a row, or the last of them, is there.
+#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
+
+constexpr bool kDoubled = true;
+
+static inline void unpack(const u8* rows, u64 row_bytes, u64 num_tokens, const u8* widths,
+                          u64 count, const u8* levels, i8* to) {
+  constexpr u64 kEach = 0x0101010101010101, kSteps = 0x0706050403020100;
+  __m512i low = load<__m512i>(levels), high = load<__m512i>(levels + 64);
+  low = _mm512_add_epi8(low, low);
+  high = _mm512_add_epi8(high, high);
+  for (u64 first = 0; first < count; first += 64) {
+    const u64 rest = count - first < 64 ? count - first : 64;
+    // Of each group: its eight bytes, where its numbers begin in them, and the level of number 0.
+    u64 places[8] = {}, shifts[8] = {}, zeros[8] = {}, num_bytes = 0;
+    for (u64 group = 0; group < rest / kPackedGroup; ++group) {
+      const u64 width = widths[first / kPackedGroup + group];
+      places[group] = num_bytes * kEach + kSteps;
+      shifts[group] = width * kSteps;
+      zeros[group] = kEach << width;
+      num_bytes += width;
+    }
+    const __m512i place = load<__m512i>(places), shift = load<__m512i>(shifts);
+    const __m512i zero = load<__m512i>(zeros), most = _mm512_sub_epi8(zero, _mm512_set1_epi8(1));
+    const __mmask64 read = (u64{1} << num_bytes) - 1, written = ~u64{0} >> (64 - rest);
+    const u8* from = rows;
+    for (u64 token = 0; token < num_tokens; ++token, from += row_bytes) {
+      const __m512i groups = _mm512_permutexvar_epi8(place, _mm512_maskz_loadu_epi8(read, from));
+      const __m512i numbers = _mm512_and_si512(_mm512_multishift_epi64_epi8(shift, groups), most);
+      const __m512i found = _mm512_permutex2var_epi8(low, _mm512_or_si512(numbers, zero), high);
+      _mm512_mask_storeu_epi8(to + token * count + first, written, found);
+    }
+    rows += num_bytes;
   }
-  const __m512i low = load<__m512i>(levels), high = load<__m512i>(levels + 64);
-  for (u64 i = 0; i < count; i += 64) {
-    const u64 rest = count - i;
-    const __mmask64 some = rest < 64 ? (u64{1} << rest) - 1 : ~u64{0};
-    const __m512i places = _mm512_maskz_loadu_epi8(some, to + i);
-    _mm512_mask_storeu_epi8(to + i, some, _mm512_permutex2var_epi8(low, places, high));
-  }
-#else
-  for (u64 i = 0; i < count; i += kPackedGroup) {
-    const u64 width = widths[i / kPackedGroup], most = (u64{1} << width) - 1;
-    const u8* const own = levels + most + 1;
-    const u64 word = load<u64>(from);
-    u64 found = 0;
-    for (u64 k = 0; k < kPackedGroup; ++k) found |= u64{own[word >> (k * width) & most]} << (8 * k);
-    store(to + i, found);
-    from += width;
-  }
-#endif
 }
+
+#else
+
+constexpr bool kDoubled = false;
+
+static inline void unpack(const u8* rows, u64 row_bytes, u64 num_tokens, const u8* widths,
+                          u64 count, const u8* levels, i8* to) {
+  for (u64 token = 0; token < num_tokens; ++token, rows += row_bytes, to += count) {
+    const u8* from = rows;
+    for (u64 i = 0; i < count; i += kPackedGroup) {
+      const u64 width = widths[i / kPackedGroup], most = (u64{1} << width) - 1;
+      const u8* const own = levels + most + 1;
+      const u64 word = load<u64>(from);
+      u64 found = 0;
+      for (u64 k = 0; k < kPackedGroup; ++k) {
+        found |= u64{own[word >> (k * width) & most]} << (8 * k);
+      }
+      store(to + i, found);
+      from += width;
+    }
+  }
+}
+
+#endif
 
 // Channels of one panel for kRows tokens.
 static inline void multiply(const i8* numbers, u64 count, const i8* basis, const i32* starts,
@@ -133,7 +166,9 @@ static inline void multiply(const i8* numbers, u64 count, const i8* basis, const
   for (u64 first = 0; first < kPackedPanel; first += kVectors * kWidth) {
     Ints sums[kRows][kVectors];
     for (u32 r = 0; r < kRows; ++r) {
-      for (u32 v = 0; v < kVectors; ++v) sums[r][v] = Ints{};
+      for (u32 v = 0; v < kVectors; ++v) {
+        sums[r][v] = kDoubled ? load<Ints>(starts + first + v * kWidth) : Ints{};
+      }
     }
     const i8* next = basis + 4 * first;
     for (u64 at = 0; at < count; at += 4, next += 4 * kPackedPanel) {
@@ -152,7 +187,7 @@ static inline void multiply(const i8* numbers, u64 count, const i8* basis, const
 #pragma GCC unroll 4
       for (u32 v = 0; v < kVectors; ++v) {
         const u64 at = first + v * kWidth;
-        const Ints whole = sums[r][v] * 2 + load<Ints>(starts + at);
+        const Ints whole = kDoubled ? sums[r][v] : sums[r][v] * 2 + load<Ints>(starts + at);
         const Floats values = __builtin_convertvector(whole, Floats) * factors[r];
         store(out + r * stride + at, values + load<Floats>(mean + at));
       }
@@ -214,11 +249,11 @@ void packed_tile(const Packed& packed, const Placement& placement, u64 begin, u6
     std::memset(numbers + num_tokens * count, 0, (padded - num_tokens) * count);
     for (u64 band = 0; band < packed.num_bands; ++band) {
       const u8* const widths = packed.widths + band * (count / kPackedGroup);
+      const u8* const from = first + band * packed.band_bytes;
       for (u64 token = 0; token < num_tokens; ++token) {
-        const u8* const from = first + token * packed.row_bytes + band * packed.band_bytes;
-        factors[token] = packed.scales[band] * packed.powers[*from];
-        packed::unpack_band(from + 1, widths, count, packed.levels, numbers + token * count);
+        factors[token] = packed.scales[band] * packed.powers[from[token * packed.row_bytes]];
       }
+      packed::unpack(from + 1, packed.row_bytes, num_tokens, widths, count, packed.levels, numbers);
       for (u64 panel = 0; panel < panels; ++panel) {
         const u64 at = (band * panels + panel) * kPackedPanel;
         for (u64 token = 0; token < padded; token += packed::kRows) {
@@ -241,85 +276,165 @@ void packed_tile(const Packed& packed, const Placement& placement, u64 begin, u6
   }
 }
 
+// Scales are powers of two by eighths; those below the one that fits all numbers are tried too.
+constexpr i32 kTries = 12;
+
 // Scalar code has no registers for eight floats, and so cannot return them.
 static inline void read_eight(const float* from, Floats8& eight) {
   std::memcpy(&eight, from, sizeof eight);
 }
 
-// Eight numbers of one group: the nearest that can be stored, and what they stand for.
-static inline void to_packed(const Packing& packing, u64 width, const Floats8& numbers,
-                             float inverse, u8 (&nearest)[kPackedGroup], Floats8& found) {
+// Where eight numbers are in tables of 256, each from -127 to 127 times the scale.
+static inline void find_places(const Floats8& numbers, float inverse, Ints8& places) {
   constexpr float kMiddle = kPackedMiddle;
   Floats8 place = numbers * inverse + kMiddle;
   place = place > 0.0f ? place : Floats8{};
   place = place < 2 * kMiddle ? place : Floats8{} + 2 * kMiddle;
-  const Ints8 whole = __builtin_convertvector(place, Ints8);
-  const u8* const all = packing.nearest + 256 * width;
-  const u8* const own = packing.levels + (u64{1} << width);
-  for (u32 i = 0; i < kPackedGroup; ++i) {
-    nearest[i] = all[whole[i]];
-    found[i] = own[nearest[i]];
+  places = __builtin_convertvector(place, Ints8);
+}
+
+#if defined(__AVX512VBMI__)
+
+// The same table in bytes, which fit four registers.
+struct Meanings {
+  alignas(64) i8 of[kPackedBits + 1][256];
+
+  explicit Meanings(const Packing& packing) {
+    for (u64 i = 0; i < sizeof of; ++i) of[0][i] = static_cast<i8>(packing.meanings[i]);
   }
-  found = width == 0 ? Floats8{} : 2.0f * found - kMiddle;
+};
+
+// A register holds eight numbers by two scales.
+static inline __m512i places_of(__m512 numbers, __m512 inverse) {
+  const __m512 middle = _mm512_set1_ps(kPackedMiddle);
+  const __m512 place =
+      _mm512_max_ps(_mm512_add_ps(_mm512_mul_ps(numbers, inverse), middle), _mm512_setzero_ps());
+  return _mm512_cvttps_epi32(_mm512_min_ps(place, _mm512_set1_ps(2 * kPackedMiddle)));
 }
 
-static inline float sum_of(const Floats8& eight) {
-  float sum = 0.0f;
-  for (u32 i = 0; i < 8; ++i) sum += eight[i];
-  return sum;
-}
-
-// Scales are powers of two by eighths; those below the one that fits all numbers are tried too.
-void pack_tile(const Packing& packing, u64 begin, u64 end) noexcept {
-  constexpr i32 kTries = 12;
-  const u64 groups = packing.num_numbers / kPackedGroup;
-  const auto most_of = [&](u64 group) {
-    const u8 level = packing.levels[(u64{2} << packing.widths[group]) - 1];
-    return static_cast<float>(2 * level - kPackedMiddle);
+// What a row loses by each of the scales.
+static inline void lose(const Packing& packing, const Meanings& meanings, const float* numbers,
+                        const float (&scales)[kTries], float (&lost)[kTries]) {
+  constexpr u32 kRegisters = kTries / 2, kFull = 4;
+  static_assert(kTries == 12, "a whole register of bytes, and half of one");
+  __m512 scale[kRegisters], inverse[kRegisters], losses[kRegisters];
+  for (u32 r = 0; r < kRegisters; ++r) {
+    scale[r] =
+        _mm512_insertf32x8(_mm512_set1_ps(scales[2 * r]), _mm256_set1_ps(scales[2 * r + 1]), 1);
+    inverse[r] = _mm512_div_ps(_mm512_set1_ps(1.0f), scale[r]);
+    losses[r] = _mm512_setzero_ps();
+  }
+  const auto top_of = [](u32 first) {  // four bytes of each quarter, above three zeros each
+    const i32 at = static_cast<i32>(first << 24 | 0x808080);
+    return _mm512_broadcast_i32x4(
+        _mm_setr_epi32(at, at + (1 << 24), at + (2 << 24), at + (3 << 24)));
   };
+  const __m512i tops[kFull] = {top_of(0), top_of(4), top_of(8), top_of(12)};
+  for (u64 group = 0; group < packing.num_numbers / kPackedGroup; ++group) {
+    const __m512 x = _mm512_broadcast_f32x8(_mm256_loadu_ps(numbers + kPackedGroup * group));
+    const __m512 weight = _mm512_set1_ps(packing.weights[group]);
+    const i8* const own = meanings.of[packing.widths[group]];
+    const __m512i table[4] = {load<__m512i>(own), load<__m512i>(own + 64), load<__m512i>(own + 128),
+                              load<__m512i>(own + 192)};
+    __m512i places[kRegisters];
+#pragma GCC unroll 6
+    for (u32 r = 0; r < kRegisters; ++r) places[r] = places_of(x, inverse[r]);
+    const __m512i last = _mm512_packus_epi32(places[4], places[5]);
+    const __m512i bytes[2] = {_mm512_packus_epi16(_mm512_packus_epi32(places[0], places[1]),
+                                                  _mm512_packus_epi32(places[2], places[3])),
+                              _mm512_packus_epi16(last, last)};
+    __m512i found[2];
+#pragma GCC unroll 2
+    for (u32 half = 0; half < 2; ++half) {
+      const __m512i low = _mm512_permutex2var_epi8(table[0], bytes[half], table[1]);
+      const __m512i high = _mm512_permutex2var_epi8(table[2], bytes[half], table[3]);
+      found[half] = _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes[half]), low, high);
+    }
+#pragma GCC unroll 6
+    for (u32 r = 0; r < kRegisters; ++r) {
+      const __m512i odd =
+          _mm512_srai_epi32(_mm512_shuffle_epi8(found[r / kFull], tops[r % kFull]), 24);
+      const __m512 off = _mm512_sub_ps(x, _mm512_mul_ps(_mm512_cvtepi32_ps(odd), scale[r]));
+      losses[r] = _mm512_add_ps(losses[r], _mm512_mul_ps(_mm512_mul_ps(off, off), weight));
+    }
+  }
+  for (u32 r = 0; r < kRegisters; ++r) {
+    const auto sums = (VectorOf<16>::Type)losses[r];
+    for (u32 half = 0; half < 2; ++half) {
+      float sum = 0.0f;
+      for (u32 i = 0; i < 8; ++i) sum += sums[8 * half + i];
+      lost[2 * r + half] = sum;
+    }
+  }
+}
+
+#else
+
+struct Meanings {
+  explicit Meanings(const Packing&) {}
+};
+
+static inline void lose(const Packing& packing, const Meanings&, const float* numbers,
+                        const float (&scales)[kTries], float (&lost)[kTries]) {
+  for (i32 one = 0; one < kTries; ++one) {
+    const float scale = scales[one], inverse = 1.0f / scale;
+    Floats8 losses{}, x, found;
+    Ints8 places;
+    for (u64 group = 0; group < packing.num_numbers / kPackedGroup; ++group) {
+      const float* const own = packing.meanings + 256 * packing.widths[group];
+      read_eight(numbers + kPackedGroup * group, x);
+      find_places(x, inverse, places);
+#if defined(__AVX2__)
+      found = (Floats8)_mm256_i32gather_ps(own, (__m256i)places, 4);
+#else
+      for (u32 i = 0; i < kPackedGroup; ++i) found[i] = own[places[i]];
+#endif
+      const Floats8 difference = x - found * scale;
+      losses += difference * difference * packing.weights[group];
+    }
+    float sum = 0.0f;
+    for (u32 i = 0; i < kPackedGroup; ++i) sum += losses[i];
+    lost[one] = sum;
+  }
+}
+
+#endif
+
+void pack_tile(const Packing& packing, u64 begin, u64 end) noexcept {
+  const u64 groups = packing.num_numbers / kPackedGroup;
+  const Meanings meanings(packing);
   for (u64 row = begin; row < end; ++row) {
     const float* const numbers = packing.numbers + row * packing.num_numbers;
-    Floats8 x, found;
-    float peak = 0.0f;
+    Floats8 x, peaks{};
     for (u64 group = 0; group < groups; ++group) {
       if (packing.widths[group] == 0) continue;
       read_eight(numbers + kPackedGroup * group, x);
-      const Floats8 size = x < 0.0f ? -x : x;
-      float greatest = 0.0f;
-      for (u32 i = 0; i < 8; ++i) greatest = size[i] > greatest ? size[i] : greatest;
-      const float needed = greatest / most_of(group);
-      peak = needed > peak ? needed : peak;
+      const Floats8 needed =
+          (x < 0.0f ? -x : x) / packing.meanings[256 * packing.widths[group] + 255];
+      peaks = needed > peaks ? needed : peaks;
     }
-    i32 first = 255;
-    while (first > 0 && packing.powers[first - 1] >= peak) --first;
-    float best = 3.0e38f;
-    i32 chosen = first;
-    u8 nearest[kPackedGroup];
-    for (i32 power = first; power >= 0 && power > first - kTries; --power) {
-      const float scale = packing.powers[power], inverse = 1.0f / scale;
-      Floats8 losses{};
-      for (u64 group = 0; group < groups; ++group) {
-        read_eight(numbers + kPackedGroup * group, x);
-        to_packed(packing, packing.widths[group], x, inverse, nearest, found);
-        const Floats8 difference = x - found * scale;
-        losses += difference * difference * packing.weights[group];
-      }
-      const float lost = sum_of(losses);
-      if (lost < best) {
-        best = lost;
-        chosen = power;
-      }
+    float peak = 0.0f;
+    for (u32 i = 0; i < kPackedGroup; ++i) peak = peaks[i] > peak ? peaks[i] : peak;
+    const u64 first = static_cast<u64>(
+        std::lower_bound(packing.powers, packing.powers + 255, peak) - packing.powers);
+    float scales[kTries], lost[kTries];
+    for (u64 less = 0; less < kTries; ++less) {
+      scales[less] = packing.powers[first < less ? 0 : first - less];
     }
-    packing.lost[row] = best;
+    lose(packing, meanings, numbers, scales, lost);
+    const u64 chosen = static_cast<u64>(std::min_element(lost, lost + kTries) - lost);
+    packing.lost[row] = lost[chosen];
     u8* to = packing.rows + row * packing.row_bytes;
-    *to++ = static_cast<u8>(chosen);
-    const float inverse = 1.0f / packing.powers[chosen];
+    *to++ = static_cast<u8>(first < chosen ? 0 : first - chosen);
+    const float inverse = 1.0f / scales[chosen];
+    Ints8 places;
     for (u64 group = 0; group < groups; ++group) {
       const u64 width = packing.widths[group];
+      const u8* const nearest = packing.nearest + 256 * width;
       read_eight(numbers + kPackedGroup * group, x);
-      to_packed(packing, width, x, inverse, nearest, found);
+      find_places(x, inverse, places);
       u64 word = 0;
-      for (u64 i = 0; i < kPackedGroup; ++i) word |= u64{nearest[i]} << (i * width);
+      for (u64 i = 0; i < kPackedGroup; ++i) word |= u64{nearest[places[i]]} << (i * width);
       std::memcpy(to, &word, width);
       to += width;
     }

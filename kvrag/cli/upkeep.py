@@ -260,8 +260,13 @@ def profile(
         typer.Option(help="Codec to fit: packed, transform, transform:BITS, cachegen or lossless."),
     ] = "transform",
     tokens: Annotated[
-        int, o.setting(min=256, help="Tokens in the sample, taken evenly from the index.")
-    ] = 16_384,
+        int | None,
+        o.setting(
+            min=256,
+            help="Tokens in the sample, taken evenly from the index. Default: what suits the codec "
+            "(packed 4,096, others 16,384).",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write the profile to this file, for other indexes of the model."),

@@ -42,6 +42,8 @@ class Bands:
     """
 
     name: ClassVar[str] = "companded_bands"
+    sample_tokens: ClassVar[int] = 4096
+    is_fitted_late: ClassVar[bool] = True
     bits: float = 4.2
     most_channels: int = 128
 
@@ -67,7 +69,7 @@ class Bands:
         return next(n for n in range(fewest, channels + 1) if channels % n == 0)
 
     def tokens_to_fit(self, spec: KVSpec) -> int:
-        """Return how many tokens a sample should have."""
+        """Return how many tokens an index must hold before it is fitted to them."""
         return max(_FEW_TOKENS, 8 * spec.num_kv_heads * spec.head_dim // self.num_bands(spec))
 
     def fitter(self, spec: KVSpec) -> BandsFitter:
@@ -220,6 +222,7 @@ class FittedBands:
         self.widths = widths
         self._spec = spec
         self._inverses: dict[int, torch.Tensor] = {}
+        self._sizes: dict[int, NDArray[np.float32]] = {}
         self._prepared: dict[int, PackedBands] = {}
 
     def row_layers(self, block: int) -> torch.Tensor:  # noqa: ARG002
@@ -264,12 +267,11 @@ class FittedBands:
         Bases are orthogonal except for rounding to 8 bits: errors of numbers are those of channels.
         """
         numbers, widths = self._numbers(block, channels), self.widths[block].numpy()
-        lost = np.zeros(len(rows))
-        parts = np.hsplit(rows, len(widths))
-        norms = self.bases[block].float().square().sum(2) * self.scales[block].square()[:, None]
-        sizes = norms.view(*widths.shape, GROUP).mean(2).numpy()
-        for one, width, part, size in zip(numbers, widths, parts, sizes, strict=True):
-            lost += pack_rows(one, width, size, part)
+        sizes = self._sizes.get(block)
+        if sizes is None:
+            norms = self.bases[block].float().square().sum(2) * self.scales[block].square()[:, None]
+            sizes = self._sizes[block] = norms.view(*widths.shape, GROUP).mean(2).numpy()
+        lost: NDArray[np.float64] = pack_rows(numbers, widths, sizes, rows).sum(0, np.float64)
         return lost
 
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.bands import Bands, FittedBands
+from kvrag.codec.bands import FittedBands
 from kvrag.codec.base import check_kv
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.lossless import rest_bits, split
-from kvrag.codec.pca import PCA, Components
+from kvrag.codec.pca import Components
 from kvrag.codec.profile import Level, Plane, Profile
 from kvrag.codec.tables import (
     ESCAPE,
@@ -278,25 +278,9 @@ class Sample:
 
 
 MIN_TOKENS = 256
-_FEW_TOKENS = 512
 _RUN = 32
 _KEPT_OUT = 4  # one run of tokens in four
 _MAX_KEPT_NUMBERS = 1 << 24  # the fit needs about 40 times their 4 bytes
-
-
-def tokens_to_fit(config: PipelineConfig, spec: KVSpec) -> int:
-    """Return how many tokens an index must hold before a codec is fitted to them.
-
-    Components need more tokens than a block has channels. SmolLM2 has 1,536: the error of 4 bits
-    an element is 11 to 18 % of the variance if they are fitted on 512 tokens, 2 to 3 % on 1,024,
-    0.04 % on 2,048 and 0.03 % on 4,096 or more.
-    """
-    if isinstance(config.transform, Bands):
-        return config.transform.tokens_to_fit(spec)
-    if not isinstance(config.transform, PCA):
-        return _FEW_TOKENS
-    widest = max(plan.num_channels(spec) for plan in config.transform.plans(spec))
-    return max(_FEW_TOKENS, 8 * widest // 3)
 
 
 def fit_profile(

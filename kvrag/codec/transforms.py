@@ -20,6 +20,12 @@ from kvrag.kvcache import ChunkKV, KVSpec
 KINDS = ("keys", "values")
 
 
+SAMPLE_TOKENS = 16_384
+"""How many tokens most transforms are fitted to."""
+FEW_TOKENS = 512
+"""How many tokens any transform needs."""
+
+
 def greatest_tame(dtype: torch.dtype) -> float:
     """Return the magnitude above which a token is kept raw with any profile.
 
@@ -108,9 +114,23 @@ class TransformFitter(Protocol):
 
 
 class Transform(Protocol):
-    """The hyperparameters of a transform, as in a configuration."""
+    """The hyperparameters of a transform, as in a configuration.
+
+    Attributes
+    ----------
+    sample_tokens
+        How many tokens a good sample has.
+    is_fitted_late
+        Whether it is fitted to records where that can wait, which costs no prefill.
+    """
 
     name: ClassVar[str]
+    sample_tokens: ClassVar[int]
+    is_fitted_late: ClassVar[bool]
+
+    def tokens_to_fit(self, spec: KVSpec) -> int:
+        """Return how many tokens an index must hold before it is fitted to them."""
+        ...
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
         """Return the blocks that it divides a model's KV into."""
@@ -169,6 +189,12 @@ class NoTransform:
     """
 
     name: ClassVar[str] = "none"
+    sample_tokens: ClassVar[int] = SAMPLE_TOKENS
+    is_fitted_late: ClassVar[bool] = False
+
+    def tokens_to_fit(self, spec: KVSpec) -> int:
+        """Return how many tokens an index must hold before it is fitted to them."""
+        return FEW_TOKENS
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
         """Return one block for each layer."""

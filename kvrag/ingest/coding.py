@@ -18,7 +18,7 @@ from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
 from kvrag.errors import ParameterError, ProfileError, RecordError, StoreError
-from kvrag.ingest.profiles import SAMPLE_TOKENS, ProfileFolder
+from kvrag.ingest.profiles import ProfileFolder
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.store.base import Store, StoredRecord
 
@@ -39,7 +39,7 @@ def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint:
     get_codec(codec, profile)
 
 
-def spread_evenly(lengths: Sequence[int], num_tokens: int = SAMPLE_TOKENS) -> list[int]:
+def spread_evenly(lengths: Sequence[int], num_tokens: int) -> list[int]:
     """Return which chunks make an evenly spread sample of about `num_tokens` tokens.
 
     Parameters

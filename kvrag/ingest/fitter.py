@@ -8,26 +8,29 @@ from typing import TYPE_CHECKING
 
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.names import PACKED
 from kvrag.errors import DocumentError, ParameterError, ProfileError
 from kvrag.fusion.compression.spec import is_text, no_kv
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.maintenance import audit_rows, recode_records
-from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
 from kvrag.plugins import document_failures
 
 if TYPE_CHECKING:
     from kvrag.codec.base import Codec
-    from kvrag.codec.config import CodecChoice
+    from kvrag.codec.config import CodecChoice, PipelineConfig
     from kvrag.codec.profile import Profile
     from kvrag.ingest.stages import Outcome
     from kvrag.kvcache import ChunkKV
 
 
-def _sample_tokens(codec: str) -> int:
-    """Return how many tokens a codec is fitted on; narrow bands need few."""
-    return 4096 if codec == PACKED else SAMPLE_TOKENS
+def _stages(codec: str) -> PipelineConfig:
+    """Return the stages of a codec. Raises ParameterError if it has none."""
+    from kvrag.codec.config import choose_codec
+
+    stages = choose_codec(codec).config
+    if stages is None:
+        raise ParameterError(f"codec {shown(codec)} needs no profile")
+    return stages
 
 
 class CodecFitter:
@@ -42,6 +45,7 @@ class CodecFitter:
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
         self._storage = storage
         self._encoders = encoders
+        self._has_failed = False  # to fit to chunks of this ingestion
 
     def codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
         """Return the codec for new records; fits its profile to `chunks` if it has none.
@@ -49,17 +53,16 @@ class CodecFitter:
         Too small a set of chunks is stored raw, until there are more.
         """
         storage = self._storage
-        if not storage.coding.needs_profile:
+        if self._has_failed or not storage.coding.needs_profile:
             return storage.coding.codec
         lengths = [storage.config.num_rows(len(chunk.token_ids)) for chunk in chunks]
-        if sum(lengths) < self._tokens_to_fit():
-            return storage.coding.codec
         codec = storage.config.codec
-        sample_tokens = _sample_tokens(codec)
-        if codec == PACKED:  # `catch_up` fits to the records, which costs no prefill
-            if sum(lengths) < 4 * sample_tokens:
-                return storage.coding.codec
-            sample_tokens //= 2
+        transform = _stages(codec).transform
+        least, sample_tokens = transform.tokens_to_fit(storage.config.spec), transform.sample_tokens
+        if transform.is_fitted_late:  # by `catch_up`, unless much would be written twice
+            least, sample_tokens = 4 * sample_tokens, sample_tokens // 2
+        if sum(lengths) < least:
+            return storage.coding.codec
         try:
             profile = self._fit(
                 codec,
@@ -69,6 +72,7 @@ class CodecFitter:
                 sample_tokens,
             )
         except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
+            self._has_failed = True  # the next window would compute its sample in vain, too
             return storage.coding.codec
         self._record(codec, profile, say)
         return storage.coding.codec
@@ -81,10 +85,11 @@ class CodecFitter:
         """
         storage = self._storage
         codec = storage.config.codec
+        self._has_failed = False
         if is_text(storage.config.compressing):
             return ""
         if storage.coding.needs_profile:
-            raw, least = self.needed(), self._tokens_to_fit()
+            raw, least = self.needed(), _stages(codec).transform.tokens_to_fit(storage.config.spec)
             if sum(raw.values()) < least:
                 return f"KV is stored raw until the index holds {least:,} tokens to fit {codec} to"
             try:
@@ -94,21 +99,12 @@ class CodecFitter:
             outcome.size_bytes = self._record(codec, profile, say)
         if storage.config.profile:
             num_tokens = storage.profiles.get(storage.config.profile).num_tokens
-            if num_tokens < _sample_tokens(codec) // 4:
+            if num_tokens < _stages(codec).transform.sample_tokens // 4:
                 return (
                     f"{codec} was fitted on {num_tokens:,} tokens only; 'kvrag recode --codec "
                     f"{codec}' fits it again when the index holds more"
                 )
         return ""
-
-    def _tokens_to_fit(self) -> int:
-        from kvrag.codec.config import choose_codec
-        from kvrag.codec.fitting import tokens_to_fit
-
-        config = self._storage.config
-        stages = choose_codec(config.codec).config
-        assert stages is not None  # only a codec that needs a profile is asked about
-        return tokens_to_fit(stages, config.spec)
 
     def fit(
         self,
@@ -186,7 +182,8 @@ class CodecFitter:
                 if is_ours and has_level and is_profile_of(profile, choice):
                     fitting.append(profile)
         best = max(fitting, key=lambda profile: (profile.num_tokens, profile.hash), default=None)
-        if best is None or best.num_tokens < min(_sample_tokens(choice.label), num_tokens) / 2:
+        most = _stages(choice.label).transform.sample_tokens
+        if best is None or best.num_tokens < min(most, num_tokens) / 2:
             return None
         return best
 
@@ -233,14 +230,11 @@ class CodecFitter:
     ) -> Profile:
         """Fit a codec to a sample of chunks, given their lengths and what returns their KV."""
         from kvrag.codec.base import check_kv
-        from kvrag.codec.config import choose_codec
         from kvrag.codec.fitting import fit_profile
         from kvrag.ingest.coding import spread_evenly
 
-        choice, config = choose_codec(codec), self._storage.config
-        if choice.config is None:
-            raise ParameterError(f"codec {shown(codec)} needs no profile")
-        sample = spread_evenly(lengths, num_tokens or _sample_tokens(codec))
+        stages, config = _stages(codec), self._storage.config
+        sample = spread_evenly(lengths, num_tokens or stages.transform.sample_tokens)
         reasons: list[str] = []
 
         def computed() -> Iterator[ChunkKV]:
@@ -257,4 +251,4 @@ class CodecFitter:
             if sample and len(reasons) == len(sample):
                 raise DocumentError(f"no chunk of the sample can be used: {reasons[0]}")
 
-        return fit_profile(choice.config, config.spec, config.model_fingerprint, computed(), say)
+        return fit_profile(stages, config.spec, config.model_fingerprint, computed(), say)

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 FOLDER_NAME = "profiles"
 
-SAMPLE_TOKENS = 16_384
-"""The default number of tokens that a profile is fitted on."""
-
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"([0-9a-f]{40})\.safetensors")
 

@@ -54,7 +54,6 @@ from kvrag.ingest.maintenance import (
     remove_others,
     verify_records,
 )
-from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer
@@ -201,7 +200,7 @@ class Upkeep:
         self,
         codec: str = "transform",
         *,
-        num_tokens: int = SAMPLE_TOKENS,
+        num_tokens: int | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
         """Fit a codec to the index's model and documents, and store its profile in the index.
@@ -209,9 +208,10 @@ class Upkeep:
         Parameters
         ----------
         codec
-            ``transform``, ``transform:BITS``, ``cachegen`` or ``lossless``.
+            ``packed``, ``transform``, ``transform:BITS``, ``cachegen`` or ``lossless``.
         num_tokens
-            Tokens in the sample, which is spread evenly over the index.
+            Tokens in the sample, which is spread evenly over the index; None for as many as suit
+            the codec.
         on_progress
             Receives a line of text for each step.
 
@@ -220,7 +220,8 @@ class Upkeep:
         ParameterError
             When the codec needs no profile, or the index holds fewer than 256 tokens.
         """
-        num_tokens = arguments.whole(num_tokens, "num_tokens", 1)
+        if num_tokens is not None:
+            num_tokens = arguments.whole(num_tokens, "num_tokens", 1)
         storage, fitter = self._storage, self._fitter
         with writer_lock(storage.path):
             storage.reload_codec()

@@ -43,17 +43,19 @@ USUAL = np.array([1.0, 21.31, 21.85, 26.37, 32.62, 39.31, 31.39], np.float32)
 """What numbers of 0 to 6 bits usually measure, where `LEVELS` lose least."""
 
 
-def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32]]:
     levels, nearest = np.zeros(128, np.uint8), np.zeros((MOST_BITS + 1, 256), np.uint8)
+    meanings = np.zeros(nearest.shape, np.float32)
     for width, positive in enumerate(_POSITIVE, 1):
         odd = np.array(positive)
         own = (np.concatenate([-odd[::-1], odd]) + MIDDLE) // 2
         levels[1 << width : 2 << width] = own
         nearest[width] = np.searchsorted(own[1:] + own[:-1], np.arange(256), "right")
-    return levels, nearest
+        meanings[width] = 2.0 * own[nearest[width]] - MIDDLE
+    return levels, nearest, meanings
 
 
-LEVELS, _NEAREST = _tables()
+LEVELS, _NEAREST, _MEANINGS = _tables()
 """uint8 ``[128]``: see above."""
 _PANEL = 32
 
@@ -251,35 +253,37 @@ def pack_rows(
     weights: NDArray[np.float32],
     rows: NDArray[np.uint8],
 ) -> NDArray[np.float32]:
-    """Write the rows of one band: the scale that loses least, and the numbers nearest to its.
+    """Write rows of some bands: the scale that loses least, and the numbers nearest to its.
 
     Parameters
     ----------
     numbers
-        float32 ``[T, K]``: what numbers stand for times the token's power, not rounded.
+        float32 ``[bands, T, K]``: what numbers stand for times the token's power, not rounded.
     widths
-        uint8 ``[K / 8]``.
+        uint8 ``[bands, K / 8]``.
     weights
-        float32 ``[K / 8]``: what an error of each eight numbers counts.
+        float32 ``[bands, K / 8]``: what an error of each eight numbers counts.
     rows
         uint8 ``[T, bytes]``; the last stride is 1.
 
     Returns
     -------
     array
-        float32 ``[T]``: what each row loses, squared and weighted.
+        float32 ``[bands, T]``: what each row loses, squared and weighted.
 
     Raises
     ------
     ParameterError
         If an argument has the wrong shape or type.
     """
-    found = view(numbers, "numbers", np.float32, (None, GROUP * len(widths)), contiguous=True)
-    shape = (len(found), 1 + int(widths.sum()))
+    num_bands, num_groups = widths.shape
+    given = (num_bands, None, GROUP * num_groups)
+    found = view(numbers, "numbers", np.float32, given, contiguous=True)
+    shape = (found.shape[1], num_bands + int(widths.sum()))
     written = view(rows, "rows", np.uint8, shape, writable=True)
-    lost = np.empty(len(found), np.float32)
+    lost = np.empty(found.shape[:2], np.float32)
     if weights.shape != widths.shape or weights.dtype != np.float32:
         raise ParameterError(f"weights: expected float32 {list(widths.shape)}")
     both = np.ascontiguousarray(widths), np.ascontiguousarray(weights)
-    kernels.pack(found, *both, POWERS, LEVELS, _NEAREST, written, lost)
+    kernels.pack(found, *both, POWERS, _NEAREST, _MEANINGS, written, lost)
     return lost

@@ -359,15 +359,33 @@ def pack(
     widths: NDArray[np.uint8],
     weights: _Floats,
     powers: _Floats,
-    levels: NDArray[np.uint8],
     nearest: NDArray[np.uint8],
+    meanings: _Floats,
+    rows: NDArray[np.uint8],
+    lost: _Floats,
+) -> None:
+    end = 0
+    for band, width in enumerate(widths):
+        begin, end = end, end + 1 + int(width.sum())
+        given = numbers[band], width, weights[band], powers, nearest, meanings
+        _pack_band(*given, rows[:, begin:end], lost[band])
+
+
+def _pack_band(
+    numbers: _Floats,
+    widths: NDArray[np.uint8],
+    weights: _Floats,
+    powers: _Floats,
+    nearest: NDArray[np.uint8],
+    meanings: _Floats,
     rows: NDArray[np.uint8],
     lost: _Floats,
 ) -> None:
     tries = 12
     widths_of, weights_of = np.repeat(widths, 8), np.repeat(weights, 8)
-    most = 2.0 * levels[2 * _firsts(widths) - 1] - 127
-    needed = np.divide(np.abs(numbers), most, out=np.zeros_like(numbers), where=widths_of > 0)
+    needed = np.divide(
+        np.abs(numbers), meanings[widths_of, 255], out=np.zeros_like(numbers), where=widths_of > 0
+    )
     first = np.searchsorted(powers, needed.max(axis=1, initial=0)).clip(max=255)
     lost[:] = np.inf
     chosen = first.copy()
@@ -375,12 +393,12 @@ def pack(
     for less in range(tries):
         power = (first - less).clip(min=0)
         scale = powers[power][:, None]
-        whole = nearest[widths_of, (numbers / scale + 127).clip(0, 254).astype(np.int32)]
-        stored = 2.0 * levels[_firsts(widths) + whole] - 127
-        stored[:, widths_of == 0] = 0.0
-        found = (np.square(numbers - stored * scale) * weights_of).sum(axis=1)
+        places = (numbers / scale + 127).clip(0, 254).astype(np.int32)
+        stored = meanings[widths_of, places] * scale
+        found = (np.square(numbers - stored) * weights_of).sum(axis=1)
         better = found < lost
-        lost[better], chosen[better], packed[better] = found[better], power[better], whole[better]
+        lost[better], chosen[better] = found[better], power[better]
+        packed[better] = nearest[widths_of, places][better]
     rows[:, 0] = chosen
     end = 1
     for group, width in enumerate(widths.tolist()):

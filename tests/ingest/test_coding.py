@@ -8,7 +8,6 @@ import torch
 
 from kvrag.chunk import Chunk, Document
 from kvrag.codec.config import choose_codec
-from kvrag.codec.fitting import tokens_to_fit
 from kvrag.codec.names import PLAIN
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError
 from kvrag.ingest.coding import read_all, spread_evenly
@@ -260,7 +259,7 @@ def test_what_is_fitted_at_once_may_be_in_any_window(
     make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first window is too small to fit to before it is stored; the others are not."""
-    monkeypatch.setattr("kvrag.ingest.fitter._sample_tokens", lambda _: 512)
+    monkeypatch.setattr("kvrag.codec.bands.Bands.sample_tokens", 512)
     monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 2048)
     index = make_index()
     index.add(many(2, 50))
@@ -273,6 +272,25 @@ def test_what_is_fitted_at_once_may_be_in_any_window(
     recoded = [step for step in steps if step.startswith("writing")]
     assert recoded == ["writing 2 records again as packed"]
     assert index.upkeep.verify().ok
+
+
+def test_a_fit_that_fails_is_tried_once_before_storing_and_once_after(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 600)
+    samples: list[int] = []
+
+    def fail(*args: object) -> None:
+        samples.append(len(list(args[3])))
+        raise ParameterError("too few")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvrag.codec.fitting.fit_profile", fail)
+        index = make_index(codec="cachegen:2")
+        assert index.add(many(12, 200)).note == "KV was stored raw: too few"
+        assert len(samples) == 2  # not once for each window
+    index.add(many(16, 200))
+    assert index.stats().codec == "cachegen:2"
 
 
 def test_what_was_raw_is_recoded_once_there_is_enough(
@@ -331,14 +349,14 @@ def test_components_need_more_tokens_than_channels(codec: str, heads: int, expec
     config = choose_codec(codec).config
     assert config is not None
     spec = KVSpec(num_layers=4, num_kv_heads=heads, head_dim=64, dtype=torch.bfloat16)
-    assert tokens_to_fit(config, spec) == expected
+    assert config.transform.tokens_to_fit(spec) == expected
 
 
 def test_samples_are_spread_evenly() -> None:
     assert spread_evenly([10] * 100, 100) == list(range(0, 100, 10))
     assert spread_evenly([10] * 5, 1000) == [0, 1, 2, 3, 4]
     assert spread_evenly([500, 1, 1, 1], 100) == [0]
-    assert spread_evenly([]) == []
+    assert spread_evenly([], 100) == []
     assert torch.tensor(spread_evenly([7] * 1000, 700)).diff().unique().tolist() == [10]
 
 

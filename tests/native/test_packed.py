@@ -1,5 +1,7 @@
 """Packed rows against plain torch, for every instruction set."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -148,8 +150,13 @@ def test_packing_takes_the_scale_and_the_numbers_that_lose_least(data: st.DataOb
         for name in instruction_sets():
             use_instruction_set(name)
             rows = np.zeros((20, 3 + int(widths.sum())), np.uint8)
-            losses = pack_rows(numbers, widths, weights, rows[:, 1:-1])
+            given = numbers[None], widths[None], weights[None]
+            (losses,) = pack_rows(*given, rows[:, 1:-1])
             assert not rows[:, [0, -1]].any()
+            twice = np.zeros((20, 2 * rows.shape[1]), np.uint8)
+            both = pack_rows(*(np.concatenate([one, one]) for one in given), twice[:, 1:-3])
+            assert (both == losses).all()
+            assert (twice[:, 1:-3] == np.tile(rows[:, 1:-1], 2)).all()
             for row, packed, told in zip(numbers, rows[:, 1:-1], losses, strict=True):
                 scale = float(POWERS[packed[0]])
                 odd = meaning(np.array(fields(packed[1:], widths)), widths)
@@ -158,6 +165,18 @@ def test_packing_takes_the_scale_and_the_numbers_that_lose_least(data: st.DataOb
                 assert found <= 1.001 * least + 1e-30
                 assert packed[0] in tried(row)
                 assert told == pytest.approx(found, rel=1e-4)
+
+
+def test_records_keep_their_bytes(isa: str) -> None:
+    """Those of the first kernel, with any instruction set."""
+    rng = np.random.RandomState(7)
+    widths = np.array([6, 5, 4, 4, 0, 3, 2, 1], np.uint8)
+    numbers = rng.standard_normal((400, 64)) * np.repeat(2.0 ** np.arange(7, -1, -1), 8)
+    numbers *= np.exp(rng.standard_normal((400, 1)))
+    weights = rng.uniform(0.5, 2, 8).astype(np.float32)
+    rows = np.zeros((400, 26), np.uint8)
+    pack_rows(numbers.astype(np.float32)[None], widths[None], weights[None], rows)
+    assert hashlib.sha256(rows.tobytes()).hexdigest().startswith("7d3beec2e8444676")
 
 
 def test_threads_change_nothing(isa: str) -> None:
@@ -196,10 +215,10 @@ def test_mistakes_of_the_caller() -> None:
     ):
         with pytest.raises(ParameterError):
             place_packed(*wrong)
-    four = np.array([4], np.uint8)
+    four, one = np.array([[4]], np.uint8), one[None]
     with pytest.raises(ParameterError):
-        PackedBands(np.full((1, 1), 7, np.uint8), basis, one, np.zeros(8, np.float32))
+        PackedBands(np.full((1, 1), 7, np.uint8), basis, one[0], np.zeros(8, np.float32))
     with pytest.raises(ParameterError):
-        pack_rows(np.zeros((2, 8), np.float32), four, one, np.zeros((2, 4), np.uint8))
+        pack_rows(np.zeros((1, 2, 8), np.float32), four, one, np.zeros((2, 4), np.uint8))
     with pytest.raises(ParameterError):
-        pack_rows(np.zeros((2, 8), np.float32), four, np.ones(2), np.zeros((2, 5), np.uint8))
+        pack_rows(np.zeros((1, 2, 8), np.float32), four, np.ones(2), np.zeros((2, 5), np.uint8))

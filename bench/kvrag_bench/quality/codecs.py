@@ -38,17 +38,19 @@ def fit_codecs(
     """
     choices = {choice.label: choice for choice in map(choose_codec, names)}
     profiles: dict[str, Profile] = {}
-    sample: list[ChunkKV] = []
+    samples: dict[int, list[ChunkKV]] = {}
     codecs = []
     for choice in choices.values():
         profile = None
         if choice.config is not None:
             written = choice.config.to_json()
             if written not in profiles:
-                sample = sample or prefill_sample(model, texts, on_progress, compression)
+                size = choice.config.transform.sample_tokens
+                if size not in samples:
+                    samples[size] = prefill_sample(model, texts, size, on_progress, compression)
                 on_progress(f"fitting codec {choice.label}")
                 profiles[written] = fit_profile(
-                    choice.config, model.chunk_spec, model.fingerprint, sample
+                    choice.config, model.chunk_spec, model.fingerprint, samples[size]
                 )
             profile = profiles[written]
         codecs.append(get_codec(choice.label, profile))
@@ -58,15 +60,19 @@ def fit_codecs(
 def prefill_sample(
     model: KVModel,
     texts: Sequence[str],
+    num_tokens: int,
     on_progress: Callable[[str], None] = lambda _: None,
     compression: str = NO_COMPRESSION,
 ) -> list[ChunkKV]:
-    """Return the KV of texts spread evenly over `texts`, each computed after only the prefix."""
+    """Return the KV of about `num_tokens` tokens of texts, spread evenly over `texts`.
+
+    Each is computed after only the prefix.
+    """
     chosen_compression = parse_compression(compression)
     compressor = None if chosen_compression is None else Compressor(model, chosen_compression)
     prefix = model.default_prefix_ids()
     encoded = model.tokenizer(list(dict.fromkeys(texts)), add_special_tokens=False)["input_ids"]
-    chosen = spread_evenly([len(ids) for ids in encoded])
+    chosen = spread_evenly([len(ids) for ids in encoded], num_tokens)
     sample = []
     for done, number in enumerate(chosen):
         if done % 32 == 0:

@@ -102,12 +102,14 @@ void packed_once() {
   // Evenly spaced levels, and a basis that changes nothing: channels are what numbers stand for.
   const auto levels = exactly<u8>(128);
   const auto nearest = exactly<u8>((kPackedBits + 1) * 256);
+  const auto meanings = exactly<float>((kPackedBits + 1) * 256);
   for (u64 width = 1; width <= kPackedBits; ++width) {
     const u64 count = u64{1} << width;
     for (u64 u = 0; u < count; ++u) levels[count + u] = static_cast<u8>(127 * u / (count - 1));
     for (u64 place = 0, u = 0; place < 256; ++place) {
       while (u + 1 < count && levels[count + u] + levels[count + u + 1] <= place) ++u;
       nearest[256 * width + place] = static_cast<u8>(u);
+      meanings[256 * width + place] = static_cast<float>(2 * levels[count + u] - kPackedMiddle);
     }
   }
   const auto basis = exactly<i8>(numbers * padded);
@@ -130,8 +132,8 @@ void packed_once() {
     use_kernels(found->name);
     const auto rows = exactly<u8>(tokens * row_bytes + 8);
     const auto lost = exactly<float>(tokens);
-    run_packing({given.get(), numbers, widths.get(), weights.get(), powers.get(), levels.get(),
-                 nearest.get(), rows.get(), row_bytes, lost.get()},
+    run_packing({given.get(), numbers, widths.get(), weights.get(), powers.get(), nearest.get(),
+                 meanings.get(), rows.get(), row_bytes, lost.get()},
                 tokens);
     const u64 first = below(tokens), count = tokens - first;
     const auto out = exactly<float>(count * channels);
