@@ -258,7 +258,7 @@ def chunk_key(
     context_ids
         Token ids between the two during encoding. Without any, the key is that of the chunk alone.
     options
-        Settings that change the stored KV (pruning, link or anchor model). The codec is not
+        Settings that change the stored KV (a link model). The codec is not
         among them: it is recorded separately, so that a recode keeps the key.
 
     Raises

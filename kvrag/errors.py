@@ -21,7 +21,6 @@
     │   └── StoreUnreachableError     it does not answer, but may later
     ├── ProfileError              a codec profile is missing, damaged or of another model
     ├── LinksError                link tokens are missing, damaged or of another model
-    ├── AnchorsError              anchors are missing, damaged or of another model
     ├── ClusterError              a cluster of Ray cannot be used, or ended a run
     ├── EngineVersionError        a serving engine is missing or of an untested version
     └── EngineError               a serving engine refused, or does not answer
@@ -80,10 +79,6 @@ class ProfileError(KVRagError):
 
 class LinksError(KVRagError):
     """Link tokens are missing, damaged, or were trained for another model."""
-
-
-class AnchorsError(KVRagError):
-    """Anchors are missing, damaged, or were trained for another model or compression."""
 
 
 class PMLError(KVRagError):

@@ -42,7 +42,7 @@ def test_circles_are_found() -> None:
 
 def test_imports_for_typing_and_inside_functions_count() -> None:
     used = module_graph()["kvrag.ingest.encoders"]
-    assert {"kvrag.models.kv_model", "kvrag.fusion.compression.anchors"} <= used
+    assert {"kvrag.models.kv_model", "kvrag.models.loading"} <= used
 
 
 def test_the_picture_is_current() -> None:

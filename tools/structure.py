@@ -27,7 +27,7 @@ Graph = Mapping[str, frozenset[str]]
 
 # What each box says, below its name.
 _SAYS = {
-    "kvrag_train": "link tokens, anchors",
+    "kvrag_train": "link tokens",
     "kvrag_bench": "measuring",
     "kvrag_corpus": "generated documents",
     "kvrag_testing": "suites to subclass",

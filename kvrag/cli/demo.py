@@ -23,7 +23,6 @@ from kvrag.cli.opening import quiet_libraries, warm_up
 from kvrag.cli.options import DEFAULT_INDEX
 from kvrag.codec.names import RAW, expected_bytes_per_token
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.fusion.compression.spec import TEXT
 from kvrag.regularfile import read_regular
 
 if TYPE_CHECKING:
@@ -241,7 +240,7 @@ class DemoView:
 
 
 def _stored(stats: IndexStats) -> str:
-    if stats.compression == TEXT:
+    if not stats.bytes_per_token:
         return "no KV is stored: the model computes each prompt as a whole"
     if stats.codec != RAW:
         return f"KV of all pages: {console.format_bytes(stats.size_bytes)} ({stats.codec})"

@@ -179,8 +179,6 @@ def _embedding(name: str | None) -> tuple[Embedding | None, str | None]:
 
 def _print_report(report: IngestReport) -> None:
     """Print what an ingestion did."""
-    from kvrag.fusion.compression.spec import NO_COMPRESSION, TEXT
-
     for failed in report.failed:
         place = console.shown_name(failed.source)
         reason = failed.reason.removeprefix(failed.source).lstrip(":, ")
@@ -198,10 +196,6 @@ def _print_report(report: IngestReport) -> None:
         )
         if report.num_tokens_computed:
             work += f" ({report.tokens_per_second:,.0f} tokens/s)"
-    if report.compression == TEXT:
-        work += "\nchunks are stored without KV: their model computes each prompt as a whole"
-    elif report.compression != NO_COMPRESSION:
-        work += f"\nchunks are stored compressed: {report.compression}"
     if report.num_context_tokens:
         tokens = console.count(report.num_context_tokens, "token")
         work += f"\n{tokens} of context computed with them, not stored"

@@ -181,7 +181,7 @@ _LIMITS = ParseLimits()
 _MADE_WITH = dict.fromkeys(
     (
         *("embedding", "chunk_tokens", "codec", "dtype"),
-        *("context", "trust", "compression", "control_tokens"),
+        *("context", "trust", "control_tokens"),
     )
 )
 _OF_INDEX = {one.name: one for one, _ in options_of(IndexSettings) if one.name in _MADE_WITH}
@@ -275,7 +275,6 @@ def ingest(
     are indexed, and the exit code is 1.
     """
     from kvrag.codec.names import parse_codec
-    from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import sought_suffixes
     from kvrag.ingest.parsing import Parser, check_loaders
@@ -315,8 +314,6 @@ def ingest(
     # As an index records them.
     if "codec" in settings:
         settings["codec"] = parse_codec(settings["codec"]).label
-    if "compression" in settings:
-        settings["compression"] = str(parse_compression(settings["compression"]) or NO_COMPRESSION)
     suffixes = sorted({*sought_suffixes(), *loaders})
     runner = None if asked.ray is None else asked.runner(for_ray, suffixes, target.store)
 

@@ -121,5 +121,5 @@ def warm_up(index: Index) -> None:
         _ = index.model
         index.embedding.embed_query("warm-up")
         _ = index.matcher
-        if index.compression is None:
+        if index.config.has_kv:
             _ = index.run_finder.fingerprints

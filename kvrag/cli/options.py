@@ -204,8 +204,6 @@ _METAVARS = {
     "links": "FILE|off",
     "context": "NAME[:TOKENS]",
 }
-# Those that are not called as their fields.
-_NAMES = {"compression": ["--compress"]}
 _USUAL = {"policy": DEFAULT_POLICY, "max_tokens": DEFAULT_MAX_TOKENS}
 # Larger bounds say nothing.
 _FAR = 2**31 - 1
@@ -224,7 +222,6 @@ def of_table(one: Field[Any], default: Any) -> Any:
         given["parser"] = _PARSERS[one.name]
     text = rule.text.replace("``", "").replace("`", "'").replace("[", "\\[")
     return typer.Option(
-        *_NAMES.get(one.name, ()),
         help=text,
         hidden=one.name not in _SHOWN,
         show_default=default is not None,

@@ -19,6 +19,7 @@ from typing import Any
 import typer
 
 from kvrag import arguments
+from kvrag.codec.names import COMPRESSION_GONE
 from kvrag.engine.options import AnswerOptions, everywhere
 from kvrag.errors import ParameterError
 from kvrag.regularfile import read_regular
@@ -32,7 +33,7 @@ COMMON = ("index", "model", "device", "store")
 HARMLESS = frozenset(
     {
         *(name.replace("_", "-") for name in everywhere(AnswerOptions)),
-        *("chunk-tokens", "codec", "compress", "compute", "device", "dry-run", "dtype"),
+        *("chunk-tokens", "codec", "compute", "device", "dry-run", "dtype"),
         *("history", "index", "json", "k", "dense", "sparse"),
     }
 )
@@ -42,6 +43,7 @@ The author of the folder's documents may have left it there. None of these keys 
 address, a model or code, or disables a check; `index` is checked.
 """
 
+_COMPRESSION_GONE = f"is gone. {COMPRESSION_GONE}"
 GONE = (
     {
         (
@@ -63,6 +65,9 @@ GONE = (
         ("serve", "artefacts"): "is gone: kvrag fuses each prompt in vLLM's own process",
         ("bench quality", "jobs"): "is gone: start a process for each set of --data",
         ("bench codec", "out"): "is gone: the table says what the picture showed",
+        ("ingest", "compress"): _COMPRESSION_GONE,
+        ("bench quality", "compress"): _COMPRESSION_GONE,
+        ("train links", "anchors"): _COMPRESSION_GONE,
     }
 )
 """What replaces each command's option of an earlier version."""

@@ -67,7 +67,6 @@ def stats(
     The counters cover all processes: each process adds its counts every half minute and when it
     closes the index.
     """
-    from kvrag.fusion.compression.spec import TEXT
     from kvrag.ingest.counting import read_kept
 
     with open_catalog(index, store) as opened:
@@ -78,7 +77,7 @@ def stats(
         return
     # Beside the number of vectors, which are in the catalog: searches make this file.
     values["vectors_file_bytes"] = values.pop("vectors_bytes")
-    if values["compression"] == TEXT:
+    if not values["bytes_per_token"]:
         values["bytes_per_token"] = "no KV is stored: the model computes each prompt as a whole"
         del values["stored_bytes_per_token"]
     console.print_fields(values)

@@ -24,6 +24,10 @@ PLAIN: Table[type[Codec]] = Table(
 )
 """Codecs without a profile, by their names in records."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0
+COMPRESSION_GONE = (
+    "Compression by drop, anchors and kvzip left kvrag with 0.3: a codec of fewer bits (packed, "
+    "transform:2) takes less and loses less, and eviction corm keeps fewer keys while answering"
+)
 
 _CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}
 """Bits per element at each level of `cachegen`, measured."""

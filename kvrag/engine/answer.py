@@ -110,7 +110,7 @@ class Answer:
         Seconds from the call to the first token, and to the end.
     parts
         What happened to each part of the prompt, if the request asks (`Request.explain`). Empty
-        also with link tokens or compressed chunks, whose rows are not the prompt's tokens.
+        also with link tokens, which are not the prompt's tokens.
     logprobs
         How likely each token of `text` was, if the request asks (`Request.logprobs`).
     """

@@ -32,7 +32,6 @@ from kvrag.engine.request import (
 from kvrag.engine.scheduler import Scheduler, Start
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError
-from kvrag.fusion.compression.spec import is_text
 from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.linked_rows import ChosenLinks
@@ -64,9 +63,7 @@ class KVEngine(OfProcess):
     index
         The index to answer from, with the index's model.
     options
-        The options of the engine, and the defaults of its answers, which calls may override. An
-        index of compressed chunks has no tokens that could be computed again: there the default
-        policy means ``"none"``, and every other policy is refused.
+        The options of the engine, and the defaults of its answers, which calls may override.
 
     Raises
     ------
@@ -97,7 +94,7 @@ class KVEngine(OfProcess):
         made = EngineOptions(**{name: options[name] for name in own & options.keys()})
         self._links = ChosenLinks(made.links, lambda: index.model_folder, lambda: index.model)
         self._fuser: PromptFuser | WholeFuser
-        if is_text(index.compression):
+        if not index.config.has_kv:
             from kvrag.engine.whole import WholeFuser
 
             self._fuser = WholeFuser(index, made)
@@ -107,7 +104,7 @@ class KVEngine(OfProcess):
         usual = Request(
             "",
             policy=DEFAULT_POLICY,
-            ratio=index.config.default_ratio,
+            ratio=index.config.chunk_context.default_ratio,
             max_tokens=DEFAULT_MAX_TOKENS,
         )
         self.defaults = Request.of("", defaults).over(usual)
@@ -288,8 +285,7 @@ class KVEngine(OfProcess):
         Raise ParameterError if the index holds no tokens that the policy could recompute.
         """
         choice = request.recompute.choice()
-        compression = self.index.compression
-        if is_text(compression):
+        if not self.index.config.has_kv:
             usual = Recompute(DEFAULT_POLICY), Recompute(NonePolicy.name)
             if request.ttft is not None or request.recompute not in usual:
                 raise ParameterError(
@@ -297,14 +293,6 @@ class KVEngine(OfProcess):
                     "so nothing of it could be repaired, or loaded in part; leave them out"
                 )
             return Repair(NonePolicy())
-        if compression is not None and choice.name != NonePolicy.name:
-            if request.recompute == Recompute(DEFAULT_POLICY):
-                return Repair(NonePolicy())
-            raise ParameterError(
-                f"policy {arguments.shown(request.policy)} computes reused tokens again, but this "
-                f"index stores chunks as {compression}, whose rows are not tokens. Use policy "
-                "'none', or an index without compression"
-            )
         return calibrated(choice, lambda: self.index.calibration)
 
     @property

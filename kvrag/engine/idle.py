@@ -160,7 +160,7 @@ class FirstPlaces(IdleJob):
     @cached_property
     def _may_write(self) -> bool:
         index = self._index
-        if index.compression is not None or capability(index.store, Limits) is not None:
+        if not index.config.has_kv or capability(index.store, Limits) is not None:
             return False
         if (checks := capability(index.store, ChecksWritable)) is not None:
             checks.check_writable()

@@ -100,8 +100,7 @@ class OpenAnswer:
             # A form may want any repetition.
             stop_loops=request.stop_loops and request.constraint is None,
         )
-        # The plain ids: repetition penalties must not count link tokens, nor miss the tokens of
-        # compressed chunks.
+        # The plain ids: repetition penalties must not count link tokens.
         plain_ids = fused.layout.plain_token_ids
         self._token_ids = torch.empty(len(plain_ids) + self._limit, dtype=torch.long, device=device)
         self._token_ids[: len(plain_ids)] = torch.tensor(plain_ids, device=device)

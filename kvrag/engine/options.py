@@ -274,7 +274,7 @@ class EngineOptions:
         "Whether a prompt is computed as a whole where that is expected to be as fast as taking "
         "its stored KV, as for short prompts. What computing costs is measured once for each "
         "model and device, beside the first answer; until then, stored KV is taken. With `ttft`, "
-        "for prompt markup, link tokens and compressed chunks, and in several processes it is "
+        "for prompt markup and link tokens, and in several processes it is "
         "taken always.",
     )
 

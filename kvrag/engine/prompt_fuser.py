@@ -19,14 +19,12 @@ from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
 from kvrag.engine.sessions import FEWEST_ROWS, Sessions, StoredKept, StoredSessions
 from kvrag.errors import KVRagError, PromptTooLongError
-from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices
 from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import ChosenLinks
 from kvrag.fusion.loader import OpenKV
-from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import Loading, usable
 from kvrag.fusion.policies.base import NonePolicy, PromptRows, RecomputePolicy, planned_rows
 from kvrag.fusion.pricing import Pricing, RowPrices
@@ -238,21 +236,11 @@ class PromptFuser:
         PromptTooLongError
             If the prompt leaves no room in the context window.
         """
-
-        def attempt(laid_out: LaidOutPrompt) -> Slices[HeldPrompt]:
-            return self._fuse(request, choice, laid_out, layout_seconds, keeps=keeps)
-
-        def without(laid_out: LaidOutPrompt, error: LostError) -> LaidOutPrompt:
-            # The compressed rows of these chunks have no tokens to compute instead, so lay out the
-            # chunks' own tokens.
-            lost = {one[0]: str(why) for one, why in error.lost.items()}
-            return replace(laid_out, layout=without_chunks(laid_out.layout, lost))
-
         self._device = self._index.model.device
         if laid_out.early is None:
             laid_out = replace(laid_out, early=self.early(request))
         try:
-            return (yield from without_lost(laid_out, attempt, without))
+            return (yield from self._fuse(request, choice, laid_out, layout_seconds, keeps=keeps))
         finally:
             if laid_out.early is not None:
                 laid_out.early.close()
@@ -266,13 +254,10 @@ class PromptFuser:
         *,
         keeps: bool,
     ) -> Slices[HeldPrompt]:
-        """Fuse a prompt. Raise `CompressedLostError` without its chunks' compressed rows."""
         index, layout, open_kv = self._index, laid_out.layout, laid_out.open_kv
         assert request.max_tokens is not None  # the engine's defaults set it
         if open_kv is None:
             # A placed prompt stays as it is: link tokens would move what follows them.
-            if index.compression is not None:
-                layout = compact(layout, laid_out.chunks, index.compression)
             layout = self._links.insert(layout, request.max_tokens)
         room = self._room(layout, request.max_tokens)
         keeps = keeps and open_kv is None and self._can_keep(request, layout)
@@ -347,7 +332,6 @@ class PromptFuser:
             self.sessions.max_bytes + self.stored.max_bytes > 0
             and request.reuse
             and request.ttft is None
-            and self._index.compression is None
             and not layout.links
         )
 

@@ -17,7 +17,6 @@ from kvrag.chunk import Chunk
 from kvrag.engine.answer import Part, Source
 from kvrag.engine.request import Message, PlacedPrompt, Prompt, Request, checked_messages
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
-from kvrag.fusion.compression.spec import is_text
 from kvrag.fusion.fuser import MADE, OUTPRICED, FusedPrompt
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
@@ -162,9 +161,7 @@ class PromptReader:
         ]
         tokens = tokenise_prompt(index, written, hints, known)
         holds = index.config.max_positions
-        if len(tokens.token_ids) >= holds and (
-            index.compression is None or is_text(index.compression)
-        ):
+        if len(tokens.token_ids) >= holds:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens.token_ids)} tokens, but the model holds {holds} "
                 "with at least one to answer in; shorten it, or retrieve fewer chunks"
@@ -178,10 +175,9 @@ class PromptReader:
         layout = replace(layout, misses=misses, num_folded=written.num_folded)
         fresh: tuple[Stretch, ...] = ()
         num_before = 0
-        if request.reuse and index.compression is None:
-            # A compressed chunk's rows are not tokens: a part of them is no part of the text.
+        if request.reuse and index.config.has_kv:
             layout, chunks, fresh = self._with_runs(layout, chunks, hints)
-        if request.reuse and is_text(index.compression):
+        elif request.reuse:
             num_tokens, why = len(layout.token_ids), index.model.why_whole
             fresh = (Stretch(0, num_tokens, why),)
             num_before = layout.spans[0].prompt_start if layout.spans else 0
@@ -326,7 +322,7 @@ KEPT, EXACT, REUSED, REPAIRED, FRESH = "kept", "exact", "reused", "repaired", "f
 def prompt_parts(laid_out: LaidOutPrompt, fused: FusedPrompt) -> tuple[Part, ...]:
     """Return the parts of a prompt in order.
 
-    There are none if its rows are not its tokens: with link tokens, or compressed chunks.
+    There are none if its rows are not its tokens: with link tokens.
 
     Parameters
     ----------

@@ -25,8 +25,8 @@ from kvrag.models.writers import CACHE_ARGUMENT
 def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> EvictingCache:
     """Return a cache with the keys and values of a fused prompt that a policy keeps.
 
-    Each row of the buffer counts as a token, including link tokens and rows of compressed chunks;
-    those two give no queries. The buffer does not change.
+    Each row of the buffer counts as a token, including link tokens, which give no queries. The
+    buffer does not change.
 
     Raises
     ------

@@ -91,8 +91,7 @@ class FusedPrompt:
 
         ``generate`` computes the prompt's last token again, to get the first logits itself. It
         derives positions from the number of ids, but the buffer has more rows than the prompt has
-        tokens if there are link tokens, and fewer if chunks are compressed. So ids are added at
-        the beginning (copies of the first one) or left out there.
+        tokens if there are link tokens. So copies of the first id are added at the beginning.
 
         Raises
         ------
@@ -116,10 +115,6 @@ class FusedPrompt:
             "attention_mask": torch.ones_like(input_ids),
             CACHE_ARGUMENT: FusedCache(self.kv, num_rows - 1),
         }
-
-
-class CompressedLostError(LostError):
-    """Compressed chunks' KV is not available: the prompt has to be laid out without them."""
 
 
 def fuse(
@@ -150,12 +145,6 @@ def fuse(
         The result of `LinkTokens.on` for the model, if the layout has link tokens (KVLink §3.3).
     loading
         How to load stored KV.
-
-    Raises
-    ------
-    CompressedLostError
-        If the stored rows of a compressed chunk are not available: the rows do not say which
-        tokens to compute instead. All other lost chunks are computed.
     """
     return whole(fuse_in_slices(model, layout, open_kv, choice, fused, links, loading))
 
@@ -186,10 +175,6 @@ def fuse_in_slices(
 
     def without(plan: FusePlan, error: LostError) -> FusePlan:
         clock.lap("lost")
-        compressed = {span.record_id for span in plan.compressed}
-        lost = {one: why for one, why in error.lost.items() if one in compressed}
-        if lost:
-            raise CompressedLostError(lost) from error
         return plan.without(error.lost)
 
     try:
@@ -420,11 +405,10 @@ def _report(
     num_made = sum(span.length for span in made)
     num_exact = sum(span.length for span in plan.exact) - num_made
     rows_made = loader.num_tokens(span.record_id for span in made)
-    num_compressed = sum(span.num_compressed for span in plan.compressed)
     # Most layers have the same tensor, whose length takes a microsecond.
     lengths = {key: len(one) for key, one in {id(one): one for one in picks}.items()}
     num_recomputed = mean_count([lengths[id(one)] for one in picks])
-    num_fresh = num_plain - layout.num_kept - num_exact - prompt.num_reused - num_compressed
+    num_fresh = num_plain - layout.num_kept - num_exact - prompt.num_reused
     reasons = dict(layout.fresh_reasons)
     num_more = num_fresh - num_made - sum(reasons.values())
     if reasons and num_made:
@@ -435,13 +419,11 @@ def _report(
         policy=str(plan.repair),
         num_tokens=num_plain,
         num_exact=num_exact,
-        num_reused=prompt.num_reused - num_recomputed + num_compressed,
+        num_reused=prompt.num_reused - num_recomputed,
         num_recomputed=num_recomputed,
         num_fresh=num_fresh,
         num_kept=layout.num_kept,
-        num_in_context=sum(
-            span.num_compressed or span.length for span in plan.spans if span.context_ids
-        ),
+        num_in_context=sum(span.length for span in plan.spans if span.context_ids),
         num_chunks=len({span.chunk_id for span in plan.spans if span not in made}),
         num_made=num_made,
         bytes_loaded=loader.bytes_loaded,
@@ -455,8 +437,6 @@ def _report(
         expected_loss=expected.loss,
         expected_seconds=expected.seconds,
         expected_load_seconds=expected.load_seconds,
-        num_compressed=num_compressed,
-        num_compressed_rows=sum(span.length for span in plan.compressed),
         num_neutralised=layout.num_neutralised,
         num_control=layout.num_control,
         num_folded=layout.num_folded,

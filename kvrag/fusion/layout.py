@@ -44,9 +44,6 @@ class ReusedSpan:
     ``[chunk_start, chunk_start + length)``. The span refers to the chunk's record that was encoded
     after `context_ids`.
 
-    If the chunk is compressed (`num_compressed` above 0), the span covers all rows of the record
-    instead of tokens; they replace `num_compressed` tokens of the prompt.
-
     `encoded_at` is the position at which the chunk's first token was encoded; None means directly
     after the shared prefix and the context.
     """
@@ -56,7 +53,6 @@ class ReusedSpan:
     chunk_start: int
     length: int
     context_ids: tuple[int, ...] = ()
-    num_compressed: int = 0
     encoded_at: int | None = None
 
     @property
@@ -82,9 +78,6 @@ class ReusedSpan:
 LINK = -1
 """The id of a link token in a layout's token ids; no tokenizer uses it."""
 
-COMPRESSED = -2
-"""The id of a compressed chunk's row, which is no token and cannot be computed again."""
-
 
 @dataclass(frozen=True)
 class LinkRow:
@@ -102,8 +95,7 @@ class Layout:
     ----------
     token_ids
         The prompt's tokens, exactly as the plain pipeline feeds them, except for `LINK` at each
-        inserted link token (`kvrag.fusion.linked_rows.insert_links`) and `COMPRESSED` at each row
-        of a compressed chunk (`kvrag.fusion.compression.compacting.compact`).
+        inserted link token (`kvrag.fusion.linked_rows.insert_links`).
     spans
         The reusable spans, in order, without overlap. They follow the shared prefix if all of it is
         there. No span contains the last token, which has to be computed to give logits.
@@ -117,8 +109,6 @@ class Layout:
         The link tokens, in order.
     num_unlinked
         Spans without link tokens, because the table has too few or the prompt has no room.
-    given_ids
-        The plain pipeline's tokens if `token_ids` no longer contain them, otherwise None.
     chunk_ids
         The chunks found, in order, including those that gave no span.
     positions
@@ -145,7 +135,6 @@ class Layout:
     misses: Mapping[str, int] = field(default_factory=dict)
     links: tuple[LinkRow, ...] = ()
     num_unlinked: int = 0
-    given_ids: tuple[int, ...] | None = None
     chunk_ids: tuple[str, ...] = ()
     positions: tuple[int, ...] | None = None
     num_neutralised: int = 0
@@ -166,13 +155,11 @@ class Layout:
     @property
     def num_reused(self) -> int:
         """Number of tokens covered by spans."""
-        return sum(span.num_compressed or span.length for span in self.spans)
+        return sum(span.length for span in self.spans)
 
     @property
     def plain_token_ids(self) -> tuple[int, ...]:
         """The prompt's tokens, as the plain pipeline feeds them."""
-        if self.given_ids is not None:
-            return self.given_ids
         if not self.links:
             return self.token_ids
         return tuple(token for token in self.token_ids if token != LINK)
@@ -183,7 +170,7 @@ class Layout:
         That holds if the span starts with its chunk, and the tokens between the shared prefix and
         the span are its context (usually none: the span then follows the prefix directly).
         """
-        if not self.has_prefix or span.chunk_start != 0 or span.num_compressed:
+        if not self.has_prefix or span.chunk_start != 0:
             return False
         first, encoded_at = span.prompt_start, span.encoded_at
         if encoded_at is None:

@@ -103,8 +103,6 @@ def stream_records(
         StreamItem(
             one[0],
             records[one],
-            # Only spans without compressed chunks have text to compute instead.
-            not any(span.num_compressed for span in spans[one]),
             functools.partial(place, one),
         )
         for one in stored

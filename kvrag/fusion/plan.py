@@ -94,15 +94,10 @@ class FusePlan:
         return tuple(span for span in self.spans if self.layout.is_exact(span))
 
     @cached_property
-    def compressed(self) -> tuple[ReusedSpan, ...]:
-        """Spans of compressed chunks, which have no tokens that could be recomputed."""
-        return tuple(span for span in self.spans if span.num_compressed)
-
-    @cached_property
     def prompt(self) -> PromptRows:
         """The input of a policy: the spans that it may repair."""
-        others = {*self.exact, *self.compressed}
-        spans = tuple(span for span in self.spans if span not in others)
+        exact = set(self.exact)
+        spans = tuple(span for span in self.spans if span not in exact)
         leading = self.fresh < spans[0].prompt_start if spans else self.fresh[:0]
         num_tokens, num_leading = len(self.layout.token_ids), int(leading.sum())
         return PromptRows(num_tokens, self.num_layers, spans, num_leading=num_leading)
@@ -202,8 +197,8 @@ def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading
     spans = tuple(span for span in layout.spans if span.prompt_start >= layout.num_kept)
     plan = FusePlan(layout, choice, num_layers, spans, misses=layout.misses)
     plan = _with_decisions(plan, choice, loading)
-    # Link tokens were trained to repair stored chunks; a compressed chunk's rows are not tokens.
-    pricing = None if loading.streaming or layout.links or plan.compressed else loading.pricing
+    # Link tokens were trained to repair stored chunks.
+    pricing = None if loading.streaming or layout.links else loading.pricing
     if pricing is None or not plan.spans:
         return plan
     num_exact = sum(span.length for span in plan.exact)
@@ -217,8 +212,7 @@ def _with_decisions(plan: FusePlan, choice: Choice, loading: Loading) -> FusePla
     spans = plan.spans
     if not isinstance(choice, LoadingController) or not choice.weighs_loading:
         return plan
-    # A compressed chunk's rows are not tokens, so they cannot be computed instead.
-    if loading.tier_of is None or loading.streaming is not None or plan.compressed:
+    if loading.tier_of is None or loading.streaming is not None:
         return plan
     tier_of = loading.tier_of
     records = list(dict.fromkeys(span.record_id for span in spans))
@@ -265,7 +259,7 @@ def _with_sink(layout: Layout) -> Layout:
     if not layout.spans or layout.num_kept:
         return layout
     first, *others = layout.spans
-    if first.prompt_start or first.num_compressed or layout.is_exact(first):
+    if first.prompt_start or layout.is_exact(first):
         return layout
     rest = replace(
         first, prompt_start=1, chunk_start=first.chunk_start + 1, length=first.length - 1

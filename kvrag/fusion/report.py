@@ -62,8 +62,6 @@ class FusionReport:
         Prompt and link tokens computed in each layer, besides those that the look has settled.
     num_links
         Link tokens inserted into the prompt; no other figure counts them except computed rows.
-    num_compressed, num_compressed_rows
-        Reused tokens that belong to compressed chunks, and the stored rows that replace them.
     num_unlinked
         Chunks without link tokens, because the table has too few or the prompt has no room.
     rows_asked
@@ -107,7 +105,7 @@ class FusionReport:
         out messages where they stood: a system message in mid-conversation, for example.
     fresh_reasons
         Why tokens are fresh: reason to number of tokens, `num_fresh` in all. Empty if reuse was
-        off, and for markup and compressed chunks.
+        off, and for markup.
     compute
         The precision that linear layers computed in (`KVModel.compute`).
     """
@@ -134,8 +132,6 @@ class FusionReport:
     num_made: int = 0
     num_links: int = 0
     num_unlinked: int = 0
-    num_compressed: int = 0
-    num_compressed_rows: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
     eviction: EvictionReport | None = None
     stream: StreamReport | None = None
@@ -203,9 +199,6 @@ class FusionReport:
             f"{_size(self.bytes_loaded)} loaded",
             self.policy,
         ]
-        if self.num_compressed:
-            rows = f"{self.num_compressed} of them compressed to {self.num_compressed_rows} rows"
-            parts.insert(1, rows)
         if self.num_in_context:
             parts.insert(1, f"{self.num_in_context} encoded after a context")
         if self.num_links:

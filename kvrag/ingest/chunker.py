@@ -19,7 +19,6 @@ from typing import Any
 
 from kvrag.chunk import PAGE_BREAK, UNSTORED, Chunk, Document, Mark, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.fusion.compression.spec import is_text
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import CORPUS, add_contexts, filler_ids
 from kvrag.ingest.encoders import Encoders
@@ -322,12 +321,12 @@ class Cutter:
         encoders = self._encoders
         control = encoders.control
         most = config.chunk_tokens
-        if document.is_whole and not encoders.is_compressed:
+        if document.is_whole:
             most = max(most, encoders.room - config.context_tokens)
         chunks = chunk_document(document, encoders.tokenizer, most, control)
         if control is not None and config.control_tokens == REFUSE:
             refuse_control(document, chunks, control)
-        if is_text(config.compressing):
+        if not config.has_kv:
             return [replace(chunk, contexts=(UNSTORED,)) for chunk in chunks]
         return add_contexts(
             chunks,
@@ -335,7 +334,6 @@ class Cutter:
             config.chunk_context,
             encoders.room,
             control,
-            is_compressed=encoders.is_compressed,
             corpus_filler=config.corpus_filler,
         )
 

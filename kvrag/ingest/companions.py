@@ -319,8 +319,7 @@ class Companions:
                 contexts = kept.get((document.source, chunk.token_ids))
                 if contexts is None:
                     ids, after[chunk.chunk_id] = found[self._place(chunk)]
-                    is_alone = not ids or self._encoders.is_compressed
-                    contexts = (ids,) if is_alone else (ids, ())
+                    contexts = (ids, ()) if ids else (ids,)
                 document.chunks[number] = replace(chunk, contexts=contexts)
         return after
 

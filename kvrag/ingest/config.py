@@ -11,21 +11,18 @@ import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
-from kvrag.codec.names import expected_bytes_per_token
+from kvrag.codec.names import COMPRESSION_GONE, expected_bytes_per_token
 from kvrag.errors import (
     IndexFormatError,
     IndexLockedError,
     IndexNotFoundError,
-    ParameterError,
     StoreError,
 )
-from kvrag.fusion.compression.spec import Compression, is_text, key_options, parse_compression
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import checksum, other_kind, read_regular
@@ -43,6 +40,9 @@ RUNS_NAME = "runs.cache"
 KV_FOLDER = "kv"
 VIEW_OF_NAME = "view-of.txt"
 """Holds the URL of the shared index that a folder is a view of."""
+NO_COMPRESSION = "none"
+TEXT = "text"
+"""`IndexConfig.compression` of models that compute prompts as wholes (`kvrag.models.whole`)."""
 _KIND = "kvrag index"
 # Defined here so that listing an index needs no tensor library.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,7 +51,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Values for fields that the first files of this version lack.
 _DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": "", "trust": INDEX}
 # How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
-_HEXADECIMAL = {"profile": 40, "anchors": 40, "key_check": 32, "index_id": 32}
+_HEXADECIMAL = {"profile": 40, "key_check": 32, "index_id": 32}
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
     "control_tokens": CONTROL_TOKENS,
@@ -87,9 +87,8 @@ class IndexConfig:
     context, context_tokens
         What precedes chunks when they are encoded (`kvrag.ingest.contexts`), and the largest
         number of its tokens; 0 if no number limits it.
-    compression, anchors
-        How chunks are compressed (`kvrag.fusion.compression.spec`), and the digest of the
-        anchors used for it, or "".
+    compression
+        `TEXT` if chunks have no KV, since the model computes prompts as wholes; or ``none``.
     tenant_salt
         The salt that keys the chunk keys, in hexadecimal.
     store
@@ -124,7 +123,6 @@ class IndexConfig:
     context: str
     context_tokens: int
     compression: str
-    anchors: str
     tenant_salt: str
     store: str = ""
     control_tokens: str = KEEP
@@ -146,14 +144,9 @@ class IndexConfig:
         return Context(self.context, self.context_tokens)
 
     @property
-    def default_ratio(self) -> float | None:
-        """Share of reused tokens that the default policy computes again; None is its own."""
-        return None if self.compressing else self.chunk_context.default_ratio
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, uncompressed; 0 if none is stored."""
-        if is_text(self.compressing):
+        if not self.has_kv:
             return 0
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
@@ -161,17 +154,12 @@ class IndexConfig:
     def expected_bytes_per_token(self) -> int:
         """Approximate size of a token's KV in the store, in bytes."""
         size = DTYPE_BYTES[self.dtype]
-        per_row = expected_bytes_per_token(self.codec, self.bytes_per_token, size)
-        return per_row if self.compressing is None else round(per_row * self.compressing.share)
+        return expected_bytes_per_token(self.codec, self.bytes_per_token, size)
 
-    @cached_property
-    def compressing(self) -> Compression | None:
-        """How chunks are stored as fewer rows than they have tokens; None if they are not."""
-        return parse_compression(self.compression)
-
-    def num_rows(self, num_tokens: int) -> int:
-        """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
-        return num_tokens if self.compressing is None else self.compressing.num_rows(num_tokens)
+    @property
+    def has_kv(self) -> bool:
+        """Whether chunks have KV; otherwise only their text and vectors are stored."""
+        return self.compression != TEXT
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
@@ -182,7 +170,7 @@ class IndexConfig:
             prefix_ids=self.prefix_ids,
             token_ids=chunk.token_ids,
             context_ids=chunk.contexts[0],
-            options=key_options(self.compressing, self.anchors),
+            options={} if self.has_kv else {"compression": TEXT},
         )
 
     def save(self, folder: Path) -> None:
@@ -191,7 +179,8 @@ class IndexConfig:
 
     def to_bytes(self) -> bytes:
         """Return the content of ``index.json``."""
-        values = {"kind": _KIND, **asdict(self), "format_version": FORMAT_VERSION}
+        # kvrag 0.2 reads no file without "anchors".
+        values = {"kind": _KIND, **asdict(self), "anchors": "", "format_version": FORMAT_VERSION}
         values["checksum"] = checksum(values)
         return json.dumps(values, indent=2).encode() + b"\n"
 
@@ -254,6 +243,15 @@ def write_atomically(path: Path, *parts: bytes) -> None:
         raise store_error("write", path, error) from error
 
 
+def no_kv(place: object, why: str = "") -> str:
+    """Return why what needs KV refuses an index of `TEXT`; `why` is the model's reason."""
+    because = f" ({why})" if why else ""
+    return (
+        f"{place} stores no KV, because its model computes each prompt as a whole{because}. Take "
+        "an index of another model"
+    )
+
+
 def newer_error(path: Path | str, expected: str, found: int) -> IndexFormatError:
     """Return the error of a file that a later version of kvrag wrote."""
     return IndexFormatError(
@@ -312,10 +310,11 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
     for name, known in _CHOICES.items():
         if checked[name] not in known:
             raise _foreign(path, f"{name!r} is {shown(checked[name])}")
-    try:
-        parse_compression(checked["compression"])
-    except ParameterError as error:
-        raise _foreign(path, str(error)) from error
+    if checked["compression"] not in (NO_COMPRESSION, TEXT):
+        raise IndexFormatError(
+            f"{path}: chunks are stored as {shown(checked['compression'])}. {COMPRESSION_GONE}; "
+            "ingest the documents into a new index"
+        )
     try:
         salt = bytes.fromhex(checked["tenant_salt"])
     except ValueError as error:

@@ -253,7 +253,6 @@ def add_contexts(
     room: int,
     control: ControlTokens | None = None,
     *,
-    is_compressed: bool = False,
     corpus_filler: str = "",
 ) -> list[Chunk]:
     """Return the chunks of one document with their contexts.
@@ -271,9 +270,6 @@ def add_contexts(
         after the shared prefix.
     control
         Neutralises control strings in the text; None keeps them.
-    is_compressed
-        Whether fewer rows than tokens are stored. Such a record is exact nowhere, so after a
-        filler each chunk has no second one.
     corpus_filler
         The text of context ``corpus``.
     """
@@ -287,7 +283,7 @@ def add_contexts(
         def contexts_of(number: int) -> tuple[tuple[int, ...], ...]:
             before = _last(filler, number)
             # Encoded alone, it is exact where it stands first in a prompt.
-            return (before, ()) if before and not is_compressed else (before,)
+            return (before, ()) if before else (before,)
 
         return [
             replace(chunk, contexts=contexts_of(min(limit, room - len(chunk.token_ids))))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk
-from kvrag.errors import AnchorsError, IndexMismatchError, ModelLoadError, ParameterError
-from kvrag.fusion.compression.spec import is_text
+from kvrag.errors import IndexMismatchError, ModelLoadError, ParameterError
 from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
 from kvrag.models.control import KEEP, ControlTokens
@@ -20,7 +19,6 @@ from kvrag.models.control import KEEP, ControlTokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvrag.fusion.compression.anchors import Compressor
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
     from kvrag.models.known_text import KnownTexts
@@ -60,7 +58,6 @@ class Encoders:
         self._given_embedding = embedding
         self._device = device
         self._compute = compute
-        self._compression = config.compressing
         self._loading = threading.RLock()
 
     @cached_property
@@ -169,12 +166,9 @@ class Encoders:
     def prefill(self, chunk: Chunk, check: Callable[[], None] | None = None) -> ChunkKV:
         """Return a chunk's KV from the model, computed after the first of its contexts.
 
-        `check` is called in each layer, and ends the work by an error; a compressor does not call
-        it.
+        `check` is called in each layer, and ends the work by an error.
         """
         before = (*self._config.prefix_ids, *chunk.contexts[0])
-        if self._compression is not None:
-            return self._compressor.encode(before, chunk.token_ids)
         is_shared = self._config.chunk_context.is_shared
         prefix = self._encode_prefix(before) if is_shared and before else before
         return self.model.prefill(prefix, [chunk.token_ids], check=check)[0]
@@ -183,30 +177,10 @@ class Encoders:
     def _encode_prefix(self) -> Callable[[tuple[int, ...]], EncodedPrefix]:
         return functools.lru_cache(maxsize=2)(self.model.encode_prefix)
 
-    @property
-    def is_compressed(self) -> bool:
-        """Whether records hold fewer rows than their chunks have tokens, but some."""
-        return self._compression is not None and not is_text(self._compression)
-
     @cached_property
     def room(self) -> int:
         """Tokens available to a chunk and its context: the window after the shared prefix."""
         return self._config.max_positions - len(self._config.prefix_ids)
-
-    @cached_property
-    def _compressor(self) -> Compressor:
-        """The compressor of chunks, loaded on first use. Raises AnchorsError, and as `model`."""
-        from kvrag.fusion.compression.anchors import Compressor
-
-        assert self._compression is not None
-        compressor = Compressor(self.model, self._compression)
-        if compressor.anchors_digest != self._config.anchors:
-            raise AnchorsError(
-                f"{self._path} was made with other anchors (digest {self._config.anchors}) than "
-                f"those next to the model now ({compressor.anchors_digest}): put them back, or "
-                "ingest into a new folder"
-            )
-        return compressor
 
     @property
     def _has_model(self) -> bool:

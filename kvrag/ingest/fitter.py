@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import DocumentError, ParameterError, ProfileError
-from kvrag.fusion.compression.spec import is_text, no_kv
+from kvrag.ingest.config import no_kv
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.maintenance import audit_rows, recode_records
 from kvrag.ingest.storage import Storage
@@ -55,7 +55,7 @@ class CodecFitter:
         storage = self._storage
         if self._has_failed or not storage.coding.needs_profile:
             return storage.coding.codec
-        lengths = [storage.config.num_rows(len(chunk.token_ids)) for chunk in chunks]
+        lengths = [len(chunk.token_ids) for chunk in chunks]
         codec = storage.config.codec
         transform = _stages(codec).transform
         least, sample_tokens = transform.tokens_to_fit(storage.config.spec), transform.sample_tokens
@@ -86,8 +86,6 @@ class CodecFitter:
         storage = self._storage
         codec = storage.config.codec
         self._has_failed = False
-        if is_text(storage.config.compressing):
-            return ""
         if storage.coding.needs_profile:
             raw, least = self.needed(), _stages(codec).transform.tokens_to_fit(storage.config.spec)
             if sum(raw.values()) < least:
@@ -129,7 +127,7 @@ class CodecFitter:
         from kvrag.ingest.coding import read_exact
 
         storage = self._storage
-        if is_text(storage.config.compressing):
+        if not storage.config.has_kv:
             raise ParameterError(f"no codec can be fitted: {no_kv(storage.path)}")
         keys = list(needed)
 
@@ -163,7 +161,7 @@ class CodecFitter:
         audit = audit_rows(storage.catalog, storage.config.key_of)
         found = {key: n for key, n in audit.optional.items() if storage.store.contains(key)}
         found |= audit.needed
-        return {key: storage.config.num_rows(found[key]) for key in sorted(found)}
+        return {key: found[key] for key in sorted(found)}
 
     def present_profile(self, choice: CodecChoice, num_tokens: int) -> Profile | None:
         """Return the index's best profile for a codec, or None if none is good enough.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.fusion.compression.spec import Compression
+from kvrag.codec.names import COMPRESSION_GONE
+from kvrag.errors import ParameterError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
@@ -54,8 +55,6 @@ class Index(Search):
     ----------
     path
         The index folder; for a shared index, this machine's view of it.
-    compression
-        How chunks are stored as fewer rows than they have tokens; None if they are not.
     counters
         The counters of this process's use of the index.
     upkeep
@@ -67,7 +66,6 @@ class Index(Search):
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
         super().__init__(storage, encoders)
         self.path = storage.path
-        self.compression: Compression | None = storage.config.compressing
         self.counters = storage.counters
         fitter = CodecFitter(storage, encoders)
         self._follower: Follower | None = None
@@ -105,11 +103,11 @@ class Index(Search):
             When the folder cannot be written, or the store cannot be used.
         ModelLoadError, UnsupportedModelError
             When the model cannot be loaded or served.
-        AnchorsError
-            When chunks are to be compressed with anchors that the model does not have.
         IndexLockedError
             When another process is creating an index there.
         """
+        if options.pop("compression", "none") != "none":
+            raise ParameterError(COMPRESSION_GONE)
         settings = IndexSettings(**options)
         if arguments.is_url(path):
             return cls(*make_shared(str(path), model, settings))
@@ -265,10 +263,6 @@ class Index(Search):
         """The last part of the index's folder or URL."""
         place = self.url or ""
         return place.partition("?")[0].rpartition("/")[2] or self.path.name
-
-    def num_rows(self, num_tokens: int) -> int:
-        """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
-        return self._storage.config.num_rows(num_tokens)
 
     def stats(self) -> IndexStats:
         """Return the sizes and counts of the index."""

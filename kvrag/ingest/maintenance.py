@@ -128,15 +128,15 @@ def first_of(problems: list[str]) -> tuple[str, ...]:
 
 def _read_record(storage: Storage, key: ChunkKey, num_tokens: int) -> tuple[int, str | None]:
     """Return the number of bytes read, and what is wrong with the record, or None."""
-    spec, num_rows = storage.config.spec, storage.config.num_rows(num_tokens)
+    spec = storage.config.spec
     try:
         record = storage.store.open(key)
         if record is None:
             return 0, _MISSING
         with contextlib.closing(record):
             encoded = storage.coding.open(key, record, spec)
-            if encoded.num_tokens != num_rows:
-                return 0, f"holds {encoded.num_tokens} tokens, expected {num_rows}"
+            if encoded.num_tokens != num_tokens:
+                return 0, f"holds {encoded.num_tokens} tokens, expected {num_tokens}"
             for layer_index in range(spec.num_layers):
                 encoded.read_layer(layer_index)
             return encoded.size_bytes, None
@@ -461,7 +461,6 @@ def stats_of(storage: Storage) -> IndexStats:
         chunk_tokens=config.chunk_tokens,
         context=config.context,
         context_tokens=config.context_tokens,
-        compression=config.compression,
         control_tokens=config.control_tokens,
         num_prefix_tokens=len(config.prefix_ids),
         num_documents=num_documents,

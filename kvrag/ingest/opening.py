@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
-from kvrag.fusion.compression.spec import TEXT, is_text, parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.checks import check_device, check_embedding, check_limit
-from kvrag.ingest.config import KV_FOLDER, LOCK_NAME, VIEW_OF_NAME, IndexConfig, writer_lock
+from kvrag.ingest.config import (
+    KV_FOLDER,
+    LOCK_NAME,
+    NO_COMPRESSION,
+    TEXT,
+    VIEW_OF_NAME,
+    IndexConfig,
+    writer_lock,
+)
 from kvrag.ingest.contexts import (
     ALONE,
     INDEX,
@@ -188,11 +195,9 @@ def _make_config(
     ------
     ParameterError
         When chunks would not fit into the model's context, or the model has another dtype.
-    AnchorsError
-        When chunks are to be compressed with anchors that the model does not have.
     """
     dtype, codec, profile = settings.dtype, settings.codec, settings.profile
-    chunk_tokens, compression = settings.chunk_tokens, settings.compression
+    chunk_tokens = settings.chunk_tokens
     prefix_ids = model.default_prefix_ids()
     dtype_name = str(model.chunk_spec.dtype).removeprefix("torch.")
     if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
@@ -214,29 +219,17 @@ def _make_config(
         from kvrag.ingest.coding import check_profile
 
         check_profile(profile, codec, model.chunk_spec, model.fingerprint)
-    chosen = parse_compression(compression)
-    anchors = ""
     room = model.max_positions - len(prefix_ids)
-    if model.why_whole:
-        if not (chosen is None or is_text(chosen)) or settings.context not in (None, ALONE.name):
-            raise ParameterError(
-                f"compression {compression} and context {settings.context}: chunks have no KV with "
-                f"this model ({model.why_whole}); leave both out"
-            )
-        chosen = parse_compression(TEXT)
-    elif is_text(chosen):
+    if model.why_whole and settings.context not in (None, ALONE.name):
         raise ParameterError(
-            f"compression {TEXT} stores no KV, which this model would reuse; leave it out"
+            f"context {settings.context}: chunks have no KV with this model ({model.why_whole}); "
+            "leave it out"
         )
-    elif chosen is not None:
-        from kvrag.fusion.compression.anchors import Compressor
-
-        anchors = Compressor(model, chosen).anchors_digest
     if settings.context is not None:
         context = parse_context(settings.context)
         require_text(context)
         check_filler(context, model.tokenizer, room, chunk_tokens)
-    elif chosen is not None or model.is_position_bound:
+    elif model.why_whole or model.is_position_bound:
         context = ALONE
     else:
         context = default_context(model.tokenizer, model.max_positions, room, chunk_tokens)
@@ -263,8 +256,7 @@ def _make_config(
         context=context.name,
         context_tokens=context.num_tokens,
         trust=settings.trust,
-        compression=compression if chosen is None else str(chosen),
-        anchors=anchors,
+        compression=TEXT if model.why_whole else NO_COMPRESSION,
         tenant_salt=settings.salt.hex(),
         index_id=secrets.token_hex(16),
         control_tokens=settings.control_tokens or default_control_tokens(model.tokenizer),

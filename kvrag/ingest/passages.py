@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
-from kvrag.fusion.compression.spec import is_text, no_kv
-from kvrag.ingest.config import writer_lock
+from kvrag.ingest.config import no_kv, writer_lock
 from kvrag.ingest.maintenance import KEPT_FOLDER, write_kept
 from kvrag.ingest.stages import BackgroundWriter
 
@@ -80,22 +79,17 @@ class Passages:
     Parameters
     ----------
     index
-        The index; it must not use compression.
+        The index.
 
     Raises
     ------
     ParameterError
-        When the index stores chunks as fewer rows than tokens.
+        When the index stores no KV.
     """
 
     def __init__(self, index: Index) -> None:
-        if is_text(index.compression):
+        if not index.config.has_kv:
             raise ParameterError(no_kv(index.path, index.model.why_whole))
-        if index.compression is not None:
-            raise ParameterError(
-                f"{index.path} stores chunks as {index.compression}: the rows of a passage "
-                "could not be identified; use an index without compression"
-            )
         self.index = index
 
     def key_of(self, passage: Passage) -> ChunkKey:

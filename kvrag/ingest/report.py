@@ -82,7 +82,7 @@ class IngestReport(Report):
         Additional tokens that were computed but not stored: the contexts of these chunks. A
         filler counts once, for all of them.
     size_bytes
-        Size of these records; in a dry run, an estimate without headers and compression.
+        Size of these records; in a dry run, an estimate without headers.
     seconds
         Total time.
     compute_seconds
@@ -93,8 +93,6 @@ class IngestReport(Report):
         Tokens computed, divided by `compute_seconds`.
     note
         A note on how KV was stored; "" if there is nothing to say.
-    compression
-        How chunks are stored as fewer rows than they have tokens; ``none`` if they are not.
     control_strings
         Number of the model's control strings (``<|im_end|>``) that were read as text, for each
         added or changed document that holds any.
@@ -117,7 +115,6 @@ class IngestReport(Report):
     tokens_per_second: float = 0.0
     dry_run: bool = False
     note: str = ""
-    compression: str = "none"
     control_strings: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -136,8 +133,6 @@ class IndexStats(Report):
         URL of the store of KV, without a password.
     context, context_tokens
         What precedes chunks when they are encoded, and its largest size in tokens (0: no limit).
-    compression
-        How chunks are stored as fewer rows than they have tokens; ``none`` if they are not.
     control_tokens
         What happens to the model's control strings in documents.
     num_records
@@ -168,7 +163,6 @@ class IndexStats(Report):
     chunk_tokens: int
     context: str
     context_tokens: int
-    compression: str
     control_tokens: str
     num_prefix_tokens: int
     num_documents: int

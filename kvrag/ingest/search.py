@@ -376,7 +376,7 @@ class Search(OfProcess):
             return None
         try:
             encoded = self._storage.coding.open(key, record, self._storage.config.spec)
-            expected = self._storage.config.num_rows(len(chunk.token_ids))
+            expected = len(chunk.token_ids)
             if encoded.num_tokens != expected:
                 raise RecordError(
                     f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.codec.names import PACKED, parse_codec
 from kvrag.errors import ParameterError
-from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.checks import check_device
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.contexts import INDEX, TRUST, parse_context
@@ -70,12 +69,6 @@ class IndexSettings:
         "Whose chunks context similar takes: those of the whole index, or only those of documents "
         "in the same folder. Default for a new index: index.",
     )
-    compression: str = option(
-        NO_COMPRESSION,
-        "Store KV for only a part of each chunk's tokens: drop:RATE (leaves out the least "
-        "informative tokens), anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE "
-        "is the share left out. Default for a new index: none.",
-    )
     dtype: torch.dtype | str | None = option(
         None,
         "Type of the model's weights and KV: float32, bfloat16 or float16. Default for a new "
@@ -119,7 +112,6 @@ class IndexSettings:
             parse_context(self.context)
         if self.trust not in TRUST:
             raise ParameterError(f"trust {shown(self.trust)}: expected {' or '.join(TRUST)}")
-        parse_compression(self.compression)
         check_device(self.device)
 
     @property

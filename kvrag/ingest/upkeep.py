@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
 from kvrag.errors import (
-    AnchorsError,
     IndexFormatError,
     IndexMismatchError,
     ParameterError,
@@ -431,16 +430,9 @@ class Upkeep:
                 audit = audit_catalog(storage)
             if storage.log is not None and of_store and not audit.problems:
                 storage.log.mend()
-        refused: set[str] = set()
-
-        def mend(key: ChunkKey) -> None:
-            try:
-                self._fitter.repair(key)
-            except (ParameterError, AnchorsError) as error:  # by the index's compression
-                refused.add(str(error))
-
-        report = verify_records(storage, audit, mend if repair else None, on_progress)
-        not_healed = (*not_healed, *sorted(refused))
+        report = verify_records(
+            storage, audit, self._fitter.repair if repair else None, on_progress
+        )
         is_mended = repair and (storage.log is None or not storage.log.damage())
         report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
         words = storage.catalog.words

@@ -177,6 +177,8 @@ class Writer:
                 num = len(plan.documents)
                 run.on_progress(IngestProgress("profile", num, num, doing=doing))
 
+        if not storage.config.has_kv and plan.num_chunks:
+            said.append("chunks are stored without KV: their model computes each prompt as a whole")
         if run.outcome.num_records:
             said.append(self._fitter.catch_up(run.outcome, say))
         return "; ".join(filter(None, said))
@@ -212,7 +214,6 @@ class Writer:
             tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=run.dry_run,
             note=note,
-            compression=run.config.compression,
             control_strings=plan.control_strings,
         )
 

@@ -109,22 +109,6 @@ _PRUDENCE = 0.25
 
 
 @dataclass(frozen=True)
-class ChunkSize:
-    """The planes of one chunk.
-
-    Attributes
-    ----------
-    plane_bytes
-        Bytes of each plane, from coarse to fine.
-    has_text
-        Whether the chunk can be computed instead.
-    """
-
-    plane_bytes: tuple[int, ...]
-    has_text: bool = True
-
-
-@dataclass(frozen=True)
 class LinkState:
     """What is currently known about the link.
 
@@ -177,7 +161,8 @@ class StreamPlan:
     Parameters
     ----------
     chunks
-        The chunks, in the order in which they are streamed.
+        For each chunk, in the order in which they are streamed, the bytes of each plane, from
+        coarse to fine.
     compute_seconds
         The seconds of computing. While they are not known, no chunk is chosen as text.
 
@@ -189,7 +174,7 @@ class StreamPlan:
 
     def __init__(
         self,
-        chunks: Sequence[ChunkSize],
+        chunks: Sequence[tuple[int, ...]],
         compute_seconds: ComputeSeconds,
     ) -> None:
         self._chunks = chunks
@@ -239,19 +224,18 @@ class StreamPlan:
         if not undecided:
             return self._refine(left, link)
         chunk = undecided[0]
-        if all(self._chunks[number].has_text for number in undecided):
-            computing = self._compute_seconds(self.computed | set(undecided))
-            if computing is not None and computing <= seconds_left:
-                return Step(chunk, TEXT, 0.0, is_needed=True)
+        computing = self._compute_seconds(self.computed | set(undecided))
+        if computing is not None and computing <= seconds_left:
+            return Step(chunk, TEXT, 0.0, is_needed=True)
         if link.bytes_per_second is None:
             # Nothing is known about the link: the smallest useful request measures it.
             return Step(chunk, 1, None, is_needed=True)
-        finest = len(self._chunks[chunk].plane_bytes)
+        finest = len(self._chunks[chunk])
         for planes in range(finest, 1, -1):
             if self._delay(undecided, planes, link) <= _PRUDENCE * left:
                 return self._step(chunk, planes, link)
         coarsest = self._step(chunk, 1, link)
-        if self._delay(undecided, 1, link) <= left or not self._chunks[chunk].has_text:
+        if self._delay(undecided, 1, link) <= left:
             return coarsest
         if not self._has_measured:
             # The link was slow for an earlier prompt, but that may have changed.
@@ -279,17 +263,16 @@ class StreamPlan:
             return whole[0]
         for number in sorted(coarse, key=lambda number: (self.num_planes[number], number)):
             finest = self._step(number, self._num_planes(number), link)
-            if self._chunks[number].has_text:
-                more = self._more_seconds(number)
-                if more is not None and more <= min(left, finest.expected_seconds or 0.0):
-                    return Step(number, TEXT, 0.0, is_needed=False)
+            more = self._more_seconds(number)
+            if more is not None and more <= min(left, finest.expected_seconds or 0.0):
+                return Step(number, TEXT, 0.0, is_needed=False)
             step = self._step(number, (self.num_planes[number] or 0) + 1, link)
             if step.expected_seconds is not None and step.expected_seconds <= left:
                 return step
         return None
 
     def _num_planes(self, chunk: int) -> int:
-        return len(self._chunks[chunk].plane_bytes)
+        return len(self._chunks[chunk])
 
     def _more_seconds(self, chunk: int) -> float | None:
         """Return the seconds that computing a chunk adds to the computing chosen so far."""
@@ -300,13 +283,13 @@ class StreamPlan:
 
     def _step(self, chunk: int, planes: int, link: LinkState) -> Step:
         known = self.num_planes[chunk] or 0
-        num_bytes = sum(self._chunks[chunk].plane_bytes[known:planes])
+        num_bytes = sum(self._chunks[chunk][known:planes])
         return Step(chunk, planes, _seconds(num_bytes, 0, link), is_needed=not known)
 
     def _delay(self, chunks: Sequence[int], planes: int, link: LinkState) -> float:
         """Return the expected seconds of the chunks, if all have `planes` planes."""
         return sum(
-            _seconds(sum(self._chunks[number].plane_bytes[:planes]), ahead, link)
+            _seconds(sum(self._chunks[number][:planes]), ahead, link)
             for ahead, number in enumerate(chunks)
         )
 

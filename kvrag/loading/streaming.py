@@ -22,7 +22,6 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.loading.pace import Pace
 from kvrag.loading.stream_plan import (
     TEXT,
-    ChunkSize,
     ComputeSeconds,
     LinkState,
     Step,
@@ -192,7 +191,7 @@ class Streaming:
     started: float
     estimates: StreamEstimates
     load_seconds_per_token: float | None = None
-    make_plan: Callable[[Sequence[ChunkSize], ComputeSeconds], StreamPlan] = StreamPlan
+    make_plan: Callable[[Sequence[tuple[int, ...]], ComputeSeconds], StreamPlan] = StreamPlan
 
     @property
     def deadline(self) -> float:
@@ -215,15 +214,12 @@ class StreamItem:
     ----------
     chunk_id, chunk
         The chunk, and its opened record.
-    has_text
-        Whether the chunk can be computed instead.
     place
         Decodes the planes in use to their place in the prompt's buffer.
     """
 
     chunk_id: str
     chunk: EncodedChunk
-    has_text: bool
     place: Callable[[], None]
 
 
@@ -263,7 +259,7 @@ class ChunkStream:
         self._streaming = streaming
         self._errors = errors
         self._plan = streaming.make_plan(
-            [ChunkSize(item.chunk.plane_bytes, item.has_text) for item in items], compute_seconds
+            [item.chunk.plane_bytes for item in items], compute_seconds
         )
         self._rows = [
             StreamedChunk(item.chunk_id, TEXT, len(item.chunk.plane_bytes), 0, 0.0, 0.0, None)

@@ -93,8 +93,8 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self._num_left and num_rows > self._num_left:
             raise ParameterError(
                 f"a fused prompt of which {self._num_left} rows are left to compute was given "
-                f"{num_rows}: its ids are not as many as its rows (link tokens and compressed "
-                "chunks have none). Call generate(**fused.to_generate()), or let the cache count "
+                f"{num_rows}: its ids are not as many as its rows (link tokens have none). "
+                "Call generate(**fused.to_generate()), or let the cache count "
                 "all rows and give what follows them"
             )
         self._num_left = max(0, self._num_left - num_rows)

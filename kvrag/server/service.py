@@ -81,7 +81,7 @@ def about(engine: KVEngine, model: str, rag: str, top_k: int, **allowed: bool) -
         policies=[
             one
             for one in POLICIES
-            if index.compression is None or one in (NonePolicy.name, DEFAULT_POLICY)
+            if index.config.has_kv or one in (NonePolicy.name, DEFAULT_POLICY)
         ],
         efforts=_efforts(engine, top_k * num_tokens // max(1, num_chunks)),
         examples=_examples(index),
@@ -93,7 +93,7 @@ def _efforts(engine: KVEngine, num_stored: int) -> list[r.Effort]:
     """Return ways to answer, the fastest first, the last in full, for this many stored tokens."""
     usual = engine.defaults.recompute.choice()
     ways: list[dict[str, Any]] = [{}]
-    if engine.index.compression is None:
+    if engine.index.config.has_kv:
         is_none = isinstance(usual, Repair) and isinstance(usual.policy, NonePolicy)
         least = getattr(getattr(usual, "policy", usual), "ratio", None) or 0.0
         spec = engine.defaults.policy

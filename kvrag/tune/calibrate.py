@@ -226,7 +226,7 @@ def usual_choice(
     num_chunks
         Chunks of the prompt; the first is exact.
     """
-    lengths = sorted(map(index.num_rows, index.catalog.stored.keys().values()))
+    lengths = sorted(index.catalog.stored.keys().values())
     if not lengths:
         return []
     length = lengths[len(lengths) // 2]

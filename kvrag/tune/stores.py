@@ -15,12 +15,12 @@ import torch
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.fusion.calibration import Calibration
-from kvrag.fusion.compression.spec import is_text, no_kv
 from kvrag.fusion.controller import LoadingController
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.loss import LostError
 from kvrag.fusion.policies.base import PromptRows, planned_counts
+from kvrag.ingest.config import no_kv
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
@@ -80,7 +80,7 @@ def reading_from(index: Index, tier: Store) -> Iterator[None]:
 
 def require_kv(index: Index) -> None:
     """Raise ParameterError for an index that stores no KV."""
-    if is_text(index.compression):
+    if not index.config.has_kv:
         raise ParameterError(f"nothing to measure: {no_kv(index.path, index.model.why_whole)}")
 
 
@@ -137,7 +137,7 @@ def _load(index: Index, chunks: Sequence[Chunk]) -> tuple[list[ReusedSpan], floa
     """Return the loaded spans and the seconds that loading took."""
     spans, num_tokens = [], 0
     for chunk in chunks:
-        length = index.num_rows(len(chunk.token_ids))
+        length = len(chunk.token_ids)
         spans.append(ReusedSpan(chunk.chunk_id, num_tokens, 0, length, chunk.contexts[0]))
         num_tokens += length
     # Chunks that fit into no prompt together are loaded too: any positions will do.
@@ -349,7 +349,7 @@ def _contents(index: Index) -> tuple[list[int], int]:
     if not needed:
         raise ParameterError(f"{index.path}: the index is empty, there is nothing to keep")
     sizes = {key.digest: size for key, size in index.store.sizes() if key.digest in needed}
-    rows = [index.num_rows(num_tokens) for num_tokens in needed.values()]
+    rows = list(needed.values())
     return rows, sum(sizes.values()) or sum(rows) * index.expected_bytes_per_token
 
 

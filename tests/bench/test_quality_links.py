@@ -1,4 +1,4 @@
-"""The referee judges policies without link tokens and with them, and compressed chunks."""
+"""The referee judges policies without link tokens and with them."""
 
 from pathlib import Path
 
@@ -68,34 +68,3 @@ def test_an_adapter_answers_too() -> None:
 
     assert kl(insert_links(layout, links.header)) != kl(layout)
     assert answerer.reference(layout.token_ids).token_ids == reference.token_ids
-
-
-def test_compressed_chunks_are_judged_with_policy_none(model: KVModel, questions: str) -> None:
-    rows = run_quality_bench(
-        QualityOptions(
-            model=model,
-            data=questions,
-            policies=("none", "deviation"),
-            ratios=(1.0,),
-            compressions=("none", "drop:0.5", "drop:0.75"),
-            links=make_links(model),
-            max_tokens=3,
-            controls=False,
-        )
-    )
-    assert [(row.policy, row.compression) for row in rows] == [
-        ("none", "none"),
-        ("none + links", "none"),
-        ("deviation", "none"),
-        ("deviation + links", "none"),
-        ("none", "drop:0.5"),
-        ("none + links", "drop:0.5"),
-        ("none", "drop:0.75"),
-        ("none + links", "drop:0.75"),
-    ]
-    bytes_per_token = {row.compression: row.bytes_per_token for row in rows}
-    whole = bytes_per_token["none"]
-    assert 0.45 < bytes_per_token["drop:0.5"] / whole < 0.65
-    assert 0.2 < bytes_per_token["drop:0.75"] / whole < 0.45
-    assert len({row.kl for row in rows}) == len(rows)
-    assert rows[2].kl < 1e-6  # ratio 1.0: nothing of the stored chunks is left

@@ -73,8 +73,7 @@ CASES: list[Case] = [
     (quality, {"num_questions": 0}, "0 questions"),
     (quality, {"num_documents": 9}, "cannot generate"),
     (quality, {"contexts": ("later",)}, "context 'later': expected one of"),
-    (quality, {"contexts": ()}, "one context, one compression and one eviction"),
-    (quality, {"compressions": ("half",)}, "expected none, or one of drop, anchors"),
+    (quality, {"contexts": ()}, "one context and one eviction"),
     (quality, {"suite": ("poems",)}, "no real set 'poems'"),
 ]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvrag.fusion.compression.anchors import FILE_NAME, Anchors
 from kvrag.fusion.links import FILE_NAME as LINKS_NAME
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -240,11 +239,9 @@ def test_quality(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> No
     done = run(*common, "--context", "none,document", "--max-tokens", 2)
     assert "none, document" in done.out
     assert "by documents" in done.out
-    compress = ("--compress", "none,drop:0.5")
-    refused = run(*common, *compress, "--picture", tmp_path / "p.png")
+    refused = run(*common, "--eviction", "none,corm", "--picture", tmp_path / "p.png")
     assert refused.code == 1
-    assert "--picture shows one compression" in refused.err
-    assert "none, drop:0.5" in run(*common, *compress, "--max-tokens", 2).out
+    assert "--picture shows one eviction" in refused.err
 
 
 @pytest.mark.parametrize(("found", "why"), [(None, "not installed"), ("0.11.0", "was not tested")])
@@ -357,46 +354,6 @@ def test_links(trained: Trained, model_folder: Path, index_folder: Path) -> None
     assert trained.report(index_folder)["num_links"] == 0
 
 
-def test_anchors_and_links_on_them(run: Run, trained: Trained, model_folder: Path) -> None:
-    told = trained.train("anchors", model_folder, "anchored")
-    anchored = trained.folder / "anchored"
-    assert told["anchors"] == str(anchored / FILE_NAME)
-    assert {f"anchors:{rate}/linked/overall" for rate in (0.5, 0.75)} <= told["scores"].keys()
-    assert not (anchored / LINKS_NAME).exists()
-    assert Anchors.load(anchored / FILE_NAME).rates == (0.5, 0.75)
-    sizes = []
-    for compress in ("none", "anchors:0.5", "anchors:0.75"):
-        index = trained.index(anchored, compress, "--compress", compress)
-        sizes.append(run("stats", "--index", index, "--json").json["size_bytes"])
-        report = trained.report(index)
-        assert (report["num_compressed"] > 0) == (compress != "none")
-        assert not report["misses"]
-    assert sizes == sorted(sizes, reverse=True)
-    for mode in ("tuned", "frozen"):
-        trained.train("links", anchored, mode, "--anchors", "0.5,0.75", "--mode", mode)
-        out = trained.folder / mode
-        assert (out / FILE_NAME).exists() == (mode == "tuned")
-        model = out if mode == "tuned" else anchored
-        index = trained.index(model, f"{mode}-index", "--compress", "anchors:0.75")
-        report = trained.report(index, "--links", out / LINKS_NAME)
-        assert report["num_links"] > 0
-        assert report["num_compressed"] > 0
-    wrong = ("--anchors", "0.5", "--links", 2, *TRAIN)
-    of_anchored = ("train", "links", "--model", anchored, "--data", trained.data)
-    refused = run(*of_anchored, "--out", trained.folder / "x", *wrong)
-    assert "holds anchors of the rates (0.5, 0.75)" in refused.err
-    for model, rate, said in (
-        (anchored, 0.6, "trained for anchors:0.5, anchors:0.75, not for anchors:0.6"),
-        (model_folder, 0.5, "no anchors at"),
-    ):
-        other = trained.folder / "other"
-        ingest = ("ingest", trained.documents, "--index", other, "--model", model)
-        refused = run(*ingest, "--embedding", "hashing", "--compress", f"anchors:{rate}")
-        assert refused.code == 1
-        assert said in refused.err
-        assert not (other / "index.json").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -410,8 +367,8 @@ def test_anchors_and_links_on_them(run: Run, trained: Trained, model_folder: Pat
         ("links --device toaster", "device 'toaster' cannot be used"),
         ("links --data absent.json", "no data set at 'absent.json'"),
         ("links --model ./absent", "no model at './absent'"),
-        ("anchors --plain-share 2", "error: training: plain_share 2.0"),
-        ("anchors --learning-rate nan", "learning_rate nan"),
+        ("links --plain-share 2", "error: training: plain_share 2.0"),
+        ("links --learning-rate nan", "learning_rate nan"),
     ],
 )
 def test_what_cannot_be_trained_is_named(

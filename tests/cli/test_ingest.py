@@ -88,28 +88,6 @@ def test_context_is_recorded_told_and_cannot_change(
     assert "was made with context=document:20, asked for neighbours" in other.err
 
 
-def test_compression_is_recorded_told_and_cannot_change(
-    run: Run, common: tuple[object, ...], documents: Path
-) -> None:
-    done = run(*common, "--compress", "drop:.50")
-    assert done.code == 0, done.err
-    assert "chunks are stored compressed: drop:0.5" in done.out
-    stats = run("stats", "--index", common[3], "--json").json
-    assert stats["compression"] == "drop:0.5"
-    assert run("verify", "--index", common[3]).code == 0
-    ask = ("query", "Who keeps the ledger?", "--index", common[3], "--max-tokens", 2)
-    report = run(*ask, "--json").json["report"]
-    assert 0 < report["num_compressed_rows"] < report["num_compressed"]
-    assert report["policy"] == "none"
-    refused = run(*ask, "--policy", "deviation")
-    assert refused.code == 1
-    assert "stores chunks as drop:0.5" in refused.err
-    other = run(*common, "--compress", "drop:0.75")
-    assert other.code == 1
-    assert "was made with compression=drop:0.5, asked for drop:0.75" in other.err
-    assert "expected none, or one of drop, anchors" in run(*common, "--compress", "half").err
-
-
 def test_control_strings_are_told(
     run: Run, common: tuple[object, ...], documents: Path, tmp_path: Path
 ) -> None:

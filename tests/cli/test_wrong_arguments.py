@@ -112,7 +112,7 @@ def test_commands(
         ("--codec zip", "raw"),
         ("--embedding nope", "minilm"),
         ("--dtype float8", "dtype 'float8'"),
-        ("--compress half", "expected none, or one of drop, anchors"),
+        ("--compress drop:0.5", "--compress is gone. Compression by drop, anchors and kvzip left"),
         ("--model absent/", "absent"),
         ("gone.txt", "gone.txt"),
         ("--store memory:?limit=1GB", "lost when the command ends"),

@@ -187,7 +187,7 @@ def test_contexts_of_chunks(index: Index) -> None:
         "codec": [None, 5, True, b"raw", "", "unknown", "transform:nan"],
         "chunk_tokens": [*NO_WHOLE, None, 0, -1],
         "context": [5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],
-        "compression": [None, 5, True, b"none", ["none"], "drop", "drop:nan", "drop:2"],
+        "compression": [None, 5, "drop:0.5"],
         "dtype": [5, True, b"float32", "float64", "float"],
         "tenant_salt": ["salt", 5, b"", b"x" * 65, ["x"]],
         "device": [5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
@@ -272,7 +272,7 @@ def test_a_folder_that_leads_in_a_circle(index: Index, model: KVModel, tmp_path:
         lambda index: KVEngine(index, links=LONG),
         *(
             lambda index, name=name: IndexSettings(**{name: LONG})
-            for name in ("codec", "context", "compression", "control_tokens")
+            for name in ("codec", "context", "control_tokens")
         ),
         lambda index: IndexSettings(chunk_tokens=10**1000),
         lambda index: IndexSettings(chunk_tokens=10**5000),

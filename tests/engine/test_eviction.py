@@ -70,15 +70,6 @@ def test_behind_link_tokens(index: Index, tmp_path: Path, way: str) -> None:
     assert report.eviction.num_prompt == report.num_tokens + report.num_links
 
 
-def test_behind_compressed_chunks(tmp_path: Path) -> None:
-    with make_index(tmp_path / "index", "llama", compression="drop:0.5") as index:
-        engine = KVEngine(index, max_tokens=10)
-        assert engine.generate(PROMPT, eviction=KeepAll()).text == engine.generate(PROMPT).text
-        report = engine.generate(PROMPT, eviction=CORM).report
-    assert report.eviction.num_prompt < report.num_tokens
-    assert report.eviction.kept_share < 1.0
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_behind_modules_with_gaps_in_their_positions(tmp_path: Path, family: str) -> None:
     with make_index(tmp_path / "index", family) as index:

@@ -57,7 +57,7 @@ def index(
     )
     report = made.add(DOCUMENTS)
     assert (report.num_records, report.size_bytes, report.failed) == (0, 0, ())
-    assert report.compression == "text"
+    assert report.note.startswith("chunks are stored without KV")
     with made:
         yield made
 
@@ -218,11 +218,8 @@ def test_what_concerns_the_kv_of_chunks_is_refused(lfm2: Index, tmp_path: Path) 
         engine.generate("word " * 700)
     with pytest.raises(ParameterError, match="cannot be given to Transformers' generate"):
         engine.fuse(QUESTION).to_generate()
-    for options in ({"compression": "drop:0.5"}, {"context": "document"}):
-        with pytest.raises(ParameterError, match="chunks have no KV with this model"):
-            Index.create(tmp_path / "new", model=lfm2.model, embedding="hashing", **options)
-    with pytest.raises(ParameterError, match="compression text stores no KV"):
-        Index.create(tmp_path / "new", model="kvrag-tiny", embedding="hashing", compression="text")
+    with pytest.raises(ParameterError, match="chunks have no KV with this model"):
+        Index.create(tmp_path / "new", model=lfm2.model, embedding="hashing", context="document")
 
 
 def test_what_measures_or_writes_kv_is_refused_at_the_start(

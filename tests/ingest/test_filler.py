@@ -149,7 +149,6 @@ def test_the_text_is_long_plain_prose() -> None:
         (4096, 64, {}, "similar:512"),
         (2048, 64, {}, "none"),
         (4096, 3800, {}, "none"),
-        (4096, 64, {"compression": "drop:0.5"}, "none"),
         (4096, 64, {"context": "none"}, "none"),
     ],
 )

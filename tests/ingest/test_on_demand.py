@@ -322,16 +322,6 @@ def test_damage_is_a_miss_once_and_made_anew(
     assert stored_bytes(index)[key.digest] == good
 
 
-def test_compressed_chunks_have_none(make_index: MakeIndex, prefills: list[Chunk]) -> None:
-    index = make_index(context=FILLER, compression="drop:0.5")
-    index.add(DOCUMENTS)
-    chunks = index.get_chunks(index.catalog.chunk_ids_of(NAMES[0]))
-    assert [len(chunk.contexts) for chunk in chunks] == [1]
-    prefills.clear()
-    assert fuse(index, 0, 1).report.num_made == 0
-    assert not prefills
-
-
 @pytest.mark.parametrize(("price", "num_made"), [(NEAR, 1), (FAR, 0)])
 def test_a_record_that_would_be_slow_to_load_is_not_made(
     index: Index, prefills: list[Chunk], price: TierCost, num_made: int

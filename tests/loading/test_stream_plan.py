@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag.loading.stream_plan import TEXT, ChunkSize, LinkState, Step, StreamPlan
+from kvrag.loading.stream_plan import TEXT, LinkState, Step, StreamPlan
 from kvrag_bench.stream.plans import best_levels, given_plan
 from kvrag_bench.stream.trace import Trace, constant, random_trace
 from tests.support.properties import examples
 
 TAIL_SECONDS = 0.05
+Planes = tuple[int, ...]
 
 
 class Simulated:
@@ -21,7 +22,7 @@ class Simulated:
     def __init__(
         self,
         plan: StreamPlan,
-        sizes: Sequence[ChunkSize],
+        sizes: Sequence[Planes],
         trace: Trace,
         deadline: float,
         speed: float | None,
@@ -37,7 +38,7 @@ class Simulated:
             had = plan.num_planes[step.chunk] or 0
             assert step.num_planes > had
             assert step.is_needed == (had == 0)
-            num_bytes = sum(sizes[step.chunk].plane_bytes[had : step.num_planes])
+            num_bytes = sum(sizes[step.chunk][had : step.num_planes])
             end = trace.finish(self.now, num_bytes)
             if not step.is_needed and end > deadline - plan.tail_seconds():
                 self.now = max(self.now, deadline - plan.tail_seconds())  # broken off
@@ -55,7 +56,7 @@ class Simulated:
 
 
 def simulate(
-    sizes: Sequence[ChunkSize],
+    sizes: Sequence[Planes],
     trace: Trace,
     deadline: float,
     speed: float | None,
@@ -68,12 +69,12 @@ def simulate(
 
 
 def best_loss(
-    sizes: Sequence[ChunkSize], trace: Trace, deadline: float, text_seconds: float
+    sizes: Sequence[Planes], trace: Trace, deadline: float, text_seconds: float
 ) -> float | None:
     """Return the least loss of all assignments in time; None where none is."""
     found = []
-    for levels in itertools.product(range(len(sizes[0].plane_bytes) + 1), repeat=len(sizes)):
-        num_bytes = sum(sum(s.plane_bytes[:p]) for s, p in zip(sizes, levels, strict=True))
+    for levels in itertools.product(range(len(sizes[0]) + 1), repeat=len(sizes)):
+        num_bytes = sum(sum(s[:p]) for s, p in zip(sizes, levels, strict=True))
         done = trace.finish(0.0, num_bytes) if num_bytes else 0.0
         if done + TAIL_SECONDS + text_seconds * levels.count(TEXT) <= deadline:
             found.append(sum(0.0 if p == TEXT else 3.0**-p for p in levels))
@@ -81,15 +82,13 @@ def best_loss(
 
 
 plane_bytes = st.tuples(*[st.integers(1_000, 50_000)] * 3)
-contexts = st.lists(plane_bytes, min_size=1, max_size=4).map(
-    lambda planes: [ChunkSize(one) for one in planes]
-)
+contexts = st.lists(plane_bytes, min_size=1, max_size=4)
 
 
 @settings(max_examples=examples(150))
 @given(contexts, st.floats(1e4, 1e7), st.floats(0.06, 3.0), st.floats(0.001, 1.0))
 def test_on_a_steady_link_that_is_known(
-    sizes: list[ChunkSize], speed: float, deadline: float, text_seconds: float
+    sizes: list[Planes], speed: float, deadline: float, text_seconds: float
 ) -> None:
     """In time where the coarsest level or computing everything is, and no time that is left over
     would bring another plane.
@@ -97,7 +96,7 @@ def test_on_a_steady_link_that_is_known(
     trace = constant(speed)
     found = simulate(sizes, trace, deadline, speed, text_seconds)
     assert None not in found.plan.num_planes
-    coarsest = sum(size.plane_bytes[0] for size in sizes) / speed
+    coarsest = sum(size[0] for size in sizes) / speed
     if min(coarsest, text_seconds * len(sizes)) + TAIL_SECONDS <= deadline:
         assert found.seconds <= deadline + 1e-6
     best = best_loss(sizes, trace, deadline, text_seconds)
@@ -105,20 +104,17 @@ def test_on_a_steady_link_that_is_known(
         assert best is not None
         assert found.loss >= best - 1e-9
     for size, planes in zip(sizes, found.plan.num_planes, strict=True):
-        if planes not in (TEXT, None, len(size.plane_bytes)):
-            assert found.seconds + size.plane_bytes[planes] / speed > deadline - 1e-6
+        if planes not in (TEXT, None, len(size)):
+            assert found.seconds + size[planes] / speed > deadline - 1e-6
 
 
 @settings(max_examples=examples(100))
-@given(contexts, st.integers(0, 10_000), st.floats(0.2, 2.0), st.floats(0.05, 1.0))
-def test_on_a_link_that_changes(
-    sizes: list[ChunkSize], seed: int, deadline: float, text_seconds: float
-) -> None:
+@given(contexts, st.integers(0, 10_000), st.floats(0.2, 2.0))
+def test_on_a_link_that_changes(sizes: list[Planes], seed: int, deadline: float) -> None:
     """Never later than the coarsest level of all chunks would be, where nothing is computed."""
     trace = random_trace(seed, 0.05, 30_000.0)
-    sizes = [ChunkSize(size.plane_bytes, has_text=False) for size in sizes]
-    found = simulate(sizes, trace, deadline, None, text_seconds)
-    coarsest = trace.finish(0.0, sum(size.plane_bytes[0] for size in sizes)) + TAIL_SECONDS
+    found = simulate(sizes, trace, deadline, None, 1e9)
+    coarsest = trace.finish(0.0, sum(size[0] for size in sizes)) + TAIL_SECONDS
     finer = any(step.is_needed and step.num_planes > 1 for step in found.steps)
     if not finer:
         assert found.seconds <= max(coarsest, deadline) + 1e-6
@@ -128,25 +124,25 @@ def test_on_a_link_that_changes(
 
 
 def test_short_contexts_are_computed() -> None:
-    sizes = [ChunkSize((1000, 1000))] * 3
+    sizes = [(1000, 1000)] * 3
     found = simulate(sizes, constant(1e9), 1.0, 1e9, 0.1)
     assert found.plan.num_planes == [TEXT] * 3
 
 
 def test_nothing_is_computed_where_that_is_not_known() -> None:
-    plan = StreamPlan([ChunkSize((1000, 1000))] * 2, lambda chosen: None)
+    plan = StreamPlan([(1000, 1000)] * 2, lambda chosen: None)
     step = plan.next(10.0, LinkState(1e6))
     assert step == Step(0, 2, pytest.approx(0.002), is_needed=True)  # type: ignore[arg-type]
 
 
 def test_of_an_unknown_link_little_is_asked_first() -> None:
-    plan = StreamPlan([ChunkSize((1000, 1000))] * 2, lambda chosen: None)
+    plan = StreamPlan([(1000, 1000)] * 2, lambda chosen: None)
     assert plan.next(10.0, LinkState(None)) == Step(0, 1, None, is_needed=True)
 
 
 def test_a_slow_link_is_measured_before_it_is_given_up() -> None:
     """Otherwise it would never be found that it has become fast again."""
-    sizes = [ChunkSize((100_000,))] * 4
+    sizes = [(100_000,)] * 4
     plan = StreamPlan(sizes, lambda chosen: 0.2 + len(chosen))
     first = plan.next(1.0, LinkState(1000.0))
     assert first.num_planes == 1
@@ -157,7 +153,7 @@ def test_a_slow_link_is_measured_before_it_is_given_up() -> None:
 
 def test_requests_that_share_the_link() -> None:
     """A chunk takes as many times as long as there are requests that still have one there."""
-    sizes = [ChunkSize((10_000, 10_000))] * 4
+    sizes = [(10_000, 10_000)] * 4
 
     def first(num_sharing: dict[int, int]) -> Step | None:
         plan = StreamPlan(sizes, lambda chosen: None)
@@ -170,7 +166,7 @@ def test_requests_that_share_the_link() -> None:
 
 
 def test_lost_chunks_are_reckoned_with() -> None:
-    plan = StreamPlan([ChunkSize((1000,))] * 3, lambda chosen: 0.1 * len(chosen))
+    plan = StreamPlan([(1000,)] * 3, lambda chosen: 0.1 * len(chosen))
     plan.lose(0)
     assert plan.computed == {0}
     assert plan.tail_seconds() == pytest.approx(0.1)
@@ -178,7 +174,7 @@ def test_lost_chunks_are_reckoned_with() -> None:
 
 
 def test_a_given_plan_is_kept_to() -> None:
-    plan = given_plan([2, TEXT, 1])([ChunkSize((1, 1))] * 3, lambda chosen: 0.0)
+    plan = given_plan([2, TEXT, 1])([(1, 1)] * 3, lambda chosen: 0.0)
     taken = []
     while (step := plan.next(0.0, LinkState(None))) is not None:
         plan.done(step)
@@ -189,7 +185,7 @@ def test_a_given_plan_is_kept_to() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_oracle_is_the_best_of_all(seed: int) -> None:
     trace = random_trace(seed, 0.05, 30_000.0)
-    sizes = [ChunkSize((10_000, 10_000, 10_000))] * 3
+    sizes = [(10_000, 10_000, 10_000)] * 3
     quality = [1.0, *(1.0 - 3.0**-p for p in (1, 2, 3))]
 
     def tail(num_text: int) -> float:

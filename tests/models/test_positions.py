@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.registry import get_codec
-from kvrag.errors import ParameterError, UnsupportedModelError
+from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.plan import MISS_POSITION
 from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.kvcache import FusedKV
-from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.kv_model import KVModel
 from kvrag.models.schemes import _alibi
 from kvrag.store.memory import MemoryStore
@@ -174,10 +173,3 @@ def test_a_chunk_behind_a_gap_is_not_exact(gap: int) -> None:
     layout = laid_out(chunk_at=1 + gap, question_at=60)
     assert layout.is_exact(layout.spans[0]) == (gap == 0)
     assert layout.end_position == 60 + len(QUESTION)
-
-
-def test_rows_of_ones_own_choice_are_refused_where_layers_attend_themselves() -> None:
-    model = KVModel(make_model("bloom"), make_tokenizer())
-    ids = torch.tensor(CHUNK)
-    with pytest.raises(UnsupportedModelError, match="uncompressed"):
-        capture_rows(model, embed_tokens(model, ids), torch.arange(len(ids)), ids[:1] * 0)

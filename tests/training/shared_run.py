@@ -49,7 +49,6 @@ def train(out: Path, case: dict[str, Any], processes: Processes = ALONE) -> dict
         is_sharded=chosen.pop("sharded", False),
         frees_layers=chosen.pop("frees_layers", True),
     )
-    chosen["anchor_rates"] = tuple(chosen.get("anchor_rates", ()))
     model = KVModel(make_model(num_hidden_layers=2, tie_word_embeddings=tied), make_tokenizer())
     fields = {"steps": 3, "evaluate_every": 3, **chosen}
     source = FileSource(asked(), model.tokenizer)

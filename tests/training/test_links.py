@@ -9,10 +9,6 @@ import pytest
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
-from kvrag.fusion.compression.anchors import Compressor, find_anchors
-from kvrag.fusion.compression.compacting import compact
-from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.linked_rows import insert_links
 from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links
@@ -32,7 +28,6 @@ from kvrag_train.links.options import LinkTrainingOptions
 from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.student import Student, training_mode
 from kvrag_train.links.trainer import LinkTrainer
-from tests.fusion.test_anchors import make_anchors
 from tests.support.models import HEAD, make_model, make_tokenizer
 
 FAMILIES = ("llama", "mistral-sliding", "qwen3", "phi3", "gemma2", "gemma3", "gpt-neox")
@@ -147,81 +142,6 @@ def test_the_document_that_stands_first_has_no_filler_before_it() -> None:
     assert torch.equal(with_filler.stored_positions, without.stored_positions)
 
 
-@pytest.mark.parametrize(
-    ("family", "rate", "num_links"),
-    [
-        *[("llama", 0.5, 0), ("llama-yarn", 0.75, 2), ("mistral-sliding", 0.5, 2)],
-        *[("mistral-sliding", 0.75, 0), ("gemma3", 0.5, 0), ("gemma3", 0.75, 2)],
-    ],
-)
-def test_training_on_anchors_computes_what_question_time_computes(
-    family: str, rate: float, num_links: int
-) -> None:
-    model = KVModel(make_model(family), make_tokenizer())
-    bench = Bench(model, head=model.default_prefix_ids())
-    header = header_of(options(Path(), num_links=num_links, anchor_rates=(0.5, 0.75)), model)
-    anchors = make_anchors(model)
-    parameters = LinkParameters(model, header, 4, 0, anchors)
-    items = [item((1,)), item()]
-    compression = Compression("anchors", rate)
-    batch = Packer(model, header, (0.5, 0.75)).pack(items, linked=True, compression=compression)
-    with torch.no_grad():
-        logits = Student(model, parameters, True).logits(batch)
-    ids = batch.question_ids[batch.targets != IGNORED]
-    compressor = Compressor(model, compression, anchors)
-    for chunk_id, chunk in bench.chunks.items():
-        kv = compressor.encode(bench.prefix_ids, chunk.token_ids)
-        bench.store.replace(bench.key(chunk_id), bench.codec.encode(bench.key(chunk_id), kv))
-    for place in range(4):
-        asked = items[place // 2]
-        layout = compact(bench.lay_out(asked.prompts[place % 2].text), bench.chunks, compression)
-        links = parameters.links(header) if num_links else None
-        layout = insert_links(layout, header)
-        num_prompt = len(layout.token_ids)
-        buffer = FusedKV(model.spec, num_prompt, num_prompt + 32)
-        fused = fuse(model, layout, bench.open_kv, NonePolicy(), buffer, links)
-        answer = model.tokenizer(asked.answers[place % 2], add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            behind = model.hf(
-                input_ids=torch.tensor([answer]),
-                **{CACHE_ARGUMENT: FusedCache(buffer, num_prompt)},
-                use_cache=True,
-            ).logits[0]
-        expected = torch.cat([fused.logits[None], behind])
-        assert relative_difference(logits[ids == place], expected) < 1e-4
-
-
-def test_anchors_are_trained_with_their_model_and_gone_on_from(tmp_path: Path) -> None:
-    first = make_trainer(tmp_path / "one", num_links=0, anchor_rates=(0.5, 0.75))
-    assert not first.parameters.anchors.any()
-    first.run()
-    assert first.result_path == tmp_path / "one" / ANCHORS_NAME
-    model = KVModel.load(tmp_path / "one", dtype="float32")
-    anchors = find_anchors(model)
-    anchors.check(model, Compression("anchors", 0.75))
-    assert anchors.embeddings.any()
-    assert find_links(tmp_path / "one") is None
-    changed = {"model": str(tmp_path / "one"), "anchor_rates": (0.5, 0.75)}
-    source = FileSource(questions(), model.tokenizer)
-    tuned = LinkTrainer(options(tmp_path / "two", **changed), source=source)
-    assert torch.equal(tuned.parameters.anchors.detach(), anchors.embeddings)
-    tuned.run()
-    written = KVModel.load(tmp_path / "two")
-    links = find_links(tmp_path / "two")
-    links.check(written)
-    assert not torch.equal(find_anchors(written).embeddings, anchors.embeddings)
-    frozen = LinkTrainer(
-        options(tmp_path / "three", mode="frozen", way="adapter", **changed), source=source
-    )
-    frozen.run()
-    assert torch.equal(frozen.parameters.anchors.detach(), anchors.embeddings)
-    assert sorted(path.name for path in (tmp_path / "three").iterdir()) == [
-        "checkpoint.safetensors",
-        FILE_NAME,
-        "log.jsonl",
-    ]
-
-
 def header_of(chosen: LinkTrainingOptions, model: KVModel) -> Any:
     from kvrag.fusion.links import LinksHeader
 
@@ -293,7 +213,6 @@ def test_tuned_training_writes_a_model_with_its_links(tmp_path: Path) -> None:
     [
         {},
         {"mode": "frozen", "way": "adapter"},
-        {"num_links": 0, "anchor_rates": (0.5, 0.75)},
     ],
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
@@ -337,17 +256,13 @@ def test_the_teacher_answers_as_the_plain_pipeline_does(tmp_path: Path) -> None:
         assert trainer.advance()["loss/linked"] >= 0.0
 
 
-@pytest.mark.parametrize("rates", [(), (0.5, 0.75)])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
-def test_layers_computed_twice_give_the_same_gradients(
-    tmp_path: Path, family: str, rates: tuple[float, ...]
-) -> None:
+def test_layers_computed_twice_give_the_same_gradients(tmp_path: Path, family: str) -> None:
     found = []
     for checkpointing in (False, True):
         model = KVModel(make_model(family), make_tokenizer())
         source = FileSource(questions(), model.tokenizer)
-        chosen = options(tmp_path / f"{checkpointing}", anchor_rates=rates)
-        trainer = LinkTrainer(chosen, model, source)
+        trainer = LinkTrainer(options(tmp_path / f"{checkpointing}"), model, source)
         kept = 0
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -359,11 +274,7 @@ def test_layers_computed_twice_give_the_same_gradients(
             training_mode(model, True, checkpointing=checkpointing),
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
-            batch = trainer.packer.pack(
-                source.draw(Random(1), 3, 2),
-                linked=True,
-                compression=Compression("anchors", 0.5) if rates else None,
-            )
+            batch = trainer.packer.pack(source.draw(Random(1), 3, 2), linked=True)
             logits = trainer.student.logits(batch)
             logits.square().sum().backward()
         assert "forward" not in vars(model.hf.base_model.layers[0])
@@ -382,9 +293,7 @@ def test_layers_computed_twice_give_the_same_gradients(
 def test_bfloat16_arithmetic_leaves_weights_in_float32(tmp_path: Path) -> None:
     losses = []
     for precision in ("float32", "bfloat16"):
-        trainer = make_trainer(
-            tmp_path / precision, precision=precision, anchor_rates=(0.5,), num_links=1
-        )
+        trainer = make_trainer(tmp_path / precision, precision=precision, num_links=1)
         seen = []
         with training_mode(trainer.model, True, checkpointing=precision == "bfloat16"):
             layer = trainer.model.hf.get_submodule("model.layers.1.mlp.up_proj")
@@ -438,13 +347,7 @@ def test_what_is_held_out_is_never_drawn() -> None:
             {"mode": "frozen", "way": "adapter", "gradient_checkpointing": True},
             "without an adapter",
         ),
-        ({"num_links": 0}, "num_links 0: expected at least 1 without anchors"),
-        ({"anchor_rates": (0.75, 0.5)}, "ascending shares"),
-        ({"anchor_rates": (0.5, 1.0)}, "ascending shares"),
-        (
-            {"num_links": 0, "anchor_rates": (0.5,), "mode": "frozen"},
-            "anchors alone are trained with their model",
-        ),
+        ({"num_links": 0}, "num_links 0: expected at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(changed: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CASES: dict[str, dict[str, Any]] = {
     "tuned": {},
     "tied": {"tied": True, "gradient_checkpointing": True, "rows": 5},
-    "anchors": {"num_links": 0, "anchor_rates": (0.5, 0.75), "frees_layers": False},
+    "kept": {"frees_layers": False},
     "distilled": {"loss": "distill", "teacher_answers": True, "answer_tokens": 5},
     "adapter": {"mode": "frozen", "way": "adapter", "loss": "distill"},
     "embeddings": {"mode": "frozen", "way": "embeddings", "gradient_checkpointing": True},

@@ -58,13 +58,6 @@ def bench_quality(
             "are also asked without their predecessor."
         ),
     ] = "none",
-    compress: Annotated[
-        str,
-        typer.Option(
-            help="How to store chunks, with commas: none, drop:RATE, anchors:RATE "
-            "(as in 'kvrag ingest'). Compressed ones are judged with policy none."
-        ),
-    ] = "none",
     eviction: Annotated[
         str,
         typer.Option(
@@ -135,12 +128,9 @@ def bench_quality(
     shares = lists.shares(ratios, "--ratios")
     stored = lists.names(codecs, "--codecs")
     contexts = lists.names(context, "--context")
-    compressions = lists.names(compress, "--compress")
     evictions = lists.names(eviction, "--eviction")
-    if picture is not None and max(len(set(some)) for some in (compressions, evictions)) > 1:
-        raise ParameterError(
-            "--picture shows one compression and one eviction: give one, or leave the picture out"
-        )
+    if picture is not None and len(set(evictions)) > 1:
+        raise ParameterError("--picture shows one eviction: give one, or leave the picture out")
     draw = None if picture is None else _drawing(picture)
     from kvrag.cli.opening import quiet_libraries
     from kvrag_bench.quality.contest import run_quality_bench
@@ -155,7 +145,6 @@ def bench_quality(
         ratios=shares,
         codecs=stored,
         contexts=contexts,
-        compressions=compressions,
         evictions=evictions,
         num_questions=questions,
         max_tokens=max_tokens,
@@ -333,8 +322,6 @@ def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
         return label
     if len({other.codec for other in rows}) > 1:
         label += f", {row.codec}"
-    if len({other.compression for other in rows}) > 1 or row.compression != "none":
-        label += f", {row.compression}"
     if row.eviction != "none":
         label += f", {row.eviction}"
     if len({other.context for other in rows}) > 1:

@@ -10,9 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
 from kvrag.codec.base import Codec, EncodedChunk
-from kvrag.fusion.compression.anchors import Compressor
-from kvrag.fusion.compression.compacting import compact
-from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
@@ -51,18 +48,11 @@ class ChunkBank:
         Called with the number of finished chunks, and the number of all.
     context
         What precedes chunks when they are encoded (`kvrag.ingest.contexts`).
-    compression
-        How chunks are stored as fewer rows (`kvrag.fusion.compression.spec`).
     beside
-        A bank of the same model, codecs and compression: what it has encoded is used, not encoded
+        A bank of the same model and codecs: what it has encoded is used, not encoded
         again, and what is encoded here joins it.
     similar
         For each chunk's text, the tokens before it with context ``similar``.
-
-    Raises
-    ------
-    AnchorsError
-        When the model lacks the anchors that `compression` needs.
     """
 
     def __init__(
@@ -72,7 +62,6 @@ class ChunkBank:
         codecs: Sequence[Codec],
         on_progress: Callable[[int, int], None] = lambda _done, _total: None,
         context: str = NO_CONTEXT,
-        compression: str = NO_COMPRESSION,
         beside: ChunkBank | None = None,
         similar: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -86,8 +75,6 @@ class ChunkBank:
         self._context = parse_context(context)
         self._similar = similar or {}
         self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
-        chosen = parse_compression(compression)
-        self._compressor = None if chosen is None else Compressor(model, chosen)
         self._chunks: dict[str, Chunk] = {}
         self._matcher = ChunkMatcher()
         for passage in map(_as_passage, passages):
@@ -118,12 +105,6 @@ class ChunkBank:
         (tokens,) = encode(self.model.tokenizer, [prompt.text], prompt.add_special_tokens)
         matches = self._matcher.find(prompt.text, hints)
         return lay_out(tokens, matches, self._chunks, self.prefix_ids, hints=hints)
-
-    def compact(self, layout: Layout) -> Layout:
-        """Return a layout with stored rows in place of compressed chunks, or the same layout."""
-        if self._compressor is None:
-            return layout
-        return compact(layout, self._chunks, self._compressor.compression)
 
     def opener(self, codec: str) -> OpenKV:
         """Return a function that opens the records of one codec."""
@@ -174,8 +155,6 @@ class ChunkBank:
     def _encode(
         self, before: tuple[int, ...], chunks: Sequence[Sequence[int]]
     ) -> Iterable[ChunkKV]:
-        if self._compressor is not None:
-            return [self._compressor.encode(before, token_ids) for token_ids in chunks]
         is_shared = self._context.is_shared
         return self.model.prefill(self._encode_prefix(before) if is_shared else before, chunks)
 
@@ -188,13 +167,10 @@ class ChunkBank:
         earlier = passage.before if self._context.is_of_document else ()
         document = [_tokenised(tokenizer, text) for text in (*earlier, passage.text)]
         room = self.model.max_positions - len(self.prefix_ids)
-        is_compressed = self._compressor is not None
-        *_, last = add_contexts(
-            document, tokenizer, self._context, room, is_compressed=is_compressed
-        )
+        *_, last = add_contexts(document, tokenizer, self._context, room)
         before = self._similar[passage.text] if self._context.name == SIMILAR else ()
         if before:
-            last = replace(last, contexts=(before,) if is_compressed else (before, ()))
+            last = replace(last, contexts=(before, ()))
         # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
 
@@ -206,7 +182,6 @@ class ChunkBank:
             prefix_ids=self.prefix_ids,
             token_ids=chunk.token_ids,
             context_ids=chunk.contexts[0],
-            options={} if self._compressor is None else self._compressor.key_options,
         )
 
 

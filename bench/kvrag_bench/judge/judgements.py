@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvrag.eviction import NO_EVICTION
-from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt
 
@@ -17,7 +16,7 @@ DEFAULT_CODEC = "raw"
 class Contestant:
     """A policy at a ratio over a codec, with the other choices that a figure depends on.
 
-    Chunks are encoded after a context and stored compressed or whole, with or without links.
+    Chunks are encoded after a context, with or without links.
     Answers use all keys or those that an eviction leaves.
     """
 
@@ -26,7 +25,6 @@ class Contestant:
     codec: str = DEFAULT_CODEC
     context: str = NO_CONTEXT
     linked: bool = False
-    compression: str = NO_COMPRESSION
     eviction: str = NO_EVICTION
 
     @property

@@ -51,9 +51,6 @@ def check_policies(policies: Sequence[str], ratios: Sequence[float]) -> None:
         )
 
 
-# Context and compression.
-_BankName = tuple[str, str]
-
 ChooseRepair = Callable[[Contestant, Layout, OpenKV], Repair]
 """Returns a contestant's policy for one prompt and its stored chunks."""
 
@@ -74,7 +71,7 @@ class Judge:
     model
         The model.
     codecs
-        By compression, the codecs that store the chunks.
+        The codecs that store the chunks.
     answerer
         Answers with the model.
     links
@@ -100,7 +97,7 @@ class Judge:
     def __init__(
         self,
         model: KVModel,
-        codecs: Mapping[str, Sequence[Codec]],
+        codecs: Sequence[Codec],
         answerer: Answerer,
         *,
         links: LinkTokens | None = None,
@@ -119,7 +116,7 @@ class Judge:
         self._judge_aside = judge_aside
         self._is_generated = is_generated
         self._say = say
-        self._banks: dict[_BankName, ChunkBank] = {}
+        self._banks: dict[str, ChunkBank] = {}  # by context
         self.effort = Effort()
 
     def each(
@@ -163,7 +160,7 @@ class Judge:
         texts: set[str] = set()
         for one in asked:
             more = texts.union(one.question.texts)
-            num_banks = len(_bank_names([*block, one]))
+            num_banks = len(_contexts([*block, one]))
             is_full = num_banks * a_character * sum(map(len, more)) > _BANK_BYTES
             if block and (is_full or len(block) == most):
                 yield block
@@ -176,20 +173,17 @@ class Judge:
     def _open_banks(self, asked: Sequence[Asked]) -> None:
         passages = [passage for one in asked for passage in one.question.passages]
         self._banks = {}
-        # Banks of one compression may want the same record, as after a filler and alone.
-        beside: dict[str, ChunkBank] = {}
-        for context, compression in _bank_names(asked):
-            bank = self._banks[context, compression] = ChunkBank(
+        for context in _contexts(asked):
+            self._banks[context] = ChunkBank(
                 self._model,
                 passages,
-                self._codecs[compression],
+                self._codecs,
                 lambda done, total: self._say(f"computing chunk {done:,} of {total:,}"),
                 context,
-                compression,
-                beside.get(compression),
+                # Both may want the same record, as after a filler and alone.
+                next(iter(self._banks.values()), None),
                 self._similar,
             )
-            beside.setdefault(compression, bank)
 
     def _shortened(self, asked: Asked) -> Asked:
         """Return a question with only the first of its chunks, and of those who are judged."""
@@ -207,12 +201,12 @@ class Judge:
         started = time.perf_counter()
         token_ids = prompt.token_ids(self._model.tokenizer)
         tokenise_seconds = time.perf_counter() - started
-        layouts: dict[_BankName, Layout] = {}
-        layout_seconds: dict[_BankName, float] = {}
-        for name in _bank_names([asked]):
+        layouts: dict[str, Layout] = {}
+        layout_seconds: dict[str, float] = {}
+        for name in _contexts([asked]):
             started = time.perf_counter()
             bank = self._banks[name]
-            layouts[name] = bank.compact(bank.lay_out(prompt, question.passages))
+            layouts[name] = bank.lay_out(prompt, question.passages)
             layout_seconds[name] = time.perf_counter() - started
             bank.require(layouts[name])
             assert layouts[name].plain_token_ids == tuple(token_ids), (
@@ -254,7 +248,7 @@ class Judge:
                     stored_tokens=0,
                 )
                 continue
-            name = (contestant.context, contestant.compression)
+            name = contestant.context
             bank, layout = self._banks[name], layouts[name]
             links = self._links if contestant.linked else None
             opener = bank.opener(contestant.codec)
@@ -309,9 +303,8 @@ class Judge:
         return Reply(text, scores[0], scores[1:])
 
 
-def _bank_names(asked: Iterable[Asked]) -> list[_BankName]:
-    names = ((c.context, c.compression) for one in asked for c in one.contestants)
-    return list(dict.fromkeys(names))
+def _contexts(asked: Iterable[Asked]) -> list[str]:
+    return list(dict.fromkeys(c.context for one in asked for c in one.contestants))
 
 
 def prompts_that_fit(

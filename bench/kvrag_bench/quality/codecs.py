@@ -9,8 +9,6 @@ from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
-from kvrag.fusion.compression.anchors import Compressor
-from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.coding import spread_evenly
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
@@ -21,7 +19,6 @@ def fit_codecs(
     names: Sequence[str],
     texts: Sequence[str],
     on_progress: Callable[[str], None] = lambda _: None,
-    compression: str = NO_COMPRESSION,
 ) -> list[Codec]:
     """Return codecs by name, each once, their profiles fitted to a sample of texts.
 
@@ -33,8 +30,6 @@ def fit_codecs(
         What the model's KV is sampled on.
     on_progress
         Receives a line whenever there is something new to say.
-    compression
-        How the sample is stored as fewer rows: codecs are fitted to what they are given.
     """
     choices = {choice.label: choice for choice in map(choose_codec, names)}
     profiles: dict[str, Profile] = {}
@@ -47,7 +42,7 @@ def fit_codecs(
             if written not in profiles:
                 size = choice.config.transform.sample_tokens
                 if size not in samples:
-                    samples[size] = prefill_sample(model, texts, size, on_progress, compression)
+                    samples[size] = prefill_sample(model, texts, size, on_progress)
                 on_progress(f"fitting codec {choice.label}")
                 profiles[written] = fit_profile(
                     choice.config, model.chunk_spec, model.fingerprint, samples[size]
@@ -62,14 +57,11 @@ def prefill_sample(
     texts: Sequence[str],
     num_tokens: int,
     on_progress: Callable[[str], None] = lambda _: None,
-    compression: str = NO_COMPRESSION,
 ) -> list[ChunkKV]:
     """Return the KV of about `num_tokens` tokens of texts, spread evenly over `texts`.
 
     Each is computed after only the prefix.
     """
-    chosen_compression = parse_compression(compression)
-    compressor = None if chosen_compression is None else Compressor(model, chosen_compression)
     prefix = model.default_prefix_ids()
     encoded = model.tokenizer(list(dict.fromkeys(texts)), add_special_tokens=False)["input_ids"]
     chosen = spread_evenly([len(ids) for ids in encoded], num_tokens)
@@ -77,8 +69,5 @@ def prefill_sample(
     for done, number in enumerate(chosen):
         if done % 32 == 0:
             on_progress(f"computing chunk {done + 1:,} of {len(chosen):,} of the codecs' sample")
-        if compressor is None:
-            sample += model.prefill(prefix, [encoded[number]])
-        else:
-            sample.append(compressor.encode(prefix, encoded[number]))
+        sample += model.prefill(prefix, [encoded[number]])
     return sample

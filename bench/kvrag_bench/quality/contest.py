@@ -106,7 +106,6 @@ def run_quality_bench(
                 ratio=contestant.ratio,
                 codec=contestant.codec,
                 context=contestant.context,
-                compression=contestant.compression,
                 eviction=contestant.eviction,
             ),
             _of_kind(judgements, kind),
@@ -221,13 +220,9 @@ class _Run:
         if not missing:
             return
         to_fit = _texts_to_fit(self._options, self._texts)
-        compressions = dict.fromkeys(c.compression for one in missing for c in one.contestants)
         judge = Judge(
             self._model,
-            {
-                name: fit_codecs(self._model, self._options.codecs, to_fit, self._say, name)
-                for name in compressions
-            },
+            fit_codecs(self._model, self._options.codecs, to_fit, self._say),
             Answerer(self._model, self._options.max_tokens),
             links=self._links,
             choose_repair=_RepairOf(self._model),

@@ -10,10 +10,8 @@ from kvrag.codec.config import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction
-from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
-from kvrag.fusion.policies.base import NonePolicy
 from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context, require_text
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judgements import Contestant
@@ -59,9 +57,6 @@ class QualityOptions:
         Contexts that chunks are encoded after (`kvrag.ingest.contexts`). With text of documents
         among them, generated carried-over questions are asked once more without the predecessor, as
         a separate type that is left out of the overall figures.
-    compressions
-        How chunks are stored (`kvrag.fusion.compression.spec`). All except ``none`` are judged only
-        with policy ``none``, since their rows cannot be recomputed.
     num_questions
         Number of questions, from the first; None takes all (1,000 generated ones). For a
         suite, number of questions in each set; None takes 50.
@@ -100,7 +95,6 @@ class QualityOptions:
     ratios: Sequence[float] = (0.05, 0.15, 0.3)
     codecs: Sequence[str] = ("raw",)
     contexts: Sequence[str] = (NO_CONTEXT,)
-    compressions: Sequence[str] = (NO_COMPRESSION,)
     evictions: Sequence[str] = (NO_EVICTION,)
     num_questions: int | None = None
     max_tokens: int = 16
@@ -144,29 +138,20 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
             )
     for name in options.evictions:
         make_eviction(name)
-    lists = (options.policies, options.codecs, options.contexts, options.compressions)
-    if not all((*lists, options.evictions)):
+    if not all((options.policies, options.codecs, options.contexts, options.evictions)):
         raise ParameterError(
-            "bench quality: at least one policy, one codec, one context, one compression and one "
-            "eviction (or 'none') must be given"
-        )
-    compressions = [str(parse_compression(name) or NO_COMPRESSION) for name in options.compressions]
-    if set(compressions) != {NO_COMPRESSION} and not any(map(_is_none, options.policies)):
-        raise ParameterError(
-            "bench quality: compressed chunks are judged with policy 'none', which was not asked "
-            f"for; found {', '.join(options.policies)}"
+            "bench quality: at least one policy, one codec, one context and one eviction (or "
+            "'none') must be given"
         )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
     if not options.ratios and ORACLE in options.policies:
         raise ParameterError("bench quality: policy 'oracle' needs a ratio, and none was given")
     found = [
-        Contestant(policy, ratio, codec, context, linked, compression, eviction)
+        Contestant(policy, ratio, codec, context, linked, eviction)
         for context in options.contexts
-        for compression in compressions
         for codec in codecs
         for policy in options.policies
-        if compression == NO_COMPRESSION or _is_none(policy)
         for ratio in (options.ratios if _takes_ratio(policy) else [None])
         # The oracle's deviations are those of the prompt without links.
         for linked in ((False, True) if with_links and policy != ORACLE else (False,))
@@ -174,11 +159,6 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         for eviction in options.evictions
     ]
     return list(dict.fromkeys(found))
-
-
-def _is_none(policy: str) -> bool:
-    """Whether a policy computes nothing again, whatever it scales."""
-    return policy.partition(":")[0] == NonePolicy.name
 
 
 def controls(options: QualityOptions, entered: Sequence[Contestant]) -> list[Contestant]:
@@ -190,7 +170,7 @@ def controls(options: QualityOptions, entered: Sequence[Contestant]) -> list[Con
 
 def everything_again(options: QualityOptions, entered: Sequence[Contestant]) -> list[Contestant]:
     """Return the control that computes all again, for one question of each type."""
-    whole = [one for one in entered if one.compression == NO_COMPRESSION and not one.linked]
+    whole = [one for one in entered if not one.linked]
     if not options.controls or not whole:
         return []
     return [replace(whole[0], policy="boundary", ratio=1.0, eviction=NO_EVICTION)]

@@ -37,7 +37,7 @@ class QualityRow:
         A type of the data set, or ``"overall"``.
     policy, ratio
         Its label, and the share asked for; None for policies that take none.
-    codec, context, compression, eviction
+    codec, context, eviction
         See `kvrag_bench.judge.judgements.Contestant`.
     num_left_out
         Questions of the type whose prompt does not fit the model's context.
@@ -93,7 +93,6 @@ class QualityRow:
     ratio: float | None
     codec: str
     context: str
-    compression: str
     eviction: str
     num_questions: int
     num_left_out: int
@@ -143,7 +142,6 @@ class RowName:
     ratio: float | None
     codec: str
     context: str
-    compression: str
     eviction: str
 
 

@@ -79,6 +79,7 @@ def _read(path: Path) -> Iterator[tuple[Contestant, str, float]]:
         try:
             record = json.loads(line)
             kl = fmean(record["judgement"]["kl"])
+            record["contestant"].pop("compression", None)  # kvrag 0.2 had it
             yield Contestant(**record["contestant"]), record["question"], kl
         except (ValueError, KeyError, TypeError) as error:
             raise ParameterError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
 
-from kvrag.loading.stream_plan import TEXT, ChunkSize, ComputeSeconds, LinkState, Step, StreamPlan
+from kvrag.loading.stream_plan import TEXT, ComputeSeconds, LinkState, Step, StreamPlan
 from kvrag_bench.stream.trace import Trace
 
 
@@ -16,7 +16,7 @@ class GivenPlan(StreamPlan):
     def __init__(
         self,
         given: Sequence[int],
-        chunks: Sequence[ChunkSize],
+        chunks: Sequence[tuple[int, ...]],
         compute_seconds: ComputeSeconds,
     ) -> None:
         super().__init__(chunks, compute_seconds)
@@ -30,7 +30,9 @@ class GivenPlan(StreamPlan):
         return None
 
 
-def given_plan(given: Sequence[int]) -> Callable[[Sequence[ChunkSize], ComputeSeconds], StreamPlan]:
+def given_plan(
+    given: Sequence[int],
+) -> Callable[[Sequence[tuple[int, ...]], ComputeSeconds], StreamPlan]:
     """Return a function that makes a plan with the given number of planes for each chunk."""
     return partial(GivenPlan, given)
 

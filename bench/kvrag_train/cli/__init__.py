@@ -3,15 +3,14 @@
 import typer
 
 from kvrag.cli.command import lazy_group
+from kvrag.codec.names import COMPRESSION_GONE
 
-COMMANDS = {
-    "links": "kvrag_train.cli.links:train_links",
-    "anchors": "kvrag_train.cli.anchors:train_anchors",
-}
+COMMANDS = {"links": "kvrag_train.cli.links:train_links"}
+GONE = {"anchors": f"is gone. {COMPRESSION_GONE}"}
 
 app = typer.Typer(
     name="train",
-    cls=lazy_group(COMMANDS),
+    cls=lazy_group(COMMANDS, gone=GONE),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -8,7 +8,6 @@ import typer
 
 from kvrag import arguments
 from kvrag.cli import options as o
-from kvrag_bench.cli import lists
 from kvrag_bench.cli import options as b
 from kvrag_train.cli import options as t
 from kvrag_train.cli import run as training_run
@@ -31,15 +30,6 @@ def train_links(
         typer.Option(
             help="What is trained over a frozen model: embeddings or adapter (low-rank additions "
             "to link, question and answer rows). Default: adapter.",
-            show_default=False,
-        ),
-    ] = None,
-    anchors: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATES",
-            help="Train on chunks stored as anchors, at these rates, with commas: the anchors of a "
-            "model from 'kvrag train anchors', or new ones. Default: chunks stored whole.",
             show_default=False,
         ),
     ] = None,
@@ -138,7 +128,6 @@ def train_links(
         model=model,
         data=data,
         num_links=links,
-        anchor_rates=() if anchors is None else lists.shares(anchors, "--anchors"),
         mode=mode,
         way=way,
         context=context,

@@ -33,8 +33,7 @@ def _print_scores(trainer: LinkTrainer, scores: dict[str, float], as_json: bool)
     """Print the path of a finished run's result, and its scores on held-out questions."""
     path = trainer.result_path
     if as_json:
-        what = "links" if trainer.header.num_links else "anchors"
-        console.print_json({what: str(path), "steps": trainer.step, "scores": scores})
+        console.print_json({"links": str(path), "steps": trainer.step, "scores": scores})
         return
     console.write(f"{path}\n")
     for name, score in scores.items():

@@ -15,10 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk
-from kvrag.fusion.compression.anchors import PADDING as BLOCK_OF_PADDING
-from kvrag.fusion.compression.anchors import AnchoredRows, anchored_rows
-from kvrag.fusion.compression.compacting import compact
-from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.layout import LINK, Layout, lay_out
 from kvrag.fusion.linked_rows import insert_links
 from kvrag.fusion.links import LinksHeader
@@ -46,9 +42,6 @@ class LinkBatch:
         the prompt (all right before the document).
     num_before
         For each document, how many rows precede it: the same tokens for the same number.
-    chunk_blocks, chunk_slots
-        ``[C, W]``: blocks and slots as in `AnchoredRows`, if documents are stored as anchors
-        (positions are then those after only the prefix); None if they are stored whole.
     stored
         ``[B, D]``: which of the C * W rows are the row's stored KV, in prompt order.
     stored_positions, stored_segments
@@ -70,8 +63,6 @@ class LinkBatch:
     chunk_ids: torch.Tensor
     chunk_positions: torch.Tensor
     num_before: tuple[int, ...]
-    chunk_blocks: torch.Tensor | None
-    chunk_slots: torch.Tensor | None
     stored: torch.Tensor
     stored_positions: torch.Tensor
     stored_segments: torch.Tensor
@@ -107,8 +98,6 @@ class Packer:
         Provides the tokenizer and the shared prefix.
     header
         The links after documents.
-    rates
-        Compression rates that anchors are trained at.
     num_filler
         Tokens of kvrag's filler before each document that does not stand first.
     """
@@ -117,7 +106,6 @@ class Packer:
         self,
         model: KVModel,
         header: LinksHeader,
-        rates: Sequence[float] = (),
         num_filler: int = 0,
     ) -> None:
         self._tokenizer = model.tokenizer
@@ -129,7 +117,6 @@ class Packer:
             check_filler(context, model.tokenizer, room, MIN_CHUNK_TOKENS)
             self._filler = filler_ids(model.tokenizer)[-num_filler:]
         self._header = header
-        self._rates = tuple(rates)
 
     def pack(
         self,
@@ -137,7 +124,6 @@ class Packer:
         *,
         linked: bool,
         answers: Sequence[Sequence[int]] | None = None,
-        compression: Compression | None = None,
     ) -> LinkBatch:
         """Return items as a batch.
 
@@ -150,27 +136,17 @@ class Packer:
             prompt, without links: plain prompts.
         answers
             Answer tokens for all questions, ends included; None: the items' own.
-        compression
-            ``anchors`` at one of the rates: documents are stored as their anchors.
         """
         given = None if answers is None else iter(answers)
-        asked = [self._tokenised(item, linked, compression) for item in items]
+        asked = [self._tokenised(item, linked) for item in items]
         rows = [_Row() for _ in items]
         chunks: list[tuple[list[int], int]] = []
         num_before: list[int] = []
-        anchored: list[AnchoredRows] = []
         number = 0
         for row, item in zip(rows, asked, strict=True):
             first_chunk = len(chunks)
             for span in item.layout.spans:
                 chunk = item.chunks[span.chunk_id]
-                if compression is not None:
-                    laid = anchored_rows(self._prefix, chunk.token_ids, compression, self._rates)
-                    first = len(laid.token_ids) - laid.num_anchors
-                    row.put_stored(len(chunks), first, span.prompt_start, span.length)
-                    chunks.append((list(laid.token_ids), 0))
-                    anchored.append(laid)
-                    continue
                 before = self._prefix
                 if span.chunk_id != item.leader:
                     before += self._filler
@@ -192,25 +168,13 @@ class Packer:
             # run the same layers, whatever their rows are.
             chunks.append(([*self._prefix, 0], 0))
             num_before.append(len(self._prefix))
-            if compression is not None:
-                laid = anchored_rows(self._prefix, (0,), compression, self._rates)
-                chunks[0] = (list(laid.token_ids), 0)
-                anchored.append(laid)
         width = max((len(tokens) for tokens, _ in chunks), default=0)
         num_stored = max(*(len(row.stored) for row in rows), int(linked))
         positions = [list(range(start, start + width)) for _, start in chunks]
-        if compression is not None:
-            positions = [list(laid.positions) for laid in anchored]
         return LinkBatch(
             chunk_ids=_padded([tokens for tokens, _ in chunks], width, 0),
             chunk_positions=_padded(positions, width, 0),
             num_before=tuple(num_before),
-            chunk_blocks=_padded([list(laid.blocks) for laid in anchored], width, BLOCK_OF_PADDING)
-            if anchored
-            else None,
-            chunk_slots=_padded([list(laid.slots) for laid in anchored], width, -1)
-            if anchored
-            else None,
             stored=_padded(
                 [[c * width + at for c, at in row.stored] for row in rows], num_stored, 0
             ),
@@ -225,7 +189,7 @@ class Packer:
             types=tuple(kind for item in items for kind in item.types),
         )
 
-    def _tokenised(self, item: LinkItem, linked: bool, compression: Compression | None) -> _Asked:
+    def _tokenised(self, item: LinkItem, linked: bool) -> _Asked:
         tokenizer = self._tokenizer
         prompts = [tuple(prompt.token_ids(tokenizer)) for prompt in item.prompts]
         answers: list[list[int]] = list(
@@ -246,8 +210,6 @@ class Packer:
         layout = Layout(layout.token_ids[:shared], spans, layout.prefix_length, layout.has_prefix)
         # As in an index, before the first link is inserted there.
         leader = next((span.chunk_id for span in spans if layout.is_exact(span)), None)
-        if compression is not None:
-            layout = compact(layout, chunks, compression)
         end = int(tokenizer.eos_token_id)
         return _Asked(
             insert_links(layout, self._header),

@@ -13,8 +13,8 @@ from kvrag_train.links.options import LinkTrainingOptions
 from kvrag_train.links.processes import Processes
 from kvrag_train.links.sharding import whole
 
-# Parameters that are looked up by rows, and learn at a higher rate.
-_TABLES = frozenset({"links/embeddings", "links/anchors"})
+# It is looked up by rows, and learns at a higher rate.
+_TABLE = "links/embeddings"
 
 
 def new_optimizer(
@@ -22,7 +22,7 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the parameters, by name; ``"rate"`` of each group is its peak rate."""
     groups = [
-        {"params": [w for name, w in trained.items() if (name in _TABLES) is own], "rate": rate}
+        {"params": [w for name, w in trained.items() if (name == _TABLE) is own], "rate": rate}
         for own, rate in ((True, options.link_learning_rate), (False, options.rate))
     ]
     return torch.optim.AdamW(

@@ -33,11 +33,7 @@ class LinkTrainingOptions:
     data
         ``"generated"``, ``"real"`` or a file (`open_source`).
     num_links
-        K; 0 if only anchors are trained.
-    anchor_rates
-        Compression rates of anchors (`kvrag.fusion.compression.anchors`) that documents are stored
-        as, drawn evenly, one for each step; empty: documents are stored whole. Training continues
-        with anchors in the model's folder; mode ``frozen`` leaves them as they are.
+        K.
     max_documents
         Most documents of a prompt that have links.
     mode
@@ -89,7 +85,6 @@ class LinkTrainingOptions:
     model: str = "kvrag-tiny"
     data: str = "generated"
     num_links: int = 5
-    anchor_rates: tuple[float, ...] = ()
     max_documents: int = MAX_DOCUMENTS
     mode: str = "tuned"
     way: str = "embeddings"
@@ -117,18 +112,11 @@ class LinkTrainingOptions:
 
     def __post_init__(self) -> None:
         counts = [
-            *("max_documents", "rank", "steps", "rows", "questions"),
+            *("num_links", "max_documents", "rank", "steps", "rows", "questions"),
             *("evaluate_every", "evaluate_questions", "save_every", "answer_tokens"),
         ]
         checks = [
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
-            ("num_links", self.num_links >= (not self.anchor_rates), "at least 1 without anchors"),
-            (
-                "anchor_rates",
-                self.anchor_rates == tuple(sorted(set(self.anchor_rates)))
-                and all(0.0 < rate < 1.0 for rate in self.anchor_rates),
-                "ascending shares above 0 and below 1",
-            ),
             ("mode", self.mode in MODES, f"one of {', '.join(MODES)}"),
             ("way", self.way in WAYS, f"one of {', '.join(WAYS)}"),
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
@@ -157,11 +145,6 @@ class LinkTrainingOptions:
                 f"training: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
                 "model with link embeddings"
             )
-
-        if self.mode == "frozen" and not self.num_links:
-            raise ParameterError(
-                "training: anchors alone are trained with their model, in mode 'tuned'"
-            )
         if self.gradient_checkpointing and self.way == "adapter":
             # An adapter acts during the forward; layers recomputed after it would lack the adapter.
             raise ParameterError(
@@ -173,8 +156,6 @@ class LinkTrainingOptions:
                 f"training: context {self.context}: expected {NO_CONTEXT} or {FILLER}[:TOKENS]; "
                 "documents of the data have no other text before them"
             )
-        if self.anchor_rates and self.num_filler:
-            raise ParameterError("training: anchors are trained without a filler")
         if self.teacher_answers and self.loss != "distill":
             raise ParameterError("training: teacher_answers is of loss 'distill'")
 
@@ -205,8 +186,6 @@ class LinkTrainingOptions:
             *("teacher_answers", "answer_tokens", "keep_order", "answer_prefix"),
         ]
         found: dict[str, object] = {name: getattr(self, name) for name in names}
-        if self.anchor_rates:
-            found["anchor_rates"] = list(self.anchor_rates)
         if self.num_filler:
             found["num_filler"] = self.num_filler
         return found

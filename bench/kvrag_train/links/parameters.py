@@ -1,17 +1,12 @@
-"""The parameters trained beside a model, or instead of it: links, their adapter, anchors."""
+"""The parameters trained beside a model, or instead of it: links, and their adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvrag.errors import ParameterError
-from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
-from kvrag.fusion.compression.anchors import Anchors, num_slots
-from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag.fusion.links import LinksHeader, LinkTokens
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
@@ -30,8 +25,6 @@ class LinkParameters(nn.Module):
         Rank of the adapter in way ``adapter``.
     seed
         Seed of the initial values.
-    anchors
-        Anchors to continue with; None: there are none. Learned with the model, or left as they are.
     """
 
     def __init__(
@@ -40,14 +33,9 @@ class LinkParameters(nn.Module):
         header: LinksHeader,
         rank: int,
         seed: int,
-        anchors: Anchors | None = None,
     ) -> None:
         super().__init__()
         self.header = header
-        self.anchors: nn.Parameter | None = None
-        if anchors is not None:
-            is_learned = header.mode == "tuned"
-            self.anchors = nn.Parameter(anchors.embeddings.clone().float(), is_learned)
         self.embeddings: nn.Parameter | None = None
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         random = torch.Generator().manual_seed(seed)
@@ -95,39 +83,3 @@ class LinkParameters(nn.Module):
 
 def _key(name: str) -> str:
     return name.replace(".", "/")  # torch allows no dots in names of parameters
-
-
-def first_anchors(
-    model: KVModel, rates: Sequence[float], *, checked: bool = True
-) -> Anchors | None:
-    """Return the anchors that a training for `rates` begins with; without rates there are none.
-
-    Those in the model's folder, or rows of zero, which make an anchor the token at which it stands.
-
-    Parameters
-    ----------
-    checked
-        Whether to check that they belong to the model's weights.
-
-    Raises
-    ------
-    AnchorsError
-        When they belong to another model, or are damaged.
-    ParameterError
-        When their rates differ.
-    """
-    if not rates:
-        return None
-    if model.folder is None or not (model.folder / ANCHORS_NAME).exists():
-        width = model.hf.config.hidden_size
-        return Anchors(tuple(rates), "", torch.zeros(num_slots(rates), width))
-    path = model.folder / ANCHORS_NAME
-    found = Anchors.load(path)
-    for rate in rates if checked else ():
-        found.check(model, Compression(ANCHORS, rate))
-    if found.rates != tuple(rates):
-        raise ParameterError(
-            f"{path} holds anchors of the rates {found.rates}: train with all of them, found "
-            f"{tuple(rates)}"
-        )
-    return found

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import LinkBatch, Packer
 from kvrag_train.links.data import LinkItem
@@ -23,25 +22,20 @@ def score(
     student: Student,
     packer: Packer,
     items: Sequence[LinkItem],
-    rates: Sequence[float],
     processes: Processes,
 ) -> dict[str, float]:
-    """Return exact match by type of question: linked, and of plain prompts; where documents are
-    stored as anchors, linked for each rate.
+    """Return exact match by type of question: linked, and of plain prompts.
 
     Each answer token is predicted after the right ones, which is exact match of greedy decoding.
     """
-    ways: list[tuple[str, bool, Compression | None]] = [
-        (f"{ANCHORS}:{rate:g}/linked", True, Compression(ANCHORS, rate)) for rate in rates
-    ] or [("linked", True, None)]
     labels = sorted({"overall", *(kind for item in items for kind in item.types if kind)})
     found: dict[str, float] = {}
-    for name, linked, compression in (*ways, ("plain", False, None)):
+    for name, linked in (("linked", True), ("plain", False)):
         num_right, num_asked = (dict.fromkeys(labels, 0) for _ in range(2))
         rows = _ROWS * processes.count
         for start in range(0, len(items), rows):
             own, counts = processes.share(items[start : start + rows])
-            batch = packer.pack(own, linked=linked, compression=compression)
+            batch = packer.pack(own, linked=linked)
             results = right(student.logits(batch), batch).tolist()
             if not counts:
                 continue

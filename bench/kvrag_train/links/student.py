@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.fusion.compression.anchors import anchor_mask
 from kvrag.models.caches import CaptureCache
-from kvrag.models.capture import model_masks
-from kvrag.models.families import project_logits
+from kvrag.models.families import project_logits, sliding_windows
 from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.positions.rotary import RotaryTable
@@ -27,6 +25,9 @@ from kvrag_train.links.batch import LinkBatch
 from kvrag_train.links.memory import checkpointed_layers
 from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.sharding import Running
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Student:
@@ -99,41 +100,18 @@ class Student:
     def _encoded(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's placed K/V ``[B, H, D, channels]`` of the documents."""
         # Processes that share a model run the same forwards, whatever their rows are.
-        alone = self._running is None and not self._trains_model
-        if alone and batch.chunk_slots is None:
+        if self._running is None and not self._trains_model:
             return self._encoded_once(batch)
         cache = CaptureCache(self._model.spec.num_layers)
-        embeds = self._base.get_input_embeddings()(batch.chunk_ids)
-        mask = None
-        if batch.chunk_slots is not None:
-            assert batch.chunk_blocks is not None
-            table, slots = self._parameters.anchors, batch.chunk_slots
-            assert table is not None
-            learned = table[slots.clamp(min=0)].to(embeds.dtype)
-            embeds = torch.where((slots >= 0)[..., None], embeds + learned, embeds)
-            positions = batch.chunk_positions
-            allowed = anchor_mask(positions, batch.chunk_blocks, slots)
-            mask = model_masks(self._model.hf, allowed, positions, positions)
         self._base(
-            inputs_embeds=embeds,
+            input_ids=batch.chunk_ids,
             position_ids=batch.chunk_positions,
-            attention_mask=mask,
             **{CACHE_ARGUMENT: cache},
             use_cache=True,
         )
         layers: list[Any] = cache.layers
-        found = [
-            (_gathered(x.keys, batch.stored), _gathered(x.values, batch.stored)) for x in layers
-        ]
-        if batch.chunk_slots is None:
-            return found
-        # Anchors were computed where their chunk stands alone, and go where its rows are.
-        sources = batch.chunk_positions.flatten()[batch.stored]
-        targets = batch.stored_positions
-        tables = self._model.tables(int(torch.maximum(sources.max(), targets.max())) + 1)
         return [
-            (_moved(keys, table, sources, targets), values)
-            for (keys, values), table in zip(found, tables, strict=True)
+            (_gathered(x.keys, batch.stored), _gathered(x.values, batch.stored)) for x in layers
         ]
 
     def _encoded_once(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -184,12 +162,48 @@ class Student:
         query_segments = batch.segments[:, :, None]
         causal = keys <= queries
         allowed = causal & ((key_segments == 0) | (key_segments == query_segments))
-        return model_masks(
+        return _model_masks(
             self._model.hf,
             allowed,
             batch.positions,
             torch.cat([batch.stored_positions, batch.positions], 1),
         )
+
+
+def _model_masks(
+    hf: PreTrainedModel, allowed: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> Any:
+    """Return the model's mask argument: one mask for all layers, or one for each layer type.
+
+    Parameters
+    ----------
+    hf
+        The model.
+    allowed
+        ``[B, q, k]`` bool: which rows see which, without the layers' windows.
+    queries, keys
+        ``[B, q]`` and ``[B, k]``: positions, for the layers' windows.
+    """
+    layer_windows = sliding_windows(hf)
+    windows = set(layer_windows)
+    found = {
+        window: _as_model_wants(
+            hf,
+            allowed if window is None else allowed & (keys[:, None] > queries[:, :, None] - window),
+        )
+        for window in windows
+    }
+    if len(found) == 1:
+        return found[layer_windows[0]]
+    sliding = next(window for window in windows if window is not None)
+    return {"full_attention": found[None], "sliding_attention": found[sliding]}
+
+
+def _as_model_wants(hf: PreTrainedModel, allowed: torch.Tensor) -> torch.Tensor:
+    if hf.config._attn_implementation != "eager":
+        return allowed[:, None]
+    additive = torch.zeros(allowed.shape, dtype=hf.dtype, device=allowed.device)
+    return additive.masked_fill_(~allowed, torch.finfo(hf.dtype).min)[:, None]
 
 
 @contextmanager

@@ -14,9 +14,6 @@ import torch
 from torch.nn import functional
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
-from kvrag.fusion.compression.anchors import Anchors
-from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag.fusion.links import FILE_NAME, LinksHeader
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint
@@ -28,7 +25,7 @@ from kvrag_train.links.data import LinkItem, Source, open_source
 from kvrag_train.links.memory import chosen_precision, computing_in
 from kvrag_train.links.optimizer import average_and_clip, new_optimizer, rate_factor
 from kvrag_train.links.options import LinkTrainingOptions
-from kvrag_train.links.parameters import LinkParameters, first_anchors
+from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.processes import ALONE, Processes
 from kvrag_train.links.scoring import right, score
 from kvrag_train.links.sharding import whole_state
@@ -103,17 +100,14 @@ class LinkTrainer:
             model_fingerprint="" if is_tuned else base_fingerprint,
             scale=scale,
         )
-        anchors = first_anchors(self.model, options.anchor_rates, checked=self._has_weights)
-        self.parameters = LinkParameters(
-            self.model, self.header, options.rank, options.seed, anchors
-        )
+        self.parameters = LinkParameters(self.model, self.header, options.rank, options.seed)
         device = processes.device or self.model.device
         self.parameters.to(device)
         if processes.is_sharded:
             for parameter in self.parameters.parameters():
                 parameter.data = processes.tensor_of_main(parameter.data)
         self.precision = chosen_precision(options.precision, device)
-        self.packer = Packer(self.model, self.header, options.anchor_rates, options.num_filler)
+        self.packer = Packer(self.model, self.header, options.num_filler)
         self.student, self.teacher = make_students(
             self.model, self.parameters, self.packer, options, processes, self.precision
         )
@@ -132,7 +126,6 @@ class LinkTrainer:
             **options.identity(),
             "model_fingerprint": base_fingerprint,
             "data_digest": self.source.digest,
-            "anchors_digest": None if anchors is None else anchors.digest,
         }
         try:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -173,9 +166,6 @@ class LinkTrainer:
         options = self.options
         rng = Random(f"links {options.seed} {self.step}")
         items = self.source.draw(rng, options.rows, options.questions)
-        compression = None
-        if options.anchor_rates:
-            compression = Compression(ANCHORS, rng.choice(options.anchor_rates))
         num_plain = options.num_plain_rows
         factor = rate_factor(self.step, options.steps, options.warmup_steps)
         for group in self.optimizer.param_groups:
@@ -189,7 +179,7 @@ class LinkTrainer:
             )
             if part
         ]
-        learned = [self._learn(part, linked, compression) for _, part, linked in parts]
+        learned = [self._learn(part, linked) for _, part, linked in parts]
         counts = self._totals([found for _, found in learned])
         for (name, _, _), found in zip(parts, counts, strict=True):
             record[f"loss/{name}"] = round(found.lost / found.tokens, 5)
@@ -216,18 +206,14 @@ class LinkTrainer:
         self.step += 1
         return record
 
-    def _learn(
-        self, items: Sequence[LinkItem], linked: bool, compression: Compression | None
-    ) -> tuple[torch.Tensor, _Counts]:
+    def _learn(self, items: Sequence[LinkItem], linked: bool) -> tuple[torch.Tensor, _Counts]:
         """Return the loss of this process's share of some items, summed, and what came of it."""
         own, counts = self.processes.share(items)
         answers = None
         if self.options.teacher_answers:
             assert self.teacher is not None
             answers = self.teacher.answers(own)
-        batch = self.packer.pack(
-            own, linked=linked, answers=answers, compression=compression if linked else None
-        )
+        batch = self.packer.pack(own, linked=linked, answers=answers)
         with computing_in(self.precision, self.model.device):
             logits = self.student.logits(batch)
         loss = self._loss(logits, batch, own, answers)
@@ -272,14 +258,10 @@ class LinkTrainer:
         """Return exact match on questions held out (see `score`)."""
         items = self.source.held_out(self.options.evaluate_questions)
         with computing_in(self.precision, self.model.device):
-            return score(
-                self.student, self.packer, items, self.options.anchor_rates, self.processes
-            )
+            return score(self.student, self.packer, items, self.processes)
 
     def export(self) -> Path:
-        """Write the links or anchors, and of mode ``tuned`` the model's folder, and return the
-        file of links, or of anchors where there are no links.
-        """
+        """Write the links, and in mode ``tuned`` the model's folder; return the file of links."""
         state = None
         if self.processes.is_sharded and self.options.mode == "tuned":
             state = whole_state(self.model.hf, self.processes.is_main)
@@ -296,17 +278,12 @@ class LinkTrainer:
             # As it will be loaded: what saving changes is part of the fingerprint.
             written = KVModel(load_weights(out, None, None), load_tokenizer(out))
             header = LinksHeader(**{**vars(header), "model_fingerprint": written.fingerprint})
-        if header.num_links:
-            self.parameters.links(header).save(out / FILE_NAME)
-        anchors = self.parameters.anchors
-        if anchors is not None and self.options.mode == "tuned":
-            rates = self.options.anchor_rates
-            Anchors(rates, header.model_fingerprint, anchors.detach()).save(out / ANCHORS_NAME)
+        self.parameters.links(header).save(out / FILE_NAME)
 
     @property
     def result_path(self) -> Path:
-        """The file of links, or of anchors where there are no links."""
-        return self.options.out / (FILE_NAME if self.header.num_links else ANCHORS_NAME)
+        """The file of links."""
+        return self.options.out / FILE_NAME
 
     @property
     def _has_weights(self) -> bool:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.errors import EngineError
-from kvrag.fusion.compression.spec import NO_COMPRESSION, is_text, no_kv
 from kvrag.fusion.controller import calibrated
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import IndexConfig, no_kv
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared.place import read_place
 from kvrag.kvcache import DTYPES
@@ -82,7 +81,7 @@ def check_engine(
         If a shared index cannot be reached.
     """
     config = config_of(settings)
-    if is_text(config.compressing):
+    if not config.has_kv:
         kind = vllm_config.model_config.hf_text_config.model_type
         raise EngineError(no_kv(settings.index, WHOLE.get(kind, "")))
     parallel = vllm_config.parallel_config
@@ -110,11 +109,6 @@ def check_engine(
         raise EngineError(
             "the engine has separate caches for several kinds of layers, which kvrag does not "
             "support; set disable_hybrid_kv_cache_manager"
-        )
-    if config.compression != NO_COMPRESSION:
-        raise EngineError(
-            f"{settings.index} stores chunks as {config.compression}, whose rows are not tokens, "
-            "but vLLM has one row per token. Serve an index without compression"
         )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise EngineError(
@@ -144,7 +138,7 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
         If a shared index cannot be reached.
     """
     config = config_of(settings)
-    if is_text(config.compressing):  # before vLLM loads anything
+    if not config.has_kv:  # before vLLM loads anything
         raise EngineError(no_kv(settings.index))
     return {
         "model": resolve_model(config.model),

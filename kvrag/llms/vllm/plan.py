@@ -244,7 +244,7 @@ class Planner:
             request = RequestParams()
         if not request.reuse or len(token_ids) < 2:
             return NoPlan()
-        policy = request.make_policy(self._settings, self._index.config.default_ratio)
+        policy = request.make_policy(self._settings, self._index.config.chunk_context.default_ratio)
         policy = calibrated(policy, lambda: self._index.calibration)
         layout = self._finder.find(token_ids)
         if not layout.spans:

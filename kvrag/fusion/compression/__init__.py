@@ -1,1 +1,0 @@
-"""Compression: chunks stored as fewer rows of KV than they have tokens."""
