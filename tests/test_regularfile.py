@@ -13,21 +13,21 @@ import pytest
 
 from kvrag.cli import demo
 from kvrag.errors import KVRagError
+from kvrag.ingest.coding import read_profile
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.maintenance import KEPT_FOLDER as KEPT
 from kvrag.ingest.maintenance import kept_keys
-from kvrag.ingest.profiles import read_profile
 from kvrag.ingest.upkeep import CALIBRATION_NAME as CALIBRATION
-from kvrag.loading.price_list import read_prices
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag.pml.elements import read_elements
+from kvrag.pml.schema import read_elements
 from kvrag.regularfile import MAX_BYTES, read_regular, require_regular_files
 from kvrag.store.encrypted import read_key
 from kvrag.store.registry import open_store
-from kvrag.weights.sources import find_gguf
+from kvrag.tune.stores import read_prices
+from kvrag.weights.named import find_gguf
 from kvrag_bench.exact import _read as read_exact
 from kvrag_bench.judge import datasets
 from kvrag_bench.quality.results import Results

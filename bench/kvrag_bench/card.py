@@ -27,12 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kvrag.codec.card import CardDecoding
-from kvrag.fusion import placement as placing
+from kvrag.fusion import card as placing
 from kvrag.fusion import staging
-from kvrag.fusion.placement import Placement
+from kvrag.fusion.card import Placement
 from kvrag.loading import threads
-from kvrag.loading.pinned import buffers, copy_stream, decode_stream
-from kvrag.models import captured, cardlayers, compiled
+from kvrag.loading.hot import buffers, copy_stream, decode_stream
+from kvrag.models import cardlayers, compiled, rowgraphs
 from kvrag.models.compiled import Description
 from kvrag.native.gpu import tiled
 from kvrag.native.gpu.rows import RowPlaces, RowTensors
@@ -531,7 +531,7 @@ def recorded(call: Callable[[], None]) -> None:
 
 
 class RecordedGraph:
-    """A graph on the CPU (`kvrag.models.captured.Graph`): what was started, and with which buffers.
+    """What a graph would start (`kvrag.models.rowgraphs.Graph`), with its buffers; on the CPU.
 
     Nothing is carried out while it is captured. A replay carries out what was noted.
     """
@@ -701,8 +701,8 @@ def pretended_card() -> Iterator[Counts]:
         stack.enter_context(patch.object(compiled, "is_plain", lambda _: True))
         stack.enter_context(patch.object(cardlayers, "operations_for", operations_for))
         stack.enter_context(patch.object(cardlayers, "kernels_over", StateOperations))
-        stack.enter_context(patch.object(captured, "Graph", Replayed))
-        stack.enter_context(patch.object(captured, "_failures", []))
+        stack.enter_context(patch.object(rowgraphs, "Graph", Replayed))
+        stack.enter_context(patch.object(rowgraphs, "_failures", []))
         stack.enter_context(patch.object(tiled, "is_ready", _is_ready))
         stack.enter_context(patch.object(placing, "is_right", lambda *_: True))
         stack.enter_context(patch.object(tiled, "architecture", lambda _: "sm_80"))

@@ -26,7 +26,7 @@ from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.slices import Clock
 from kvrag.models import known_text
 from kvrag.models.kv_model import KVModel
-from kvrag.models.tokenizer import Tokenizer, facts_of
+from kvrag.models.tokens import Tokenizer, facts_of
 from kvrag_bench import shapes
 from kvrag_bench.card import Counts, pretended_card, to_card
 from kvrag_bench.setting import room_in, temporary_index

@@ -161,9 +161,8 @@ def choose_store(
     it measures what recomputing costs.
     """
     from kvrag.ingest.config import write_atomically
-    from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
-    from kvrag.tune.stores import measure_and_choose, require_kv
+    from kvrag.tune.stores import EXAMPLES, FILE_NAME, measure_and_choose, read_prices, require_kv
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):

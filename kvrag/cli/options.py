@@ -272,7 +272,7 @@ class Options:
 
     @property
     def values(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(cast(Any, self))}
+        return {one.name: getattr(self, one.name) for one in fields(cast("Any", self))}
 
 
 class _Engine(Options):

@@ -229,7 +229,7 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
         )
     if key.parse is not None:
         try:
-            key.parse(typing.cast(str, value))
+            key.parse(typing.cast("str", value))
         except typer.BadParameter as error:
             raise ParameterError(f"{origin}: {name}: {error.message}") from error
     return Setting(value, origin)

@@ -17,11 +17,18 @@ from kvrag.engine.options import EngineOptions
 from kvrag.engine.prices import Prices
 from kvrag.engine.prompt_reader import LaidOutPrompt
 from kvrag.engine.request import Request
-from kvrag.engine.sessions import FEWEST_ROWS, Sessions, StoredKept, StoredSessions
+from kvrag.engine.sessions import (
+    FEWEST_ROWS,
+    Kept,
+    Overlap,
+    Sessions,
+    StoredKept,
+    StoredSessions,
+    keep,
+)
 from kvrag.errors import KVRagError, PromptTooLongError
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices
-from kvrag.fusion.kept import Kept, Overlap, keep
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import ChosenLinks
 from kvrag.fusion.loader import OpenKV

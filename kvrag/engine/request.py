@@ -18,7 +18,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
-from kvrag.models.messages import normalised
+from kvrag.models.chat import normalised
 from kvrag.optiontable import attributes, options_of, with_options
 
 Message = Mapping[str, Any]

@@ -20,7 +20,7 @@ from kvrag.ingest.index import Index
 from kvrag.loading.pace import fit_prices
 
 if TYPE_CHECKING:
-    from kvrag.models.whole import WholeModel
+    from kvrag.fusion.whole import WholeModel
 
 
 class _Nothing:

@@ -21,13 +21,21 @@ from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV, SpanLoader, Target
-from kvrag.fusion.loss import LostError, without_lost
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
 from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy, chooses_by_attention, mean_count
 from kvrag.fusion.repair import ChunkShift, Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import QuestionAttention, Selection, ask
-from kvrag.fusion.slices import Clock, Slices, in_background, slice_rows, until, whole
+from kvrag.fusion.slices import (
+    Clock,
+    LostError,
+    Slices,
+    in_background,
+    slice_rows,
+    until,
+    whole,
+    without_lost,
+)
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters

@@ -16,15 +16,17 @@ from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import EngineError
 from kvrag.fusion.card import CardReading
 from kvrag.fusion.layout import RecordId, ReusedSpan
-from kvrag.fusion.loss import (
+from kvrag.fusion.slices import (
     DAMAGE,
     MISS_ABSENT,
     MISS_DAMAGED,
     REASONS,
+    Clock,
     LostError,
+    Slices,
     reason_of,
+    until,
 )
-from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.fusion.staging import HotRecords
 from kvrag.kvcache import ChunkKV, FusedKV
 from kvrag.loading import threads

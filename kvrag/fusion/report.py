@@ -12,7 +12,7 @@ from kvrag.loading.stream_plan import StreamReport
 from kvrag.models.precision import QUANTISED
 
 FULL_PREFILL = "full prefill"
-"""The policy of models that compute prompts as wholes (`kvrag.models.whole`)."""
+"""The policy of models that compute prompts as wholes (`kvrag.fusion.whole`)."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.codec.card import Coder, can_decode
 from kvrag.codec.container import padded_size
 from kvrag.fusion.layout import RecordId
-from kvrag.fusion.loss import DAMAGE
+from kvrag.fusion.slices import DAMAGE
 from kvrag.kvcache import KVSpec
 from kvrag.loading import threads
-from kvrag.loading.hot import HotChunk, HotTier
-from kvrag.loading.pinned import buffers, copy_stream, registered, start_copy
+from kvrag.loading.hot import HotChunk, HotTier, buffers, copy_stream, registered, start_copy
 from kvrag.native.gpu.compiling import free_bytes
 from kvrag.process import memory_bytes
 from kvrag.store.base import Store, tiers_of

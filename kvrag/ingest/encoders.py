@@ -105,7 +105,7 @@ class Encoders:
         if self._has_model:
             return self.model.tokenizer
         from kvrag.models.loading import load_tokenizer
-        from kvrag.models.tokenizer import tokenizer_fingerprint
+        from kvrag.models.tokens import tokenizer_fingerprint
 
         with self._loading:
             source = self._model_source()

@@ -16,13 +16,12 @@ from typing import Any
 from kvrag.chunk import PAGE_BREAK, Document, Mark, content_hash, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.code import CODE_SUFFIXES, is_installed, outline
-from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text
+from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text, pdf_to_text
 from kvrag.ingest.files import check_source, printable, read_page, read_text
 from kvrag.ingest.filters import plain_metadata
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.html import epub_to_text, html_to_text
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
-from kvrag.ingest.pdf import pdf_to_text
 from kvrag.ingest.word import docx_to_text
 
 # The largest value of a C long on every system; the content of files is limited as a whole.

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
 from kvrag.errors import StoreError
-from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
 from kvrag.fusion.layout import Layout, ids_of
 from kvrag.fusion.runs import (
+    MIN_RUN,
+    NGRAM,
     Decode,
+    Fingerprints,
     Gap,
     Ids,
     Run,
@@ -29,7 +31,9 @@ from kvrag.fusion.runs import (
     fill,
     find_runs,
     gaps_of,
+    ngram_hashes,
     why_fresh,
+    window_minima,
 )
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import RUNS_NAME as FILE_NAME

@@ -22,6 +22,7 @@ from kvrag.errors import (
 )
 from kvrag.ingest.catalogfile import next_path, write_copy
 from kvrag.ingest.checks import check_lasting, check_limit
+from kvrag.ingest.coding import SAMPLE_TOKENS
 from kvrag.ingest.config import (
     FILE_NAME,
     KV_FOLDER,

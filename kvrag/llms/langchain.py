@@ -23,7 +23,7 @@ from langchain_core.messages import (
 
 from kvrag.errors import ParameterError
 from kvrag.llms.tool_calls import ToolCall
-from kvrag.models.messages import merged
+from kvrag.models.chat import merged
 
 try:
     from langchain_core.callbacks import (

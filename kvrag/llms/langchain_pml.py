@@ -13,7 +13,7 @@ except ImportError as error:
 
 from pydantic import model_validator
 
-from kvrag.pml.prompt import fill, variables
+from kvrag.pml.parser import fill, variables
 
 
 class PMLPromptTemplate(StringPromptTemplate):

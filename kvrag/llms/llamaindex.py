@@ -43,7 +43,7 @@ from kvrag.engine.constraint import is_installed
 from kvrag.engine.shared import shared_index
 from kvrag.llms.settings import EngineSettings, Prompt
 from kvrag.llms.tool_calls import Piece, ToolCall, answer_details, short_name, token_usage
-from kvrag.models.messages import merged
+from kvrag.models.chat import merged
 
 T = TypeVar("T")
 

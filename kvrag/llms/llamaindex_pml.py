@@ -11,7 +11,7 @@ except ImportError as error:
         "kvrag.llms.llamaindex_pml needs llama-index-core: pip install 'kvrag[llama-index]'"
     ) from error
 
-from kvrag.pml.prompt import fill, variables
+from kvrag.pml.parser import fill, variables
 
 
 class PMLPromptTemplate(PromptTemplate):

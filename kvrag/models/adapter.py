@@ -11,16 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from kvrag.models.decoders import Model
 from kvrag.models.families import base_of, find_family
-
-if TYPE_CHECKING:
-    pass
 
 Gate = Callable[[], torch.Tensor | None]
 """Returns which of the current rows the adapter acts on, bool ``[n]``; None: on all."""

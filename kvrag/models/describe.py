@@ -13,7 +13,7 @@ from kvrag.models.elements import ACTIVATIONS, KINDS, NORMS
 from kvrag.models.families import TESTED, base_of, sliding_windows
 from kvrag.models.pretrained import from_pretrained, generation_of, read_config
 from kvrag.models.remembered import Remembered
-from kvrag.models.tokenizer import check_tokenizer, facts_of
+from kvrag.models.tokens import check_tokenizer, facts_of
 from kvrag.models.weightfiles import check_sizes
 from kvrag.weights.packing import METHOD
 

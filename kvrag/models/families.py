@@ -99,7 +99,7 @@ WHOLE = {
     ),
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), _SHARES),
 }
-"""Types whose prompts are computed as wholes (`kvrag.models.whole`), and why chunks have no KV."""
+"""Types whose prompts are computed as wholes (`kvrag.fusion.whole`), and why chunks have no KV."""
 _TAKE = "take a model whose layers all attend"
 _KEEP_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _OTHER_RULE = (

@@ -27,7 +27,6 @@ from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec, packed
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import lock_of, share_lock, whole_attention
-from kvrag.models.captured import CapturedSteps
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.decoders import Decoder, Model
@@ -56,9 +55,10 @@ from kvrag.models.quantised import is_quantised, unpack
 from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.references import resolve_model
 from kvrag.models.row_methods import RowMethods
+from kvrag.models.rowgraphs import CapturedSteps
 from kvrag.models.rows import RowRunner
 from kvrag.models.schemes import find_positions
-from kvrag.models.tokenizer import Tokenizer, check_tokenizer, tokenizer_fingerprint
+from kvrag.models.tokens import Tokenizer, check_tokenizer, tokenizer_fingerprint
 from kvrag.models.writers import CACHE_ARGUMENT, Captured, CapturedKV
 from kvrag.native import IS_COMPILED
 from kvrag.positions.rotary import RotaryTable
@@ -128,7 +128,7 @@ def _kind_of(hf: Model) -> type[KVModel]:
     if hf.config.model_type not in WHOLE:
         return KVModel
     # By name, because its class is a kind of this module's.
-    found: type[KVModel] = import_module("kvrag.models.whole").WholeModel
+    found: type[KVModel] = import_module("kvrag.fusion.whole").WholeModel
     return found
 
 
@@ -182,7 +182,7 @@ class KVModel(RowMethods):
         The processes that compute the model together. With several, `spec` is that of this
         process's heads, and only prompts can be computed, not chunks.
     why_whole
-        Why chunks have no KV; empty for all but the models of `kvrag.models.whole`.
+        Why chunks have no KV; empty for all but the models of `kvrag.fusion.whole`.
     layer_stop
         Number of first layers whose KV a prompt needs here: all, or in a pipeline's process those
         up to its last layer.

@@ -248,7 +248,7 @@ def _forward_of(way: _Way, layer: nn.Linear) -> Forward:
     # Not held by `way`: a cycle would keep all copies until the next collection of garbage.
     def forward(rows: torch.Tensor) -> torch.Tensor:
         if nn.Linear.forward is not plain:  # somebody has patched it since
-            return nn.Linear.forward(cast(nn.Linear, own()), rows)
+            return nn.Linear.forward(cast("nn.Linear", own()), rows)
         weight = parameters["weight"]
         assert weight is not None
         if rows.dtype == weight.dtype and not torch.is_grad_enabled():

@@ -14,14 +14,13 @@ from kvrag.kvcache import KVSpec
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
-from kvrag.models.captured import CapturedSteps
 from kvrag.models.cardlayers import CardLayers, Slots, on_card
 from kvrag.models.compiled import CompiledLayers, Description, compile_layers, describe_layers
 from kvrag.models.decoders import Model
 from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
 from kvrag.models.precision import QUANTISED
-from kvrag.models.rowgraphs import CapturedLayers, RowGraphs
+from kvrag.models.rowgraphs import CapturedLayers, CapturedSteps, RowGraphs
 from kvrag.models.rows import ALL_BEFORE, Attending, RowPass, RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
 from kvrag.models.writers import Deviation, RowsChanged

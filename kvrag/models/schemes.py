@@ -6,7 +6,7 @@ How layers use what the rotary module gives is measured, not looked up by a fami
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from kvrag.models.decoders import Model
 from kvrag.models.families import INSTEAD, Family, base_of, has_alibi
 from kvrag.models.writers import ProjectionDone, ProjectionProbe
 from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable, UnrotatedPositions
-
-if TYPE_CHECKING:
-    pass
 
 _IN_HALVES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "falcon"}
 """Types that are known to rotate all layers in halves: nothing is measured when they are loaded."""
@@ -46,7 +43,7 @@ def find_positions(hf: Model, family: Family, spec: KVSpec) -> Positions:
     layer_types: Sequence[str | None] = [None] * spec.num_layers
     if family.rotary_per_layer_type:
         layer_types = hf.config.layer_types
-    rotary = RotaryPositions(cast(nn.Module, base.rotary_emb), layer_types)
+    rotary = RotaryPositions(cast("nn.Module", base.rotary_emb), layer_types)
     if hf.config.model_type in _IN_HALVES:
         return rotary
     layers: Sequence[nn.Module] = getattr(base, family.layers)
@@ -123,7 +120,7 @@ def _alibi(hf: Model) -> Callable[[int], torch.Tensor]:
     def bias(num_positions: int) -> torch.Tensor:
         if hf.config.model_type == "mpt":
             # Called as the model does; it omits the configuration's own alibi_bias_max.
-            return cast(torch.Tensor, of_mpt(num_heads, num_positions))[:, 0]  # type: ignore[no-untyped-call]
+            return cast("torch.Tensor", of_mpt(num_heads, num_positions))[:, 0]  # type: ignore[no-untyped-call]
         build = of_bloom if hf.config.model_type == "bloom" else of_falcon
         ones = torch.ones(1, num_positions, dtype=torch.long)
         return build(ones, num_heads, hf.dtype)[:, 0]

@@ -32,7 +32,6 @@ from kvrag.native.kernels import (
     instruction_sets,
     use_instruction_set,
 )
-from kvrag.native.layers import RowLayers
 from kvrag.native.linear import (
     GROUP,
     INT8_PANEL,
@@ -42,6 +41,7 @@ from kvrag.native.linear import (
     GroupedLinear,
     GroupedWeight,
     Int8Linear,
+    RowLayers,
 )
 from kvrag.native.packed import PackedBands, pack_rows, place_packed
 from kvrag.native.reconstruction import (

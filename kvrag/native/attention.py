@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
-from kvrag.native.arrays import ArrayLike, view
-from kvrag.native.kernels import IS_COMPILED, kernels
+from kvrag.native.kernels import IS_COMPILED, ArrayLike, kernels, view
 
 ATTENTION_TYPES = (torch.float32, torch.bfloat16) if IS_COMPILED else ()
 """What the kernels of models compute; nothing where none were compiled: PyTorch computes there."""

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError, RecordError
-from kvrag.native.arrays import ArrayLike, byte_view, check_threads, view
-from kvrag.native.kernels import kernels
+from kvrag.native.kernels import ArrayLike, byte_view, check_threads, kernels, view
 
 FREQUENCY_SUM = 4096
 MAX_SYMBOLS = 256

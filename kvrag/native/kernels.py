@@ -6,8 +6,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
 
@@ -63,3 +68,118 @@ def _apply_environment() -> None:
 
 
 _apply_environment()
+
+
+# -- arguments of kernels ------------------------------------------------------------------------
+
+ArrayLike: TypeAlias = NDArray[Any] | torch.Tensor
+
+MAX_THREADS = 256
+
+
+def view(
+    array: ArrayLike,
+    name: str,
+    dtype: type[np.generic],
+    shape: tuple[int | None, ...],
+    *,
+    contiguous: bool = False,
+    writable: bool = False,
+) -> NDArray[Any]:
+    """Return `array` as a numpy array over the same memory.
+
+    Parameters
+    ----------
+    array
+        A numpy array or a torch tensor on the CPU.
+    name
+        The array's name in errors.
+    dtype
+        The required element type.
+    shape
+        The required shape; None allows any length.
+    contiguous
+        Whether the whole array must be contiguous; otherwise only its last axis must.
+    writable
+        Whether the array must be writable.
+
+    Raises
+    ------
+    ParameterError
+        If the array does not meet these requirements.
+    """
+    if isinstance(array, torch.Tensor):
+        if array.device.type != "cpu":
+            raise ParameterError(f"{name}: expected memory on the CPU, found {array.device}")
+        try:
+            found = array.detach().numpy()
+        except (TypeError, RuntimeError) as error:
+            raise ParameterError(f"{name}: expected {dtype.__name__}, found {error}") from None
+    elif isinstance(array, np.ndarray):
+        found = array
+    else:
+        raise ParameterError(
+            f"{name}: expected a numpy array or a torch tensor, found {type(array).__name__}"
+        )
+    if found.dtype != dtype:
+        raise ParameterError(f"{name}: expected {np.dtype(dtype)}, found {found.dtype}")
+    check_shape(found.shape, shape, name)
+    if contiguous and not found.flags.c_contiguous:
+        raise ParameterError(f"{name}: expected contiguous memory, found strides {found.strides}")
+    if found.size and found.shape[-1] > 1 and found.strides[-1] != found.itemsize:
+        raise ParameterError(
+            f"{name}: expected a contiguous last axis, found a stride of {found.strides[-1]} bytes"
+        )
+    if any(stride % found.itemsize for stride in found.strides):
+        raise ParameterError(f"{name}: expected strides of whole elements, found {found.strides}")
+    if writable and not found.flags.writeable:
+        raise ParameterError(f"{name}: expected writable memory, found read-only memory")
+    return found
+
+
+def check_shape(found: Sequence[int], wanted: tuple[int | None, ...], name: str) -> None:
+    """Raise ParameterError unless `found` is the shape `wanted`; None allows any length."""
+    if len(found) != len(wanted) or any(
+        expected is not None and expected != length
+        for expected, length in zip(wanted, found, strict=True)
+    ):
+        lengths = ", ".join("any" if length is None else str(length) for length in wanted)
+        raise ParameterError(f"{name}: expected shape [{lengths}], found {list(found)}")
+
+
+def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
+    """Return the bytes of `buffer` (bytes, bytearray, memoryview, uint8 array) without a copy.
+
+    Raises
+    ------
+    ParameterError
+        If it is not a contiguous buffer.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return view(buffer, name, np.uint8, (None,))
+    try:
+        raw = memoryview(buffer).cast("B")
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"{name}: expected a contiguous buffer, found {error}") from None
+    return np.frombuffer(raw, np.uint8) if raw.nbytes else np.empty(0, np.uint8)
+
+
+def check_contiguous(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """Raise ParameterError unless a tensor is contiguous, on the CPU and of one type."""
+    # Some quantised models wrap others in tensors without memory.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise ParameterError(f"{name}: expected a plain tensor, found {type(tensor).__name__}")
+    if tensor.device.type == "cpu" and tensor.numel() and not tensor.data_ptr():
+        raise ParameterError(f"{name}: expected a tensor with memory, found one without")
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ParameterError(
+            f"{name}: expected contiguous {dtype} on the CPU, found {tensor.dtype} with strides "
+            f"{tensor.stride()} on {tensor.device}"
+        )
+
+
+def check_threads(threads: int) -> int:
+    """Return `threads`, at most `MAX_THREADS`; raise ParameterError if it is below 1."""
+    if threads < 1:
+        raise ParameterError(f"threads: expected at least 1, found {threads}")
+    return min(threads, MAX_THREADS)

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError
-from kvrag.native.arrays import ArrayLike, view
-from kvrag.native.kernels import IS_COMPILED, kernels
+from kvrag.native.kernels import IS_COMPILED, ArrayLike, kernels, view
 from kvrag.native.reconstruction import ELEMENT_TYPES, Rotation, check_tables_width
 
 GROUP = 8
@@ -243,7 +242,7 @@ def _place_slowly(
         if rotation is not None and begin == 0:
             positions = slice(first_position, first_position + out.shape[1])
             tables = rotation.cos[positions].numpy(), rotation.sin[positions].numpy()
-        made = cast(reference.Bands, bands.bands)
+        made = cast("reference.Bands", bands.bands)
         reference.place_rows(made, rows[:, begin:end], out, tables)
 
 

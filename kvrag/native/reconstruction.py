@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import ParameterError, RecordError
-from kvrag.native.arrays import ArrayLike, check_threads, view
 from kvrag.native.attention import ATTENTION_TYPES
-from kvrag.native.kernels import kernels
+from kvrag.native.kernels import ArrayLike, check_threads, kernels, view
 
 ZERO_SYMBOL = 128
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
 import torch
@@ -13,9 +15,256 @@ from kvrag.engine.options import Sampling
 from kvrag.engine.sampling import Sampler
 from kvrag.engine.text_stream import TextStream, end_ids
 from kvrag.errors import ParameterError, PromptTooLongError
-from kvrag.fusion.shared import SharedPrompts, SharedReport
+from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
+from kvrag.fusion.loader import OpenKV, SpanLoader
+from kvrag.fusion.slices import LostError, Slices, in_one_slice, whole, without_lost
+from kvrag.kvcache import FusedKV
+from kvrag.models.families import inside
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending, RowPass
 from kvrag.pml.engine import PMLEngine
-from kvrag.pml.prompt import Prompt
+from kvrag.pml.parser import Prompt
+
+# -- a batch whose prompts share chunks ----------------------------------------------------------
+#
+# Source: Prompt Cache §4: prompts of one batch point to the same module's memory. Deviation: the
+# paper shares pages; here all prompts form one sequence of rows, and a mask says which rows each
+# row sees. So the modules are in memory once, and the model's weights are read once for all
+# prompts.
+#
+# A shared row belongs to no single prompt, so it cannot be recomputed for one: there is no
+# recompute policy here.
+
+_Place = tuple[str, tuple[int, ...], int]
+"""A record by chunk and context, and the position of its first token."""
+
+
+@dataclass(frozen=True)
+class SharedReport:
+    """The report on fusing a batch.
+
+    Attributes
+    ----------
+    num_prompts, num_tokens
+        Number of prompts, and of tokens in all of them.
+    num_shared_rows, num_fresh_rows
+        Rows loaded once for all prompts, and rows computed for single prompts.
+    bytes_loaded, buffer_bytes
+        Bytes read from the store, and bytes allocated for KV, including room for answers.
+    separate_bytes
+        Bytes that separate buffers for the prompts would take.
+    misses
+        Why spans were computed instead: reason to number of spans.
+    seconds
+        Wall time to the first logits.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    num_shared_rows: int
+    num_fresh_rows: int
+    bytes_loaded: int
+    buffer_bytes: int
+    separate_bytes: int
+    misses: dict[str, int]
+    seconds: float
+
+
+class SharedPrompts:
+    """A batch of prompts, fused.
+
+    Parameters
+    ----------
+    model
+        The model.
+    layouts
+        The layout of each prompt. Prompts share spans of the same record at the same position.
+    open_kv
+        Opens a record of any layout.
+    room
+        Number of tokens that can be decoded for each prompt.
+
+    Attributes
+    ----------
+    logits
+        ``[B, vocabulary]``: each prompt's logits for the first answer token.
+    report
+        The account of the fusion.
+    """
+
+    def __init__(
+        self, model: KVModel, layouts: Sequence[Layout], open_kv: OpenKV, room: int
+    ) -> None:
+        started = time.perf_counter()
+        self._model = model
+        self._windows = set(model.windows)
+        misses: Counter[str] = Counter()
+        loader = SpanLoader(open_kv)
+
+        def attempt(rows: _Rows) -> Slices[tuple[FusedKV, _Rows]]:
+            return in_one_slice(lambda: (self._fuse(rows, loader), rows))
+
+        def without(rows: _Rows, error: LostError) -> _Rows:
+            gone = [one for one in rows.shared.values() if one.record_id in error.lost]
+            misses.update(str(error.lost[one.record_id]) for one in gone)
+            return _Rows([_without(layout, error.lost) for layout in rows.layouts], room)
+
+        try:
+            fused, rows = whole(without_lost(_Rows(layouts, room), attempt, without))
+        finally:
+            loader.end()
+        self._fused, self._rows_of, layouts = fused, rows, rows.layouts
+        num_tokens = sum(len(layout.token_ids) for layout in layouts)
+        per_token = model.spec.bytes_per_token
+        self.report = SharedReport(
+            num_prompts=len(layouts),
+            num_tokens=num_tokens,
+            num_shared_rows=rows.num_shared,
+            num_fresh_rows=len(rows.fresh),
+            bytes_loaded=loader.bytes_loaded,
+            buffer_bytes=fused.capacity * per_token,
+            separate_bytes=(num_tokens + room * len(layouts)) * per_token,
+            misses=dict(misses),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _fuse(self, rows: _Rows, loader: SpanLoader) -> FusedKV:
+        loader.open(tuple(rows.shared.values()))
+        model = self._model
+        device = model.device
+        fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), device)
+        for kv in (*fused.keys, *fused.values):
+            # Answers' rows are interleaved with unused ones, and even masked rows must not be NaN.
+            kv[:, :, rows.num_rows :] = 0
+        self._tables = model.tables(len(rows.positions), rows.positions)
+        loader.begin(fused, self._tables)
+        self._positions = torch.tensor(rows.positions, device=device)
+        fresh = torch.tensor(rows.fresh, device=device)
+        ids = torch.tensor([rows.token_ids[row] for row in rows.fresh], device=device)
+        visible = self._visible(rows, rows.owners, fresh, rows.num_rows)
+        with model.computing_rows():
+            hidden = model.embed(ids, self._positions[fresh])
+            of = RowPass(fresh, fused, self._tables)
+            for layer_index in range(model.spec.num_layers):
+                loader.load_layer(layer_index)
+                attending = Attending(visible=visible[model.windows[layer_index]])
+                model.forward_rows(layer_index, hidden, of, attending=attending)
+            last = [rows.fresh.index(row) for row in rows.last_rows]
+            self.logits = model.logits(hidden[last])
+        return fused
+
+    def _visible(
+        self, rows: _Rows, owners: Sequence[int], queries: torch.Tensor, num_keys: int
+    ) -> dict[int | None, torch.Tensor]:
+        """Return for each window which rows `queries` see: their prompt's, at or before them."""
+        positions = self._positions
+        mine = torch.stack([rows.mask_of(owner, len(positions)) for owner in owners])
+        mine = mine[:, :num_keys].to(positions.device)
+        keys, asking = positions[:num_keys], positions[queries][:, None]
+        allowed = mine & (keys <= asking)
+        near = {window: inside(keys, asking, window) for window in self._windows}
+        return {window: allowed if one is None else allowed & one for window, one in near.items()}
+
+    def step(self, token_ids: dict[int, int]) -> dict[int, torch.Tensor]:
+        """Write one more token for some prompts; return the logits of the token after each.
+
+        Parameters
+        ----------
+        token_ids
+            Number of the prompt to token id.
+        """
+        model, rows = self._model, self._rows_of
+        owners = list(token_ids)
+        new = torch.tensor([rows.append(owner) for owner in owners], device=model.device)
+        ids = torch.tensor(list(token_ids.values()), device=model.device)
+        visible = self._visible(rows, owners, new, int(new.max()) + 1)
+        with model.computing_rows():
+            hidden = model.embed(ids, self._positions[new])
+            of = RowPass(new, self._fused, self._tables)
+            for layer_index in range(model.spec.num_layers):
+                attending = Attending(visible=visible[model.windows[layer_index]])
+                model.forward_rows(layer_index, hidden, of, attending=attending)
+            logits = model.logits(hidden)
+        return dict(zip(owners, logits, strict=True))
+
+
+class _Rows:
+    """The order of the buffer's rows: shared records, each prompt's own rows, room for answers."""
+
+    def __init__(self, layouts: Sequence[Layout], room: int) -> None:
+        self.layouts = layouts
+        self.shared: dict[_Place, ReusedSpan] = {}
+        self.positions: list[int] = []
+        self.token_ids: dict[int, int] = {}
+        self._visible: list[list[int]] = [[] for _ in layouts]
+        lengths: dict[_Place, int] = {}
+        for layout in layouts:
+            for span in layout.spans:
+                place = _place(layout, span)
+                lengths[place] = max(lengths.get(place, 0), span.chunk_end)
+        for place, length in lengths.items():
+            chunk_id, context_ids, position = place
+            row = len(self.positions)
+            self.shared[place] = ReusedSpan(chunk_id, row, 0, length, context_ids)
+            self.positions += range(position, position + length)
+        self.num_shared = len(self.positions)
+        self.fresh: list[int] = []
+        self.owners: list[int] = []
+        self.last_rows: list[int] = []
+        for owner, layout in enumerate(layouts):
+            self._add(owner, layout)
+        self.num_rows = len(self.positions)
+        self._ends = [layout.end_position for layout in layouts]
+        self._starts = []
+        for end in self._ends:
+            self._starts.append(len(self.positions))
+            self.positions += range(end, end + room)
+        self._decoded = [0] * len(layouts)
+
+    def _add(self, owner: int, layout: Layout) -> None:
+        covered: set[int] = set()
+        for span in layout.spans:
+            first = self.shared[_place(layout, span)].prompt_start
+            self._visible[owner] += range(first + span.chunk_start, first + span.chunk_end)
+            covered.update(range(span.prompt_start, span.prompt_end))
+        for place, token_id in enumerate(layout.token_ids):
+            if place in covered:
+                continue
+            row = len(self.positions)
+            self.positions.append(layout.position(place))
+            self.token_ids[row] = token_id
+            self.fresh.append(row)
+            self.owners.append(owner)
+            self._visible[owner].append(row)
+        self.last_rows.append(len(self.positions) - 1)
+
+    def mask_of(self, owner: int, num_rows: int) -> torch.Tensor:
+        """Return ``[num_rows]`` bool: the rows of one prompt and its answer."""
+        mask = torch.zeros(num_rows, dtype=torch.bool)
+        mask[self._visible[owner]] = True
+        return mask
+
+    def append(self, owner: int) -> int:
+        """Take the row of a prompt's next token, and return its number."""
+        row = self._starts[owner] + self._decoded[owner]
+        self._decoded[owner] += 1
+        self._visible[owner].append(row)
+        return row
+
+
+def _place(layout: Layout, span: ReusedSpan) -> _Place:
+    return (
+        span.chunk_id,
+        span.context_ids,
+        layout.position(span.prompt_start) - span.chunk_start,
+    )
+
+
+def _without(layout: Layout, lost: Collection[RecordId]) -> Layout:
+    return replace(layout, spans=tuple(one for one in layout.spans if one.record_id not in lost))
+
+
+# -- answering a batch ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

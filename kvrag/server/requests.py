@@ -20,7 +20,7 @@ from pydantic import (
 from kvrag import arguments
 from kvrag.engine.options import MAX_LOGPROBS, Sampling
 from kvrag.llms.tool_calls import Shape, shape
-from kvrag.models.messages import role_of
+from kvrag.models.chat import role_of
 from kvrag.optiontable import Option, kind_of, options_of
 
 if TYPE_CHECKING:

@@ -233,7 +233,7 @@ class Server:
         config = uvicorn.Config(
             app,
             # Over h11, which bounds a request's headers, and httptools does not.
-            http=cast(Any, functools.partial(Connection, connections)),
+            http=cast("Any", functools.partial(Connection, connections)),
             backlog=_BACKLOG,
             log_config=None,
             access_log=False,

@@ -33,7 +33,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.search import CosineRanker, Reranker
 from kvrag.ingest.sentences import before_turn
 from kvrag.llms.tool_calls import Shape as Form
-from kvrag.models.messages import merged
+from kvrag.models.chat import merged
 from kvrag.models.tokens import encode
 from kvrag.models.tools import tool_format
 from kvrag.server import responses as r

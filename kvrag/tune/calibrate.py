@@ -23,11 +23,11 @@ from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController, takes_ratio
-from kvrag.fusion.fingerprints import MIN_RUN
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, check_ratio
 from kvrag.fusion.repair import make_repair
+from kvrag.fusion.runs import MIN_RUN
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import StoredRows
 from kvrag.loading.pace import fit_prices

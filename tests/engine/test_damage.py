@@ -10,7 +10,7 @@ from kvrag.codec.container import header_size
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import MISS_CATALOG
 from kvrag.errors import IndexFormatError
-from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED
+from kvrag.fusion.slices import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS

@@ -11,7 +11,7 @@ import torch
 from kvrag.chunk import ChunkKey
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, StoreError
-from kvrag.fusion.loss import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
+from kvrag.fusion.slices import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS
 from kvrag.store.base import RecordWrapper, StoreWrapper

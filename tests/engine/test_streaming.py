@@ -14,7 +14,7 @@ from kvrag.chunk import ChunkKey, Document
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
-from kvrag.fusion.loss import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
+from kvrag.fusion.slices import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.streaming import ChunkStream, StreamEstimates, Streaming, StreamItem
 from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, read_whole

@@ -24,18 +24,16 @@ from kvrag.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
-from kvrag.fusion.whole import Beginnings
+from kvrag.fusion.whole import Beginnings, State
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.options import check_engine, engine_options
 from kvrag.llms.vllm.settings import ConnectorSettings
-from kvrag.loading.price_list import PriceTable
 from kvrag.models.families import WHOLE
 from kvrag.models.tokens import num_equal
-from kvrag.models.whole import State
 from kvrag.pml.engine import PMLEngine
 from kvrag.server.service import about
 from kvrag.tune.calibrate import calibrate
-from kvrag.tune.stores import measure_and_choose
+from kvrag.tune.stores import PriceTable, measure_and_choose
 from kvrag_testing.bench_top import TEXTS
 from tests.support.api_server import serving
 from tests.support.models import make_model, make_tokenizer

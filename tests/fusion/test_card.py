@@ -19,18 +19,25 @@ from kvrag import process
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
-from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import codec_of
 from kvrag.codec.tables import Exact, PerChannel, Uniform
-from kvrag.codec.transforms import NoTransform
+from kvrag.codec.transforms import PCA, NoTransform
 from kvrag.errors import StoreError
 from kvrag.fusion import card, staging
 from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.loader import MadeChunk, SpanLoader
-from kvrag.fusion.loss import MISS_DAMAGED, MISS_UNREADABLE, LostError, without_lost
-from kvrag.fusion.slices import Clock, Slices, in_one_slice, whole
+from kvrag.fusion.slices import (
+    MISS_DAMAGED,
+    MISS_UNREADABLE,
+    Clock,
+    LostError,
+    Slices,
+    in_one_slice,
+    whole,
+    without_lost,
+)
 from kvrag.fusion.staging import EarlyRecords, HotRecords
 from kvrag.ingest.search import WatchedChunk
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec

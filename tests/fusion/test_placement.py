@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.fusion.placement import Part, Placement, is_right
+from kvrag.fusion.card import Part, Placement, is_right
 from kvrag.native.gpu import tiled
 from kvrag.positions.rotary import RotaryTable
 from tests.support.properties import in_turn

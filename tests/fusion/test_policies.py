@@ -20,13 +20,13 @@ from kvrag.fusion.policies.base import (
     CandidateStats,
     NonePolicy,
     PromptRows,
+    RandomPolicy,
     RecomputePolicy,
     share_of,
 )
 from kvrag.fusion.policies.boundary import BoundaryPolicy, SeamPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy, GradualPolicy
 from kvrag.fusion.policies.query import QueryPolicy
-from kvrag.fusion.policies.random import RandomPolicy
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.repair import make_repair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrag.chunk import Chunk
-from kvrag.fusion.records import FoundText, choose_records
+from kvrag.fusion.layout import FoundText, choose_records
 
 A, B, C = (1, 1), (2, 2), (3, 3)  # what the shared text stands behind in documents a, b and c
 

@@ -8,9 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import Chunk
-from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
 from kvrag.fusion.layout import MISS_OWNER_UNCLEAR, Layout, ReusedSpan
-from kvrag.fusion.runs import ChosenRun, Run, choose_runs, fill, find_runs, same_words
+from kvrag.fusion.runs import (
+    MIN_RUN,
+    NGRAM,
+    ChosenRun,
+    Fingerprints,
+    Run,
+    choose_runs,
+    fill,
+    find_runs,
+    ngram_hashes,
+    same_words,
+    window_minima,
+)
 from tests.support.properties import examples
 
 

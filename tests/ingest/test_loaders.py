@@ -13,11 +13,11 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.converted import join_words
 from kvrag.ingest.files import find_files
 from kvrag.ingest.filters import plain_metadata
 from kvrag.ingest.html import html_to_text
 from kvrag.ingest.loaders import SUFFIXES, load_bytes, to_document
-from kvrag.ingest.pdf import join_words
 from tests.ingest.hostile import make_docx, make_pdf
 from tests.support.documents import docx_bytes
 

@@ -12,7 +12,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, RecordError, StoreError
-from kvrag.fusion.loss import MISS_DAMAGED, MISS_UNREADABLE
+from kvrag.fusion.slices import MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.file import FileStore

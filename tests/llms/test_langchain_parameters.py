@@ -33,7 +33,7 @@ from kvrag.ingest.index import Index
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM, to_turns
 from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.settings import PER_CALL
-from kvrag.llms.vllm.adapter_settings import VLLMSettings
+from kvrag.llms.vllm.engine import VLLMSettings
 from kvrag.models.kv_model import KVModel
 from tests.fusion.test_links import make_links
 from tests.support.rag import PASSAGES, Rag, save_model

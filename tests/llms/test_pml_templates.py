@@ -15,7 +15,7 @@ from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.llamaindex_pml import PMLPromptTemplate as LlamaIndexTemplate
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
-from kvrag.pml.prompt import fill, variables
+from kvrag.pml.parser import fill, variables
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 

@@ -22,8 +22,7 @@ from kvrag.models.loading import load_tokenizer, model_fingerprint
 from kvrag.models.pretrained import load_weights
 from kvrag.models.references import resolve_model
 from kvrag.models.rows import ALL_BEFORE, Attending, RowPass
-from kvrag.models.tokenizer import Tokenizer
-from kvrag.models.tokens import encode
+from kvrag.models.tokens import Tokenizer, encode
 from tests.support.models import make_model, make_tokenizer, needs_named_model
 from tests.support.properties import in_turn
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrag.kvcache import FusedKV
-from kvrag.models import captured
+from kvrag.models import rowgraphs
 from kvrag.models.attention import (
     RowMask,
     _row_attention,
@@ -23,8 +23,8 @@ from kvrag.models.attention import (
     row_attention,
 )
 from kvrag.models.batch import BatchRow, BatchRows
-from kvrag.models.captured import CapturedSteps
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rowgraphs import CapturedSteps
 from kvrag.native import Scores
 from tests.support.models import make_model, make_tokenizer
 
@@ -122,17 +122,17 @@ def syncs(ids: torch.Tensor, batch: BatchRows) -> None:
 
 def found_after(steps: CapturedSteps, rows: Sequence[BatchRow], step: Any = num_rows_of) -> Any:
     """Return what is found when the steps that are not captured are over."""
-    for _ in range(captured._STEPS_BEFORE):
+    for _ in range(rowgraphs._STEPS_BEFORE):
         assert steps.find(rows, step) is None
     return steps.find(rows, step)
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> CapturedSteps:
-    monkeypatch.setattr(captured, "Graph", OneGraph)
-    monkeypatch.setattr(captured, "_failures", [])
-    monkeypatch.setattr(captured, "_is_on_gpu", lambda fused: True)
-    monkeypatch.setattr(captured, "capture_stream", lambda _: None)
+    monkeypatch.setattr(rowgraphs, "Graph", OneGraph)
+    monkeypatch.setattr(rowgraphs, "_failures", [])
+    monkeypatch.setattr(rowgraphs, "_is_on_gpu", lambda fused: True)
+    monkeypatch.setattr(rowgraphs, "capture_stream", lambda _: None)
     model = KVModel(make_model(), make_tokenizer())
     return model._captured
 
@@ -161,7 +161,7 @@ def test_a_step_is_captured_for_each_block_of_keys(steps: CapturedSteps) -> None
     once = found_after(steps, [row])
     assert steps.find([replace(row, place=1023)], None) is once  # type: ignore[arg-type]
     assert found_after(steps, [replace(row, place=1024)]) is not once
-    ends = [captured._end_of(replace(row, place=place)) for place in (0, 1023, 1024, 2999)]
+    ends = [rowgraphs._end_of(replace(row, place=place)) for place in (0, 1023, 1024, 2999)]
     assert ends == [1024, 1024, 2048, 3000]
 
 
@@ -192,7 +192,7 @@ def test_short_memory_ends_captures_of_so_many_answers_alone(
     assert found_after(steps, [first, second], full) is None
     assert found_after(steps, [second, first]) is None
     assert found_after(steps, [first]) is not None
-    assert captured.uses_graphs()
+    assert rowgraphs.uses_graphs()
     (told,) = (record.getMessage() for record in caplog.records)
     assert "of answers at most 1 at once" in told
 

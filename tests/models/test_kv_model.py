@@ -25,7 +25,7 @@ from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
 from kvrag.models.linears import ROWS_STEP
 from kvrag.models.loading import load_tokenizer, model_fingerprint
-from kvrag.models.tokenizer import tokenizer_fingerprint
+from kvrag.models.tokens import tokenizer_fingerprint
 from kvrag.positions.rotary import RotaryPositions
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.kvcache import FusedKV
-from kvrag.models import captured, cardlayers, rowgraphs
+from kvrag.models import cardlayers, rowgraphs
 from kvrag.models.attention import MassObserver, num_before, rows_on
 from kvrag.models.cardlayers import RowsAsked, Slots
 from kvrag.models.compiled import describe_layers
@@ -47,8 +47,8 @@ class Stream:
 @pytest.fixture(autouse=True)
 def executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture on the CPU."""
-    monkeypatch.setattr(captured, "Graph", RecordedGraph)
-    monkeypatch.setattr(captured, "_failures", [])
+    monkeypatch.setattr(rowgraphs, "Graph", RecordedGraph)
+    monkeypatch.setattr(rowgraphs, "_failures", [])
     monkeypatch.setattr(cardlayers, "kernels_over", StateOperations)
     monkeypatch.setattr(cardlayers, "operations_for", lambda places, _: RowTensors(places))
     monkeypatch.setattr(tiled, "_trusted", {})
@@ -188,7 +188,7 @@ def test_kernels_read_the_rows_from_their_state(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         row_kernels, "start", lambda *given, **named: recorded(partial(start, *given, **named))
     )
-    monkeypatch.setattr(captured, "Graph", RecordedGraph)
+    monkeypatch.setattr(rowgraphs, "Graph", RecordedGraph)
     monkeypatch.setattr(tiled, "_trusted", {})
     monkeypatch.setattr(cardlayers, "_CHECKED_TOKENS", 50)
     monkeypatch.setattr(cardlayers, "_CHECKED_ROWS", 9)
@@ -210,7 +210,7 @@ def test_kernels_read_the_rows_from_their_state(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_prompt_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "Graph", lambda *_: pytest.fail("a prompt captured"))
+    monkeypatch.setattr(rowgraphs, "Graph", lambda *_: pytest.fail("a prompt captured"))
     model = deep("llama")
     compiled, graphs = graphs_of(model)
     for looks in (False, True):
@@ -220,14 +220,14 @@ def test_a_prompt_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(captured.VARIABLE, "off")
+    monkeypatch.setenv(rowgraphs.VARIABLE, "off")
     model = deep("llama")
     compiled, graphs = graphs_of(model)
     Prompt(model, 40, 20, 1).run(compiled, looks=False, together=True)
     assert not graphs.wants_more
-    monkeypatch.delenv(captured.VARIABLE)
+    monkeypatch.delenv(rowgraphs.VARIABLE)
     compiled, graphs = captured_for(model, 20)
-    monkeypatch.setenv(captured.VARIABLE, "0")
+    monkeypatch.setenv(rowgraphs.VARIABLE, "0")
     assert Prompt(model, 40, 20, 1).run(compiled, looks=False, together=True) == 0
 
 
@@ -245,7 +245,7 @@ def test_a_capture_that_fails_is_told_once_and_leaves_prompts_as_they_were(
                 raise RuntimeError("operation not permitted when stream is capturing\nlong story")
             super().__init__(run, *more)
 
-    monkeypatch.setattr(captured, "Graph", Failing)
+    monkeypatch.setattr(rowgraphs, "Graph", Failing)
     compiled, graphs = graphs_of(model)
     for size in (20, 40, 60):
         graphs.find(0, size, looks=False)
@@ -256,7 +256,7 @@ def test_a_capture_that_fails_is_told_once_and_leaves_prompts_as_they_were(
     (told,) = (record.getMessage() for record in caplog.records)
     assert "stream is capturing" in told
     assert "long story" not in told
-    assert captured.VARIABLE in told
+    assert rowgraphs.VARIABLE in told
     ours, theirs = (Prompt(model, 70, 20, 1) for _ in range(2))
     assert ours.run(compiled, looks=False, together=True) == 0
     theirs.run(compiled, looks=False, together=False)
@@ -289,7 +289,7 @@ def test_a_replay_that_computes_something_else_is_not_used(
             for call in self.calls[:-1]:
                 call()
 
-    monkeypatch.setattr(captured, "Graph", Forgetting)
+    monkeypatch.setattr(rowgraphs, "Graph", Forgetting)
     compiled, graphs = graphs_of(deep("llama"))
     graphs.find(0, 20, looks=False)
     graphs.capture()
@@ -373,7 +373,7 @@ def test_memory_that_ends_in_a_capture_leaves_smaller_buckets(
                         raise RuntimeError("operation failed due to a previous error") from None
                     raise
 
-    monkeypatch.setattr(captured, "Graph", Limited)
+    monkeypatch.setattr(rowgraphs, "Graph", Limited)
     monkeypatch.setattr(rowgraphs, "BUCKETS", (32, 64, 128))
     _, graphs = graphs_of(deep("llama"))
     graphs.find(0, 120, looks=False)
@@ -384,7 +384,7 @@ def test_memory_that_ends_in_a_capture_leaves_smaller_buckets(
         graphs.find(0, size, looks=False)
     graphs.capture()
     assert {bucket for _, bucket, _ in graphs._graphs} == {32, 64}
-    assert captured.uses_graphs()
+    assert rowgraphs.uses_graphs()
     (told,) = (record.getMessage() for record in caplog.records)
     assert "of rows at most 64 at once" in told
 

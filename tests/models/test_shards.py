@@ -19,8 +19,8 @@ from kvrag.errors import ParameterError, RecordError, UnsupportedModelError
 from kvrag.fusion.controller import make_choice
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.loss import MISS_DAMAGED
 from kvrag.fusion.plan import Loading
+from kvrag.fusion.slices import MISS_DAMAGED
 from kvrag.kvcache import FusedKV
 from kvrag.loading.streaming import StreamEstimates, Streaming
 from kvrag.models.kv_model import KVModel

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrag.errors import ParameterError
 from kvrag.models import tools
-from kvrag.models.chat import render_messages
+from kvrag.models.chat import merged, render_messages
 from kvrag.models.control import ControlTokens
-from kvrag.models.messages import merged
 from kvrag.server.requests import ChatRequest
 from tests.support import tool_templates as templates
 from tests.support.models import make_tokenizer

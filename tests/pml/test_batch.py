@@ -8,11 +8,10 @@ import torch
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
-from kvrag.fusion.loss import MISS_DAMAGED
-from kvrag.fusion.shared import SharedPrompts
+from kvrag.fusion.slices import MISS_DAMAGED
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.pml.batch import generate_batch
+from kvrag.pml.batch import SharedPrompts, generate_batch
 from kvrag.pml.engine import PMLEngine
 from kvrag_testing.bench_top import relative_difference
 from tests.pml.test_engine import WHOLE

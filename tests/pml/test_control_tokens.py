@@ -7,8 +7,7 @@ import pytest
 from kvrag.models.control import ControlTokens
 from kvrag.pml.engine import place_prompt
 from kvrag.pml.layout import lay_out_schema
-from kvrag.pml.parser import parse_schema
-from kvrag.pml.prompt import parse_prompt
+from kvrag.pml.parser import parse_prompt, parse_schema
 from kvrag_train.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()

@@ -9,12 +9,11 @@ import torch
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
-from kvrag.fusion.loss import MISS_ABSENT
+from kvrag.fusion.slices import MISS_ABSENT
 from kvrag.ingest.index import Index
 from kvrag.ingest.maintenance import KEPT_FOLDER
-from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
-from kvrag.pml.engine import PMLEngine
+from kvrag.pml.engine import Passage, PMLEngine
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import make_model, make_tokenizer
 

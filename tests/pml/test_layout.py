@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import PMLError
-from kvrag.ingest.passages import Passage
-from kvrag.pml.engine import as_layout, place_prompt
+from kvrag.pml.engine import Passage, as_layout, place_prompt
 from kvrag.pml.layout import SchemaLayout, lay_out_schema, placeholder_id
-from kvrag.pml.parser import parse_schema
-from kvrag.pml.prompt import Import, parse_prompt
+from kvrag.pml.parser import Import, parse_prompt, parse_schema
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union, flat
 from tests.pml.schemas import schemas
 from tests.support.models import make_tokenizer

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import ParameterError, PMLError
-from kvrag.pml.elements import MAX_BYTES, MAX_DEPTH
 from kvrag.pml.parser import parse_schema
-from kvrag.pml.schema import Module, Parameter, Text, Turn, Union
+from kvrag.pml.schema import MAX_BYTES, MAX_DEPTH, Module, Parameter, Text, Turn, Union
 
 SCHEMAS = Path(__file__).parent / "schemas"
 

@@ -9,9 +9,8 @@ import pytest
 
 from kvrag.errors import ParameterError, PMLError
 from kvrag.pml.layout import lay_out_schema
-from kvrag.pml.parser import parse_schema
+from kvrag.pml.parser import parse_prompt, parse_schema
 from kvrag.pml.program import Length, prompt, schema_of
-from kvrag.pml.prompt import parse_prompt
 from kvrag.pml.schema import Module, Parameter, Text, Union
 from tests.support.models import make_tokenizer
 

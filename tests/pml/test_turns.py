@@ -16,8 +16,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.pml.batch import generate_batch
 from kvrag.pml.engine import PMLEngine, place_prompt
 from kvrag.pml.layout import lay_out_schema
-from kvrag.pml.parser import parse_schema
-from kvrag.pml.prompt import parse_prompt
+from kvrag.pml.parser import parse_prompt, parse_schema
 from kvrag_testing.bench_top import relative_difference
 from tests.pml.schemas import schemas
 from tests.pml.test_layout import prompts

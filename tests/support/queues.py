@@ -152,11 +152,11 @@ class _Starting(TorchDispatchMode):
 def use(device: QueueDevice, patch: Any, num_readers: int = 1) -> None:
     """Let kvrag's code for cards run on a device; `patch` is pytest's MonkeyPatch."""
     from kvrag.codec import card as codec_card
-    from kvrag.fusion import card, loader, placement, staging
-    from kvrag.loading import pinned, threads
+    from kvrag.fusion import card, loader, staging
+    from kvrag.loading import hot, threads
     from kvrag_bench.codec.played import play
 
-    buffers = pinned.PinnedBuffers(num_readers)
+    buffers = hot.PinnedBuffers(num_readers)
     streams = {"current_stream": device.current, "stream": device.using, "Stream": device.stream}
     for name, fake in streams.items():
         patch.setattr(torch.cuda, name, fake)
@@ -167,12 +167,12 @@ def use(device: QueueDevice, patch: Any, num_readers: int = 1) -> None:
         patch.setattr(
             module, "start_copy", lambda into, memory: device.queue(lambda: into.copy_(memory))
         )
-    for module in (card, pinned):
+    for module in (card, hot):
         patch.setattr(
             module, "page_locked", lambda size: torch.full((size,), 255, dtype=torch.uint8)
         )
-    place = placement.Placement.place
-    patch.setattr(placement.Placement, "place", lambda *given: device.queue(lambda: place(*given)))
+    place = card.Placement.place
+    patch.setattr(card.Placement, "place", lambda *given: device.queue(lambda: place(*given)))
     patch.setattr(loader, "_is_on_card", lambda _: True)
     decoding, decode, alive = device.stream(), codec_card.CardDecoding.decode, []
     patch.setattr(card, "decode_stream", lambda _: decoding)

@@ -14,7 +14,7 @@ from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader
-from kvrag.fusion.loss import MISS_DAMAGED, LostError
+from kvrag.fusion.slices import MISS_DAMAGED, LostError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice

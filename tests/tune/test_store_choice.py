@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.loading.price_list import Price, parse_prices, read_prices
-from kvrag.tune.stores import Offer, choose_store
+from kvrag.tune.stores import Offer, Price, choose_store, parse_prices, read_prices
 
 FAST = Offer("file:/ssd", 0.002, 1.0, 80.0)
 MIDDLE = Offer("redis://host/0", 0.005, 1.0, 900.0)

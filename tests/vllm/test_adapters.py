@@ -10,7 +10,7 @@ import pytest
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm import adapter_settings
+from kvrag.llms.vllm import engine as engines
 from kvrag.llms.vllm.langchain import KVRagVLLM
 from kvrag.llms.vllm.llamaindex import KVRagVLLM as LlamaIndexVLLM
 from tests.llms.conftest import own_event_loop
@@ -38,9 +38,9 @@ def given(vllm: Any, served: Index) -> Iterator[dict[str, Any]]:
     yield {"index": served, "engine_args": ENGINE, "max_tokens": MAX_TOKENS, "policy": "none"}
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    for one in adapter_settings._started.values():
+    for one in engines._started.values():
         one._engine.engine_core.shutdown()
-    adapter_settings._started.clear()
+    engines._started.clear()
     cleanup_dist_env_and_memory()
 
 

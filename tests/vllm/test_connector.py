@@ -84,19 +84,19 @@ def test_an_exact_prefix_is_plain_prefill(llm: Any, oracle: KVEngine) -> None:
 def test_eight_requests_at_once_fused_and_plain(
     llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch, write_seconds: float | None
 ) -> None:
-    from kvrag.llms.vllm import worker_side
+    from kvrag.llms.vllm import connector
 
     left: list[int] = []
-    finish = worker_side.WorkerSide.finish
+    finish = connector.WorkerSide.finish
 
-    def finish_and_look(self: worker_side.WorkerSide, abandoned: Any) -> Any:
+    def finish_and_look(self: connector.WorkerSide, abandoned: Any) -> Any:
         found = finish(self, abandoned)
         left.append(len(self._writing))
         return found
 
-    monkeypatch.setattr(worker_side.WorkerSide, "finish", finish_and_look)
+    monkeypatch.setattr(connector.WorkerSide, "finish", finish_and_look)
     if write_seconds is not None:
-        monkeypatch.setattr(worker_side, "_WRITE_SECONDS", write_seconds)
+        monkeypatch.setattr(connector, "_WRITE_SECONDS", write_seconds)
     asked = [
         (make_prompt(0, 1), RequestParams(policy="none")),
         (make_prompt(2), PLAIN),
@@ -299,10 +299,9 @@ def test_a_request_that_is_given_up_while_it_is_fused(
 
 @pytest.mark.usefixtures("vllm")
 def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
+    from kvrag.llms.vllm.connector import WorkerSide, _misses_more
     from kvrag.llms.vllm.plan import LoadPlan, Planner
-    from kvrag.llms.vllm.scheduler_side import _misses_more
     from kvrag.llms.vllm.transfer import Load
-    from kvrag.llms.vllm.worker_side import WorkerSide
 
     model = KVModel.load(make_model(), tokenizer=make_tokenizer())
     path, settings = tmp_path / "index", ConnectorSettings(str(tmp_path / "index"), policy="none")

@@ -28,7 +28,7 @@ from kvrag.errors import (
     UnsupportedModelError,
 )
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm import adapter_settings
+from kvrag.llms.vllm import engine as engines
 from kvrag.llms.vllm import settings as versions
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.langchain import KVRagVLLM
@@ -71,7 +71,7 @@ def test_a_shared_index_is_served_and_followed(
     monkeypatch.chdir(tmp_path)
     relative = ConnectorSettings(f"{url}?key_file=key")
     assert place_of(relative) == f"{url}?key_file={tmp_path}/key"
-    monkeypatch.setattr(adapter_settings, "start_engine", lambda settings, _: settings.index)
+    monkeypatch.setattr(engines, "start_engine", lambda settings, _: settings.index)
     with shared_index(url) as opened:
         assert KVRagVLLM(index=opened)._connect(None) == url
     if importlib.util.find_spec("vllm") is not None:

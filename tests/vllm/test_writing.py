@@ -28,7 +28,7 @@ def llm(vllm: Any, served: Index) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def a_layer_a_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.reset_prefix_cache()
-    monkeypatch.setattr("kvrag.llms.vllm.worker_side._WRITE_SECONDS", 0.0)
+    monkeypatch.setattr("kvrag.llms.vllm.connector._WRITE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_is_half_written_does_not_wait_for_what_is_fused(
     monkeypatch.setattr(KVEngine, "fuse", slow)
     half_written.add("fused", make_prompt(4, 2), NONE)
     monkeypatch.setattr(
-        "kvrag.llms.vllm.worker_side.wait", lambda *_, **__: waited.append(len(side._writing))
+        "kvrag.llms.vllm.connector.wait", lambda *_, **__: waited.append(len(side._writing))
     )
     llm.llm_engine.abort_request(["batch"])
     while side._writing:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrag.fusion.fingerprints import Fingerprints, ngram_hashes, window_minima
-from kvrag.fusion.runs import Ids, choose_runs, find_runs
+from kvrag.fusion.runs import Fingerprints, Ids, choose_runs, find_runs, ngram_hashes, window_minima
 
 _VOCABULARY = 50_000
 _PIECE = 250  # tokens of a piece of the prompt, from inside one chunk

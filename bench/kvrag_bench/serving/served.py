@@ -16,8 +16,7 @@ from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.adapter_settings import start_engine
-from kvrag.llms.vllm.engine import VLLMEngine
+from kvrag.llms.vllm.engine import VLLMEngine, start_engine
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.transports import InProcess
 from kvrag_bench.shapes import random_model, random_text

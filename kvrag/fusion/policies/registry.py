@@ -22,7 +22,7 @@ POLICIES: Table[type[RecomputePolicy]] = Table(
         "gradual": "kvrag.fusion.policies.deviation:GradualPolicy",
         "query": "kvrag.fusion.policies.query:QueryPolicy",
         "two_stage": "kvrag.fusion.policies.two_stage:TwoStagePolicy",
-        "random": "kvrag.fusion.policies.random:RandomPolicy",
+        "random": "kvrag.fusion.policies.base:RandomPolicy",
     },
 )
 

@@ -1,5 +1,5 @@
 """vLLM, unpatched, serving prompts whose KV kvrag has fused (docs/vllm.md).
 
-`engine.py` is what users call. `connector.py` runs in vLLM, with one half in its scheduler
-(`scheduler_side.py`) and one in its worker (`worker_side.py`).
+`engine.py` is what users call. `connector.py` runs in vLLM, with one half in its
+scheduler and one in its worker.
 """

@@ -6,7 +6,7 @@ They extend the classes of `kvrag.llms.langchain`; vLLM answers, in this process
 from __future__ import annotations
 
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM
-from kvrag.llms.vllm.adapter_settings import VLLMSettings
+from kvrag.llms.vllm.engine import VLLMSettings
 
 
 class KVRagVLLM(VLLMSettings, KVRagLLM):

@@ -6,7 +6,7 @@ It extends the class of `kvrag.llms.llamaindex`; vLLM answers, in this process o
 from __future__ import annotations
 
 from kvrag.llms.llamaindex import KVRagLLM
-from kvrag.llms.vllm.adapter_settings import VLLMSettings
+from kvrag.llms.vllm.engine import VLLMSettings
 
 
 class KVRagVLLM(VLLMSettings, KVRagLLM):

@@ -23,11 +23,12 @@ from kvrag.fusion.controller import Choice, LoadingController, calibrated
 from kvrag.fusion.layout import (
     MAX_EDGE_TOKENS,
     MISS_OWNER_UNCLEAR,
+    FoundText,
     Layout,
     ReusedSpan,
+    choose_records,
     shared_beginning,
 )
-from kvrag.fusion.records import FoundText, choose_records
 from kvrag.ingest.index import Index
 from kvrag.ingest.schema import pack_ids
 from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from vllm.config import KVTransferConfig, VllmConfig
 
-
 # A rank may wait for another one's reads. One that waits longer gives up, and the engine computes.
 _PATIENCE = timedelta(seconds=300)
 
