@@ -17,12 +17,12 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice
-from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.fusion.layout import Layout
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV, SpanLoader, Target
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
-from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy, chooses_by_attention, mean_count
+from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy, mean_count
 from kvrag.fusion.repair import ChunkShift, Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import QuestionAttention, Selection, ask
@@ -39,7 +39,7 @@ from kvrag.fusion.slices import (
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
-from kvrag.models.attention import EncodedScope, last_row, rows_on
+from kvrag.models.attention import last_row, rows_on
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass
@@ -279,16 +279,12 @@ def execute(
         prompt = replace(prompt, relevance=attention.relevance)
     # Without inexact spans there is nothing to choose from.
     policy = repair.policy if plan.inexact else NonePolicy()
-    encoded = None
-    by_attention = not asked and chooses_by_attention(policy, prompt)
-    if by_attention and not model.family.attends_itself:
-        encoded = _encoded(layout, plan.inexact, model.device)
     with computing():
         changes_from = None
         if asked.stop >= model.layer_stop:
             # Nothing before this row changes after the look; the last row gives the logits.
             changes_from = plan.inexact[0].prompt_start if repair.shift else int(plan.fresh[-1])
-        selection = Selection(policy, prompt, fresh, encoded, changes_from)
+        selection = Selection(policy, prompt, fresh, changes_from)
         shift = None
         if repair.shift and plan.inexact:
             shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)
@@ -450,11 +446,3 @@ def _report(
         num_folded=layout.num_folded,
         fresh_reasons=reasons,
     )
-
-
-def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> EncodedScope:
-    """Return the rows that each row was encoded with, as far as they precede it here too."""
-    starts = torch.arange(len(layout.token_ids))
-    for span in spans:
-        starts[span.prompt_start : span.prompt_end] = layout.encoded_from(span)
-    return EncodedScope(starts.to(device), layout.prefix_length)

@@ -308,18 +308,6 @@ class Layout:
             and self.token_ids[self.prefix_length : span.prompt_start] == span.context_ids
         )
 
-    def encoded_from(self, span: ReusedSpan) -> int:
-        """Return the first row that `span` was encoded with and that precedes it here as well.
-
-        That is the first row of its context if that precedes the span here, otherwise the span's
-        own first row. The shared prefix does not count.
-        """
-        start = span.prompt_start - len(span.context_ids)
-        if span.chunk_start or start < self.prefix_length:
-            return span.prompt_start
-        stands = self.token_ids[start : span.prompt_start] == span.context_ids
-        return start if stands else span.prompt_start
-
 
 def lay_out(
     tokens: Tokens,

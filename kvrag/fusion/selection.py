@@ -6,7 +6,6 @@ Before the first layer, a policy may look at what the question attends to (`Ques
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +18,6 @@ from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
 from kvrag.fusion.slices import Clock, Slices
 from kvrag.models.attention import (
-    EncodedScope,
     MassObserver,
     RowMask,
     host_rows,
@@ -45,9 +43,6 @@ class Selection:
         The input of the policy.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
-    encoded
-        The rows that each row was encoded with, for a policy that chooses in layer 0; None if
-        attention cannot be compared.
     changes_from
         The first row that may change besides candidates, where all layers have been computed for
         the fresh rows already: those before it and before all candidates stay as they are. None:
@@ -68,12 +63,10 @@ class Selection:
         policy: RecomputePolicy,
         prompt: PromptRows,
         fresh: torch.Tensor,
-        encoded: EncodedScope | None,
         changes_from: int | None = None,
     ) -> None:
         self._policy = policy
         self._prompt = prompt
-        self._encoded = encoded
         candidates = policy.candidates(prompt)
         candidates = _require_reused(candidates, policy, prompt)
         # All on the host, where a layer asks for the rows' ends: a GPU would be waited for.
@@ -126,9 +119,8 @@ class Selection:
             The pass of `rows`, whose buffer holds the layer's stored KV.
         """
         count = None if self._counts is None else self._counts[layer_index]
-        # K/V of layer 0 never differ: without attention to compare, the choice waits for layer 1.
-        may_choose = layer_index > 0 or self._encoded is not None
-        if count is not None and may_choose and count < len(self._optional):
+        # K/V of layer 0 never differ: the choice waits for layer 1.
+        if count is not None and layer_index and count < len(self._optional):
             if self._noted is not None:
                 noted = self._noted[self._optional]
                 self._deviation = {"k": noted.keys, "v": noted.values}
@@ -180,18 +172,10 @@ class Selection:
         hidden: torch.Tensor,
         of: RowPass,
     ) -> dict[str, torch.Tensor]:
-        """Return the candidates' deviation in a layer that has not run yet.
+        """Return the deviation of the candidates' stored K/V in a layer that has not run yet.
 
-        Layer 0 compares their attention outputs; later layers compare their stored K/V with fresh
-        K/V, which then replace the stored ones.
+        Fresh K/V then replace the stored ones.
         """
-        if layer_index == 0:
-            assert self._encoded is not None
-            encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
-            # Includes the fresh rows, because candidates see them.
-            change = model.compare_rows(0, hidden, of, encoded=encoded)
-            self.num_compared = len(self.rows)
-            return {"attention": change[self._optional]}
         which, self.num_compared = self._optional, len(self._optional)
         deviation = Deviation.empty(len(which), self.rows.device)
         stored = of.fused.keys[layer_index][0], of.fused.values[layer_index][0]

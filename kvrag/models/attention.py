@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -217,35 +217,8 @@ class MassObserver:
         self.note(mask, weights[:, first_row:].sum((0, 1))[None], value[None])
 
 
-@dataclass(frozen=True)
-class EncodedScope:
-    """The keys that rows saw when they were encoded: the shared prefix, and their chunk's keys.
-
-    Attributes
-    ----------
-    starts
-        ``[n]`` global positions at which the rows' chunks begin, or their context if they have one.
-    num_prefix
-        Tokens of the shared prefix.
-    """
-
-    starts: torch.Tensor
-    num_prefix: int
-
-
 class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
-    """Leaves a decoder layer after its attention, before its MLP runs.
-
-    Attributes
-    ----------
-    change
-        ``[n]`` float32: squared L2 distance, over heads and channels, between the rows' attention
-        output over all keys and over the keys they were encoded with; empty if not asked for.
-    """
-
-    def __init__(self, change: torch.Tensor) -> None:
-        super().__init__()
-        self.change = change
+    """Leaves a decoder layer after its attention, before its MLP runs."""
 
 
 @dataclass
@@ -332,9 +305,6 @@ class RowMask:
         Receives what the rows attend with, before they attend; None: nothing observes.
     visible
         ``[n, K]`` bool: the keys that each row sees, if not all before it; None: all before it.
-    encoded
-        Compares what the rows see with what they saw when they were encoded, instead of running
-        the rest of the layer; None: nothing is compared.
     stops
         Whether the layer ends after its attention, with `AttentionDone`.
     is_square
@@ -348,7 +318,6 @@ class RowMask:
     window: int | None
     observer: AttentionObserver | None = None
     visible: torch.Tensor | None = None
-    encoded: EncodedScope | None = None
     stops: bool = False
     is_square: bool = False
     known: KnownRows | None = None
@@ -403,20 +372,6 @@ class RowMask:
         queries = self.positions[:, None]
         mask, near = keys <= queries, inside(keys, queries, self.window)
         return mask if near is None else mask & near
-
-    def as_encoded(
-        self, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, RowMask]:
-        """Return the keys and values, ``[1, H, k, D]``, that `encoded` keeps, and their mask."""
-        assert self.encoded is not None
-        num_keys, first = key.shape[2], self.first_key
-        num_prefix = min(max(0, self.encoded.num_prefix - first), num_keys)
-        begin = min(max(num_prefix, int(self.encoded.starts.min()) - first), num_keys)
-        kept = torch.cat([torch.arange(num_prefix), torch.arange(begin, num_keys)])
-        kept = kept.to(key.device)
-        visible = self.dense(num_keys)[:, kept]
-        visible &= (kept < num_prefix) | (kept + first >= self.encoded.starts[:, None])
-        return key[:, :, kept], value[:, :, kept], RowMask(self.positions, 0, None, visible=visible)
 
 
 def _attend_in_kernel(
@@ -556,15 +511,10 @@ def _obeying(attend: AttentionFunction, *, caps: bool) -> AttentionFunction:
             return attention_mask.attend(
                 attend, module, query, key, value, in_kernel=in_kernel, **kwargs
             ), None
-        if not isinstance(attention_mask, RowMask) or attention_mask.encoded is None:
-            output = attend(module, query, key, value, attention_mask, **kwargs)
-            if isinstance(attention_mask, RowMask) and attention_mask.stops:
-                raise AttentionDone(query.new_empty(0))
-            return output
-        *own, own_mask = attention_mask.as_encoded(key, value)
-        then, _ = attend(module, query, *own, own_mask, **kwargs)
-        now, _ = attend(module, query, key, value, replace(attention_mask, encoded=None), **kwargs)
-        raise AttentionDone((now - then)[0].float().square().sum(dim=(1, 2)))
+        output = attend(module, query, key, value, attention_mask, **kwargs)
+        if isinstance(attention_mask, RowMask) and attention_mask.stops:
+            raise AttentionDone
+        return output
 
     return attention
 

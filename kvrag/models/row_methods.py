@@ -12,7 +12,6 @@ from torch import nn
 
 from kvrag.kvcache import KVSpec
 from kvrag.models.adapter import RowAdapter
-from kvrag.models.attention import EncodedScope
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.cardlayers import CardLayers, Slots, on_card
 from kvrag.models.compiled import CompiledLayers, Description, compile_layers, describe_layers
@@ -317,34 +316,6 @@ class RowMethods:
             See `Attending`.
         """
         self._rows.write(layer_index, hidden, of, changed)
-
-    def compare_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        of: RowPass,
-        *,
-        encoded: EncodedScope,
-    ) -> torch.Tensor:
-        """Return how far each row's attention output in a layer has moved since encoding.
-
-        This costs the rows' projections and attention, not their MLP. The rows' K/V in the layer
-        are written, as `forward_rows` does. Families that attend in their own code cannot compare
-        rows.
-
-        Parameters
-        ----------
-        layer_index, hidden, of
-            As in `forward_rows`; `hidden` stays as it is.
-        encoded
-            The keys that each row saw when it was encoded.
-
-        Returns
-        -------
-        tensor
-            ``[n]`` float32, squared L2 distances (see `AttentionDone`).
-        """
-        return self._rows.compare(layer_index, hidden, of, encoded)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""

@@ -16,7 +16,6 @@ from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import (
     AttentionDone,
     AttentionObserver,
-    EncodedScope,
     MassObserver,
     RowMask,
     host_rows,
@@ -438,26 +437,6 @@ class RowRunner:
             except ProjectionDone as done:
                 keys, values = packed(self._spec.latent, done.keys, done.values)
                 yield block, keys[0], values[0]
-
-    def compare(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        of: RowPass,
-        encoded: EncodedScope,
-    ) -> torch.Tensor:
-        """Return how far rows' attention outputs moved since encoding (`KVModel.compare_rows`)."""
-        window, table = self._windows[layer_index], of.tables[layer_index]
-        change = torch.zeros(len(of.rows), device=of.rows.device)
-        for block, positions, first_key, last in self._blocks(layer_index, of.rows):
-            scope = replace(encoded, starts=encoded.starts[block])
-            mask = RowMask(positions, first_key, window, encoded=scope)
-            writer = RowWriter(of.fused, positions, slice(first_key, last + 1))
-            try:
-                self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)
-            except AttentionDone as done:
-                change[block] = done.change
-        return change
 
     def _blocks(
         self, layer_index: int, rows: torch.Tensor

@@ -38,7 +38,7 @@ def indexes(
 
 @pytest.mark.parametrize(
     "policy",
-    ["none", "boundary", "deviation", "deviation:on=attention", "query", "random", "two_stage"],
+    ["none", "boundary", "deviation", "query", "random", "two_stage"],
 )
 def test_a_fused_prompt(indexes: tuple[Index, Index], policy: str) -> None:
     expected, found = (KVEngine(index).fuse(PROMPT, policy=policy) for index in indexes)

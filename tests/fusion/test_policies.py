@@ -68,7 +68,7 @@ class TestPolicy(PolicyContract):
         return small_model()
 
 
-@pytest.mark.parametrize("spec", ["gradual:spread=1.0:on=attention", "query:depth=0"])
+@pytest.mark.parametrize("spec", ["gradual:spread=1.0:on=kv", "query:depth=0"])
 class TestPolicyWithParameters(TestPolicy):
     @pytest.fixture
     def policy(self, spec: str) -> RecomputePolicy:
@@ -259,8 +259,6 @@ def test_a_look_at_the_first_layers_computes_the_question_no_further(bench: Benc
         (BoundaryPolicy(ratio=0.3), 4),
         (TwoStagePolicy(0.3), 4),
         (DeviationPolicy(0.3), 3),
-        (DeviationPolicy(0.3, "attention"), 3),
-        (GradualPolicy(0.3, "attention"), 3),
         # All tokens in layers 0 and 1, and one of three less in the last.
         (GradualPolicy(0.9, spread=1.0), 2),
         (RandomPolicy(1.0), 0),
@@ -287,40 +285,6 @@ def test_layers_that_are_computed_whole_are_not_loaded(
     most = bench.fuse(prompt, NonePolicy()).report.bytes_loaded
     assert least < most
     assert fused.report.bytes_loaded == least + (most - least) * num_loaded / 4
-
-
-ON_ATTENTION = (
-    DeviationPolicy(0.2, "attention"),
-    GradualPolicy(0.2, "attention", 0.5),
-)
-
-
-@pytest.mark.parametrize("policy", ON_ATTENTION)
-def test_on_attention_the_first_layer_chooses_already(
-    policy: RecomputePolicy, bench: Bench
-) -> None:
-    prompt = bench.prompt(2, 0, 3, 1)
-    fused = bench.fuse(prompt, policy)
-    sizes = [len(picks) for picks in fused.picks]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == sizes[1] < 0.4 * (fused.report.num_reused + fused.report.num_recomputed)
-    # The same picks, given outright, give the same prompt: the comparison leaves no trace.
-    if not isinstance(policy, GradualPolicy):
-        again = bench.fuse(prompt, _Given(fused.picks[0]))
-        assert torch.allclose(again.logits, fused.logits, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon-rope"])
-@pytest.mark.parametrize("policy", ON_ATTENTION)
-def test_attention_that_cannot_be_compared_leaves_the_choice_to_values(
-    policy: RecomputePolicy, family: str
-) -> None:
-    bench = Bench(KVModel(make_model(family), make_tokenizer()))
-    prompt = bench.prompt(2, 0, 3, 1)
-    chosen = bench.fuse(prompt, policy).picks
-    on_values = bench.fuse(prompt, replace(policy, on="v")).picks  # type: ignore[call-arg]
-    for picks, expected in zip(chosen, on_values, strict=True):
-        assert torch.equal(picks, expected)
 
 
 def test_seam_takes_both_ends_of_each_chunk() -> None:
@@ -482,10 +446,10 @@ def test_work_counts_what_is_computed_only_to_choose() -> None:
     bench = Bench(KVModel(make_model(), make_tokenizer()))
     prompt = bench.prompt(2, 0, 3, 1)
     shares = {}
-    for name in ("boundary", "deviation", "deviation:on=attention"):
+    for name in ("boundary", "deviation"):
         report = bench.fuse(prompt, make_repair(name, ratio=0.2).policy).report
         found = report.num_reused + report.num_recomputed
-        expected = {"boundary": 0, "deviation": found}.get(name, found + report.num_fresh)
+        expected = {"boundary": 0, "deviation": found}[name]
         assert report.rows_compared == expected, name
         rows = sum(report.rows_by_layer) + expected
         shares[name] = report.work_share

@@ -153,7 +153,7 @@ def of_rank(open_kv: Any, ranks: Ranks, num_heads: int) -> Any:
         3,
         product(
             ("llama", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3"),
-            ("none", "two_stage", "deviation:on=attention", "gradual"),
+            ("none", "two_stage", "deviation", "gradual"),
         ),
     ),
 )

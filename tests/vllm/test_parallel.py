@@ -18,7 +18,7 @@ from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import assert_same, expected, given, reused, sampling
 
-POLICIES = ("none", "boundary", "two_stage", "deviation", "deviation:on=attention", "gradual")
+POLICIES = ("none", "boundary", "two_stage", "deviation", "gradual")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ POLICIES = (
     "none",
     "two_stage:ratio=0.15",
     "deviation:ratio=0.15",
-    "deviation:on=attention:ratio=0.15",
     "boundary:ratio=0.15",
 )
 

@@ -62,10 +62,8 @@ class CandidateStats:
     positions
         ``[m]``: ascending positions of the candidates.
     deviation
-        Squared L2 distances over heads and channels, ``[m]`` float32 each. Either ``"k"`` and
-        ``"v"``: between stored and fresh keys (values) in the layer computed last. Or
-        ``"attention"``: between a candidate's attention output in layer 0 over all tokens and its
-        output over its own chunk only.
+        ``"k"`` and ``"v"``: squared L2 distances over heads and channels, ``[m]`` float32 each,
+        between stored and fresh keys (values) in the layer computed last.
     """
 
     positions: torch.Tensor
@@ -113,10 +111,8 @@ class RecomputePolicy(ABC):
         """Return the number of candidates to compute in each of the L layers; None means all.
 
         A layer never computes more candidates than the layer before it. The policy chooses in the
-        first layer that computes fewer. In layer 0, it chooses by the candidates' attention
-        outputs; in a later layer by their fresh K/V, which stay in the buffer even for dropped
-        candidates. If a model's attention cannot be compared, a choice in layer 0 is postponed to
-        layer 1.
+        first layer that computes fewer, from layer 1 on: by their fresh K/V, which stay in the
+        buffer even for dropped candidates. K/V of layer 0 never differ.
         """
         return None
 
@@ -151,12 +147,6 @@ def num_settled(policy: RecomputePolicy, prompt: PromptRows) -> int:
     return prompt.num_leading if looks else 0
 
 
-def chooses_by_attention(policy: RecomputePolicy, prompt: PromptRows) -> bool:
-    """Return whether the policy drops candidates in layer 0, by their attention outputs there."""
-    counts = policy.counts(prompt)
-    return counts is not None and counts[0] < policy.num_candidates(prompt)
-
-
 def num_whole_layers(policy: RecomputePolicy, prompt: PromptRows) -> int:
     """Return the number of first layers that recompute all reused tokens.
 
@@ -165,9 +155,7 @@ def num_whole_layers(policy: RecomputePolicy, prompt: PromptRows) -> int:
     num_reused = prompt.num_reused
     if policy.question_layers(prompt.num_layers) or policy.num_candidates(prompt) < num_reused:
         return 0
-    num_whole = sum(1 for _ in takewhile(num_reused.__eq__, planned_counts(policy, prompt)))
-    # Comparing attention computes all of them in layer 0, even those that are dropped there.
-    return max(num_whole, int(chooses_by_attention(policy, prompt)))
+    return sum(1 for _ in takewhile(num_reused.__eq__, planned_counts(policy, prompt)))
 
 
 def check_ratio(ratio: float) -> None:

@@ -18,7 +18,7 @@ from kvrag.fusion.policies.base import (
     share_of,
 )
 
-ON = ("k", "v", "kv", "attention")
+ON = ("k", "v", "kv")
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,16 @@ class DeviationPolicy(RecomputePolicy):
     no other token. So stored and fresh KV first differ in layer 1, and the choice is made there.
     It holds for all later layers (`GradualPolicy` narrows it further).
 
-    Deviations: fresh K/V of layer 1 are written for all tokens, chosen or not, since they have
-    been computed anyway and are exact. On ``"attention"`` the choice is already made in layer 0,
-    by what makes layer 1's K/V differ: the distance between a token's attention output over all
-    tokens and its output over its own chunk. Then the MLP of layer 0, most of the cost of the
-    paper's criterion, runs only for the chosen tokens.
+    Deviation: fresh K/V of layer 1 are written for all tokens, chosen or not, since they have
+    been computed anyway and are exact.
 
     Parameters
     ----------
     ratio
-        Share of the reused, inexact tokens to compute again from layer 1 on, 0..1 (on attention:
-        in all layers).
+        Share of the reused, inexact tokens to compute again from layer 1 on, 0..1.
     on
-        What to compare: ``"v"`` values (the paper's code), ``"k"`` keys (LMCache's choice),
-        ``"kv"`` both, each relative to its mean, or ``"attention"`` the attention outputs in
-        layer 0. BLOOM, MPT and Falcon do not give those: there it means ``"v"``.
+        What to compare: ``"v"`` values (the paper's code), ``"k"`` keys (LMCache's choice), or
+        ``"kv"`` both, each relative to its mean.
     """
 
     name: ClassVar[str] = "deviation"
@@ -55,7 +50,8 @@ class DeviationPolicy(RecomputePolicy):
         check_ratio(self.ratio)
         if self.on not in ON:
             raise ParameterError(
-                f"{self.name} on={shown(self.on)}: expected 'k', 'v', 'kv' or 'attention'"
+                f"{self.name} on={shown(self.on)}: expected 'k', 'v' or 'kv' ('attention' left "
+                "kvrag with 0.3: policy 'two_stage' keeps more)"
             )
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
@@ -67,22 +63,16 @@ class DeviationPolicy(RecomputePolicy):
         if self.ratio == 1.0:
             return None
         kept = share_of(self.ratio, prompt.num_reused)
-        first = kept if self.on == "attention" else prompt.num_reused
-        return [first] + [kept] * (prompt.num_layers - 1)
+        return [prompt.num_reused] + [kept] * (prompt.num_layers - 1)
 
     def score(self, prompt: PromptRows, stats: CandidateStats) -> torch.Tensor:  # noqa: ARG002
         return _combined(stats.deviation, self.on)
 
 
 def _combined(deviation: Mapping[str, torch.Tensor], on: str) -> torch.Tensor:
-    """Return ``[m]``: the deviation of attention if that was compared, otherwise of K, V or both.
-
-    With both, each is divided by its mean. V replaces attention that could not be compared.
-    """
-    if "attention" in deviation:
-        return deviation["attention"]
+    """Return ``[m]``: the deviation of K, of V, or of both, each divided by its mean."""
     if on != "kv":
-        return deviation["k" if on == "k" else "v"]
+        return deviation[on]
     parts = [deviation[one] for one in on]
     return torch.stack([part / part.mean().clamp(min=1e-30) for part in parts]).sum(0)
 
@@ -97,8 +87,7 @@ class GradualPolicy(DeviationPolicy):
 
     Deviations: the paper leaves the shares open; here they fall linearly from ``1 + spread`` to
     ``1 - spread`` times the ratio. A layer's deviation is measured while its K/V are written, so
-    that nothing is projected twice; it decides for the next layer. On ``"attention"``, attention
-    outputs decide only the first choice, and values decide the later ones.
+    that nothing is projected twice; it decides for the next layer.
 
     Parameters
     ----------
@@ -123,7 +112,7 @@ class GradualPolicy(DeviationPolicy):
         if self.ratio == 1.0:
             return None
         falling = _falling_counts(self.ratio, self.spread, prompt.num_reused, prompt.num_layers - 1)
-        return [falling[0] if self.on == "attention" else prompt.num_reused, *falling]
+        return [prompt.num_reused, *falling]
 
 
 def _falling_counts(ratio: float, spread: float, num_tokens: int, num_layers: int) -> list[int]:
