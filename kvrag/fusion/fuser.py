@@ -31,9 +31,9 @@ from kvrag.fusion.slices import (
     LostError,
     Slices,
     in_background,
+    in_one_go,
     slice_rows,
     until,
-    whole,
     without_lost,
 )
 from kvrag.kvcache import FusedKV
@@ -125,7 +125,7 @@ class FusedPrompt:
         }
 
 
-def fuse(
+def fuse_in_slices(
     model: KVModel,
     layout: Layout,
     open_kv: OpenKV,
@@ -133,8 +133,11 @@ def fuse(
     fused: FusedKV,
     links: LinkTokens | None = None,
     loading: Loading = Loading(),  # noqa: B008  # frozen
-) -> FusedPrompt:
-    """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
+) -> Slices[FusedPrompt]:
+    """Fill a buffer with the KV of a whole prompt, computing only what is not stored, in slices.
+
+    It pauses after each layer, or on the CPU after 256 rows. The caller may compute other prompts
+    meanwhile: this holds the model only while it computes.
 
     Parameters
     ----------
@@ -153,22 +156,6 @@ def fuse(
         The result of `LinkTokens.on` for the model, if the layout has link tokens (KVLink §3.3).
     loading
         How to load stored KV.
-    """
-    return whole(fuse_in_slices(model, layout, open_kv, choice, fused, links, loading))
-
-
-def fuse_in_slices(
-    model: KVModel,
-    layout: Layout,
-    open_kv: OpenKV,
-    choice: Choice | RecomputePolicy,
-    fused: FusedKV,
-    links: LinkTokens | None = None,
-    loading: Loading = Loading(),  # noqa: B008  # frozen
-) -> Slices[FusedPrompt]:
-    """Do what `fuse` does, and pause after each layer, or on the CPU after 256 rows.
-
-    The caller may compute other prompts meanwhile: this holds the model only while it computes.
     """
     clock = Clock()
     if isinstance(choice, RecomputePolicy):
@@ -206,6 +193,10 @@ def fuse_in_slices(
         report = replace(report, stream=stream)
     outcomes = tuple(_with_outcomes(plan, loader, report))
     return replace(made, report=replace(report, decisions=outcomes))
+
+
+fuse = in_one_go(fuse_in_slices)
+"""Does what `fuse_in_slices` does, without a pause."""
 
 
 def computing_seconds(seconds: Mapping[str, float]) -> float:

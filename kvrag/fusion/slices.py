@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from kvrag.loading.patience import SlowStoreError
 from kvrag.models.rows import rows_at_once
 
 T = TypeVar("T")
+_P = ParamSpec("_P")
 
 Slices = Generator[bool, bool | None, T]
 """Work that can pause. It yields True where it waits for stored KV, otherwise False.
@@ -58,6 +59,15 @@ class Clock:
 
 class StoppedError(Exception):
     """The result of some work is not needed any more."""
+
+
+def in_one_go(function: Callable[_P, Slices[T]]) -> Callable[_P, T]:
+    """Return a function that does all of the work that another one returns."""
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> T:
+        return whole(function(*args, **kwargs))
+
+    return call
 
 
 def whole(work: Slices[T], is_wanted: Callable[[], bool] = lambda: True) -> T:

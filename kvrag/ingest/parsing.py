@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.spawn import get_executable
-from types import TracebackType
 from typing import IO, Any, Self
 
 from kvrag.arguments import cut, shown
@@ -110,12 +109,7 @@ class Parser:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

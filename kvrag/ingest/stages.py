@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvrag.chunk import Chunk, ChunkKey, Document
@@ -418,12 +417,7 @@ class BackgroundWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stopped = kind is not None
         self._tasks.put(None)
         self._thread.join()
