@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import typer
 
-from kvrag.cli import console
 from kvrag.errors import KVRagError
 
 if TYPE_CHECKING:
@@ -318,7 +317,7 @@ P = ParamSpec("P")
 def fail(message: str) -> typer.Exit:
     """Print `message` as an error and return the exit to raise."""
     # Messages may quote files that others wrote.
-    text = console.harmless(" ".join(message.split())) or "no message was given"
+    text = harmless(" ".join(message.split())) or "no message was given"
     print(f"error: {text}", file=sys.stderr)
     return typer.Exit(EXIT_FAILURE)
 

@@ -64,7 +64,7 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
             if len(asking):
                 observer = _Observer(cache.policy, held)
                 attending = Attending(observer=observer)
-                model.forward_rows(layer_index, hidden, of, attending=attending, writes=False)
+                model.rows.forward(layer_index, hidden, of, attending=attending, writes=False)
             rows = (part[layer_index][:, :, :num_rows] for part in (kv.keys, kv.values))
             layer.keep(held, *rows)
     cache.besides(kv.storage.numel() * kv.storage.element_size())
@@ -349,7 +349,7 @@ class GapDecoder(Decoder):
             hidden = model.embed(ids, self._positions[row])
             of = RowPass(row, self._fused, self._tables)
             for layer_index in range(len(self._tables)):
-                model.forward_rows(layer_index, hidden, of)
+                model.rows.forward(layer_index, hidden, of)
             logits = model.logits(hidden)[0]
         self._num_rows += 1
         return logits

@@ -314,13 +314,13 @@ def execute(
                     changed = shift.of_layer(fused, layer_index, table, picked)
                 if layer_index == last_layer:
                     # Only the last token's output is needed; the other rows need only their K/V.
-                    model.write_rows(layer_index, hidden, of, changed=changed)
+                    model.rows.write(layer_index, hidden, of, changed=changed)
                     hidden, rows = hidden[-1:].contiguous(), last_row(rows)
                     of = of.over(rows)
                     noted = changed = None
                 else:
                     noted = selection.noting(layer_index)
-                run = partial(model.forward_rows, layer_index, attending=Attending(changed=changed))
+                run = partial(model.rows.forward, layer_index, attending=Attending(changed=changed))
                 forward = partial(_forward_slice, run, hidden, of, noted)
                 forward(slice(0, size))
         clock.lap("compute")

@@ -183,11 +183,11 @@ class Selection:
             # As one block: on a card, operations cost more than their memory.
             positions = self.rows[which]
             before = [kv[:, positions] for kv in stored]
-            model.write_rows(layer_index, hidden, of)
+            model.rows.write(layer_index, hidden, of)
             deviation.note(*before, *(kv[:, positions] for kv in stored))
         else:
             done = 0
-            for block, *fresh in model.project_rows(layer_index, hidden, of, which):
+            for block, *fresh in model.rows.project(layer_index, hidden, of, which):
                 positions = self.rows[block]
                 of_block = deviation[done : done + len(block)]
                 of_block.note(*(kv[:, positions] for kv in stored), *fresh)
@@ -221,7 +221,7 @@ def _require_reused(
 class QuestionAttention:
     """Attention of the question's tokens to reused tokens, weighted by the values' norms.
 
-    Observes layers of `KVModel.forward_rows`. The relevance of a key is its attention weight times
+    Observes layers of `RowRunner.forward`. The relevance of a key is its attention weight times
     the L2 norm of its value, summed over query heads and question tokens. Memory grows linearly
     with the prompt.
 
@@ -342,7 +342,7 @@ def ask(
             else:
                 is_last = done == attention.layers.stop
                 attending = Attending(attention.observer_of(layer_index), stops=is_last)
-                model.forward_rows(layer_index, hidden, of, attending=attending)
+                model.rows.forward(layer_index, hidden, of, attending=attending)
         clock.lap("ask")
         yield False
         clock.resume()

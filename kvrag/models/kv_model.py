@@ -1,7 +1,7 @@
 """`KVModel`: a Hugging Face decoder as kvrag uses it.
 
 Whole chunks go through the model's own forward (`prefill`); at question time its layers are
-called one by one on selected rows (`forward_rows`), each reading and writing one fused buffer. On
+called one by one on selected rows (`RowRunner`), each reading and writing one fused buffer. On
 the CPU, both attend in kvrag's kernel.
 The model's code is never rewritten and never patched.
 """
@@ -267,7 +267,7 @@ class KVModel(RowMethods):
         self.family = find_family(decoder)
         self._base: Any = base_of(decoder)
         self._windows = sliding_windows(decoder)
-        self._rows = RowRunner(
+        self.rows = RowRunner(
             decoder, self.family, self.name, self.spec, self._windows, self.compute
         )
         self._positions = find_positions(decoder, self.family, self.spec)

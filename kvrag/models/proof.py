@@ -282,7 +282,7 @@ def _moved(model: RowMethods, name: str, ids: torch.Tensor, near: float) -> Chec
         hidden = model.embed(ids, rows)
         for index, (table, other) in enumerate(zip(here.tables, there.tables, strict=True)):
             keys, moved = (
-                torch.cat([one[1] for one in model.project_rows(index, hidden, of, rows)], 1)
+                torch.cat([one[1] for one in model.rows.project(index, hidden, of, rows)], 1)
                 for of in (here, there)
             )
             free, placed, back = (torch.empty_like(keys) for _ in range(3))
@@ -343,7 +343,7 @@ def _computed(
         hidden = model.embed(ids[rows], rows)
         of = RowPass(rows, fused, tables)
         for index in range(len(tables)):
-            model.forward_rows(index, hidden, of)
+            model.rows.forward(index, hidden, of)
         return model.logits(hidden[-1:])[0]
 
 

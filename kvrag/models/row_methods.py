@@ -20,9 +20,8 @@ from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
 from kvrag.models.precision import QUANTISED
 from kvrag.models.rowgraphs import CapturedLayers, CapturedSteps, RowGraphs
-from kvrag.models.rows import ALL_BEFORE, Attending, RowPass, RowRunner, rows_at_once
+from kvrag.models.rows import RowRunner, rows_at_once
 from kvrag.models.schemes import Positions
-from kvrag.models.writers import Deviation, RowsChanged
 from kvrag.positions.rotary import RotaryTable
 from kvrag.process import TurnLock
 
@@ -33,14 +32,20 @@ _LARGE_BYTES = 1 << 20
 
 
 class RowMethods:
-    """The part of `KVModel` that computes rows of a prompt."""
+    """The part of `KVModel` that computes rows of a prompt.
+
+    Attributes
+    ----------
+    rows
+        Runs the layers over selected rows.
+    """
 
     decoder: Model
     family: Family
     spec: KVSpec
     _base: Any
     _windows: list[int | None]
-    _rows: RowRunner
+    rows: RowRunner
     _positions: Positions
     _captured: CapturedSteps
     _compiled: CompiledLayers | None
@@ -86,7 +91,7 @@ class RowMethods:
     def computing_rows(
         self, adapter: RowAdapter | None = None, adapted: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Hold the model for calls of `forward_rows` and `project_rows` without gradients.
+        """Hold the model for calls of its `rows` without gradients.
 
         Parameters
         ----------
@@ -95,7 +100,7 @@ class RowMethods:
         adapted
             Positions of the adapted rows; None means all.
         """
-        with self._rows.computing(adapter, adapted):
+        with self.rows.computing(adapter, adapted):
             yield
 
     def tables(self, num_tokens: int, positions: Sequence[int] | None = None) -> list[RotaryTable]:
@@ -141,38 +146,6 @@ class RowMethods:
             hidden[block] = embedded if norm is None else norm(embedded)
         return hidden
 
-    def forward_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        of: RowPass,
-        *,
-        attending: Attending = ALL_BEFORE,
-        deviation: Deviation | None = None,
-        writes: bool = True,
-    ) -> None:
-        """Run one layer over selected rows; their K/V replace the buffer's.
-
-        Row i attends to every row j <= i of the buffer inside the layer's window, recomputed or
-        reused. Call this inside `computing_rows`.
-
-        Parameters
-        ----------
-        layer_index
-            Index of the layer.
-        hidden
-            ``[n, hidden]`` inputs of the rows; replaced by the layer's outputs.
-        of
-            The rows, and the prompt that they are of.
-        attending
-            How the rows attend, if not as described above.
-        deviation
-            Filled with the distances of the n rows' fresh K/V from the K/V they replace.
-        writes
-            False leaves the buffer as it is; it must then hold the rows' own K/V already.
-        """
-        self._rows.forward(layer_index, hidden, of, attending, deviation, writes=writes)
-
     def begin_answer(self) -> None:
         """Call this before an answer's first `forward_each`: the model may have changed.
 
@@ -194,7 +167,7 @@ class RowMethods:
         quantised = self.compute if self.compute in QUANTISED else None
         if quantised is None and self.compute != str(self.spec.dtype).removeprefix("torch."):
             return None
-        device, tables, layers = self.device, self._any_tables(), self._rows.layers
+        device, tables, layers = self.device, self._any_tables(), self.rows.layers
         is_on_cpu = device.type == "cpu"
         seen = device, has_global_hooks(), *state_of(*layers)
         if seen != self._seen:
@@ -251,7 +224,7 @@ class RowMethods:
         rows
             Where each row belongs.
         """
-        if not self._rows.is_adapted:
+        if not self.rows.is_adapted:
             captured = self._captured.find(rows, self._step)
             if captured is not None:
                 return captured.run(token_ids, rows)
@@ -262,8 +235,8 @@ class RowMethods:
         """Return logits ``[B, vocabulary]`` for the batch's tokens ``[B]``."""
         hidden = self.embed(ids, batch.positions)
         tables = self._positions.tables(batch.positions)
-        with self._rows.each_row():
-            if self._compiled is not None and batch.in_kernel and not self._rows.is_adapted:
+        with self.rows.each_row():
+            if self._compiled is not None and batch.in_kernel and not self.rows.is_adapted:
                 self._compiled.run(hidden, tables, batch)
                 return self.logits(hidden)
             # Layers share tables.
@@ -271,51 +244,8 @@ class RowMethods:
                 id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables
             }
             for layer_index, table in enumerate(tables):
-                self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
+                self.rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
             return self.logits(hidden)
-
-    def project_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        of: RowPass,
-        which: torch.Tensor,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield one layer's fresh K/V for some of the rows, without its attention and MLP.
-
-        Parameters
-        ----------
-        layer_index, hidden, of
-            As in `forward_rows`; nothing is changed.
-        which
-            ``[m]`` indices into the rows.
-
-        Yields
-        ------
-        tensor, tensor, tensor
-            A block of `which`, 512 at most, and the placed keys and the values ``[H, m, D]`` of its
-            rows.
-        """
-        return self._rows.project(layer_index, hidden, of, which)
-
-    def write_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        of: RowPass,
-        *,
-        changed: RowsChanged | None = None,
-    ) -> None:
-        """Write one layer's fresh K/V of rows to the buffer, without attention and MLP.
-
-        Parameters
-        ----------
-        layer_index, hidden, of
-            As in `forward_rows`; `hidden` stays as it is.
-        changed
-            See `Attending`.
-        """
-        self._rows.write(layer_index, hidden, of, changed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""

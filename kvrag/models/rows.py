@@ -196,7 +196,7 @@ class RowPass:
 
 
 class RowRunner:
-    """Runs one model's layers over selected rows; `KVModel` documents its methods.
+    """Runs one model's layers over selected rows, inside `KVModel.computing_rows`.
 
     Parameters
     ----------
@@ -288,12 +288,31 @@ class RowRunner:
         layer_index: int,
         hidden: torch.Tensor,
         of: RowPass,
-        attending: Attending,
-        deviation: Deviation | None,
         *,
-        writes: bool,
+        attending: Attending = ALL_BEFORE,
+        deviation: Deviation | None = None,
+        writes: bool = True,
     ) -> None:
-        """Run one layer over rows (`KVModel.forward_rows`)."""
+        """Run one layer over selected rows; their K/V replace the buffer's.
+
+        Row i attends to every row j <= i of the buffer inside the layer's window, recomputed or
+        reused.
+
+        Parameters
+        ----------
+        layer_index
+            Index of the layer.
+        hidden
+            ``[n, hidden]`` inputs of the rows; replaced by the layer's outputs.
+        of
+            The rows, and the prompt that they are of.
+        attending
+            How the rows attend, if not as described above.
+        deviation
+            Filled with the distances of the n rows' fresh K/V from the K/V they replace.
+        writes
+            False leaves the buffer as it is; it must then hold the rows' own K/V already.
+        """
         window, table = self._windows[layer_index], of.tables[layer_index]
         fused, compiled = of.fused, of.compiled
         observer, visible = attending.observer, attending.visible
@@ -390,9 +409,18 @@ class RowRunner:
         layer_index: int,
         hidden: torch.Tensor,
         of: RowPass,
-        changed: RowsChanged | None,
+        *,
+        changed: RowsChanged | None = None,
     ) -> None:
-        """Write one layer's fresh K/V of rows (`KVModel.write_rows`)."""
+        """Write one layer's fresh K/V of rows to the buffer, without attention and MLP.
+
+        Parameters
+        ----------
+        layer_index, hidden, of
+            As in `forward`; `hidden` stays as it is.
+        changed
+            See `Attending`.
+        """
         rows, fused, compiled = of.rows, of.fused, of.compiled
         is_plain = changed is None and not self.is_adapted
         if isinstance(compiled, CardLayers) and is_plain:
@@ -429,7 +457,21 @@ class RowRunner:
         of: RowPass,
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield one layer's fresh K/V for some of the rows (`KVModel.project_rows`)."""
+        """Yield one layer's fresh K/V for some of the rows, without its attention and MLP.
+
+        Parameters
+        ----------
+        layer_index, hidden, of
+            As in `forward`; nothing is changed.
+        which
+            ``[m]`` indices into the rows.
+
+        Yields
+        ------
+        tensor, tensor, tensor
+            A block of `which`, 512 at most, and the placed keys and the values ``[H, m, D]`` of its
+            rows.
+        """
         for block in torch.split(which, ROW_BLOCK):
             mask, table = RowMask(of.rows[block], 0, None), of.tables[layer_index]
             try:

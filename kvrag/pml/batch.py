@@ -148,7 +148,7 @@ class SharedPrompts:
             for layer_index in range(model.spec.num_layers):
                 loader.load_layer(layer_index)
                 attending = Attending(visible=visible[model.windows[layer_index]])
-                model.forward_rows(layer_index, hidden, of, attending=attending)
+                model.rows.forward(layer_index, hidden, of, attending=attending)
             last = [rows.fresh.index(row) for row in rows.last_rows]
             self.logits = model.logits(hidden[last])
         return fused
@@ -183,7 +183,7 @@ class SharedPrompts:
             of = RowPass(new, self._fused, self._tables)
             for layer_index in range(model.spec.num_layers):
                 attending = Attending(visible=visible[model.windows[layer_index]])
-                model.forward_rows(layer_index, hidden, of, attending=attending)
+                model.rows.forward(layer_index, hidden, of, attending=attending)
             logits = model.logits(hidden)
         return dict(zip(owners, logits, strict=True))
 

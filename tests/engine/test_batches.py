@@ -28,6 +28,7 @@ from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowRunner
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import examples
@@ -366,9 +367,9 @@ def test_an_interrupt_loses_nothing(
     """Ctrl-C may come in the middle of a step, or of a prompt that another thread waits for."""
     stream = engine.stream(PROMPTS[0])
     text = next(stream).text
-    for method in ("forward_each", "forward_rows"):
+    for of, method in ((KVModel, "forward_each"), (RowRunner, "forward")):
         with monkeypatch.context() as patch:
-            patch.setattr(KVModel, method, _interrupt)
+            patch.setattr(of, method, _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS[1])
     assert text + "".join(one.text for one in stream) == alone[0, 0]

@@ -14,6 +14,7 @@ from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.slices import MISS_ABSENT, MISS_SLOW, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS
+from kvrag.models.rows import RowRunner
 from kvrag.store.base import RecordWrapper, StoreWrapper
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.threads import at_work
@@ -79,7 +80,7 @@ def test_threads_change_no_bit(index: Index, policy: str) -> None:
 def test_layers_are_read_while_others_are_computed(index: Index, watched) -> None:
     """The first computation waits for the reading of another layer to begin, and that for it."""
     computing, reading = threading.Event(), threading.Event()
-    forward = type(index.model).forward_rows
+    forward = RowRunner.forward
     seen: list[bool] = []
 
     def note(*arguments, **named):
@@ -97,7 +98,7 @@ def test_layers_are_read_while_others_are_computed(index: Index, watched) -> Non
 
     watched(on_read)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(index.model), "forward_rows", note)
+        patch.setattr(RowRunner, "forward", note)
         prompt = f"{TEXTS[0]}\n\nWho keeps it?"
         made = KVEngine(index, load_threads=2).fuse(prompt, policy="none")
     assert made.report.num_chunks == 1
@@ -234,7 +235,7 @@ def test_who_goes_away_leaves_no_thread_behind(index: Index, watched) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(index.model), "forward_rows", interrupted)
+        patch.setattr(RowRunner, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             KVEngine(index).fuse(PROMPT, policy="none")
     assert not at_work("kvrag-load")

@@ -23,6 +23,7 @@ from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowRunner
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import HEAD, make_model, make_tokenizer
 from tests.support.properties import examples, few
@@ -348,14 +349,14 @@ def test_an_error_in_fusing_leaves_the_conversation(
     expected.generate(prompt)
     with pytest.raises(PromptTooLongError):
         engine.generate(next_of(prompt, first.text, (), "why? " * 2000))
-    calls, forward = count(), KVModel.forward_rows
+    calls, forward = count(), RowRunner.forward
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 1:
             raise RuntimeError("no memory")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(KVModel, "forward_rows", failing)
+    monkeypatch.setattr(RowRunner, "forward", failing)
     with pytest.raises(RuntimeError):
         engine.generate(longer)
     monkeypatch.undo()

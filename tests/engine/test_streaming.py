@@ -339,7 +339,7 @@ def test_what_comes_too_late_is_broken_off() -> None:
     # Thought so slow that only the first plane is asked for at first; which comes at once.
     known.link.expect(1e4)
     stream = ChunkStream(
-        [StreamItem("chunk", chunk, False, lambda: placed.append(chunk.used))],
+        [StreamItem("chunk", chunk, lambda: placed.append(chunk.used))],
         Streaming(2.0, time.perf_counter(), known),
         lambda chosen: 0.0,
         (StoreError, RecordError),
@@ -365,7 +365,7 @@ class Interrupted(Slow):
 def test_an_interrupt_waits_for_no_store() -> None:
     chunk: Any = Interrupted()
     stream = ChunkStream(
-        [StreamItem("chunk", chunk, False, lambda: None)],
+        [StreamItem("chunk", chunk, lambda: None)],
         Streaming(2.0, time.perf_counter(), StreamEstimates()),
         lambda chosen: 0.0,
         (StoreError, RecordError),

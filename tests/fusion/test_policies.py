@@ -359,7 +359,7 @@ def test_the_last_look_leaves_the_layer_after_its_attention(family: str) -> None
             hidden = model.embed(rows)
             before = hidden.clone()
             of = RowPass(rows, fused, model.tables(40))
-            model.forward_rows(0, hidden, of, attending=attending)
+            model.rows.forward(0, hidden, of, attending=attending)
         # Families that attend in their own code run the whole layer.
         unchanged = stops and not model.family.attends_itself
         assert torch.equal(hidden, before) == unchanged
@@ -380,7 +380,7 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
         of = RowPass(rows, fused, model.tables(40))
         for layer_index in layers:
             attending = Attending(observer=attention.observer_of(layer_index))
-            model.forward_rows(layer_index, hidden, of, attending=attending)
+            model.rows.forward(layer_index, hidden, of, attending=attending)
     model.hf.set_attn_implementation("eager")
     with torch.no_grad():
         output = model.hf(ids[None], output_attentions=True, use_cache=False)

@@ -30,7 +30,7 @@ POLICIES = ["none", "boundary", "random", "deviation", "query", "two_stage", "gr
 
 
 def on_card(model: KVModel) -> CardLayers:
-    described = describe_layers(model._rows.layers, model.windows, model._any_tables())
+    described = describe_layers(model.rows.layers, model.windows, model._any_tables())
     assert described is not None
     return CardLayers(described)
 
@@ -66,7 +66,7 @@ def rows_of_prompt(
             looks = Attending(
                 **{"observer": observer if layer >= FIRST_LAYER else None, **attending}
             )
-            model.forward_rows(layer, hidden, of, attending=looks)
+            model.rows.forward(layer, hidden, of, attending=looks)
     return hidden, fused, taken
 
 
@@ -77,7 +77,7 @@ def test_operations_in_pytorch_compute_what_modules_do(family: str, num_rows: in
     expected, theirs, their_mass = rows_of_prompt(model, None, num_rows)
     with (
         patch.object(cardlayers, "operations_for", by_tensors),
-        patch.object(model._rows, "_run", side_effect=AssertionError("a module ran")),
+        patch.object(model.rows, "_run", side_effect=AssertionError("a module ran")),
     ):
         found, ours, our_mass = rows_of_prompt(model, on_card(model), num_rows)
     assert ((found - expected).abs() <= 1e-5 * expected.std()).all()
@@ -94,7 +94,7 @@ def test_operations_in_pytorch_compute_what_modules_do(family: str, num_rows: in
 def test_interpreted_kernels_compute_what_modules_do(family: str) -> None:
     model = model_of(family)
     expected, theirs, their_mass = rows_of_prompt(model, None, 9)
-    with patch.object(model._rows, "_run", side_effect=AssertionError("a module ran")):
+    with patch.object(model.rows, "_run", side_effect=AssertionError("a module ran")):
         found, ours, our_mass = rows_of_prompt(model, on_card(model), 9)
     assert ((found - expected).abs() <= 1e-4 * expected.std()).all()
     for mine, others in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True):

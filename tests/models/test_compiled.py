@@ -76,7 +76,7 @@ def by_modules(model: KVModel, rows: Sequence[BatchRow]) -> torch.Tensor:
 def by_kernels(model: KVModel, rows: Sequence[BatchRow]) -> torch.Tensor:
     model.begin_answer()
     assert model._compiled is not None
-    with patch.object(model._rows, "forward_each", side_effect=AssertionError("a module ran")):
+    with patch.object(model.rows, "forward_each", side_effect=AssertionError("a module ran")):
         return steps(model, rows)
 
 
@@ -347,7 +347,7 @@ def layers_of_prompt(
         of = RowPass(rows, fused, tables, compiled)
         how = Attending(**{"observer": observer, **attending})
         for layer_index in range(model.spec.num_layers):
-            model.forward_rows(layer_index, hidden, of, attending=how, writes=writes)
+            model.rows.forward(layer_index, hidden, of, attending=how, writes=writes)
     return hidden, fused, noted
 
 
@@ -355,7 +355,7 @@ def layers_of_prompt(
 def no_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[[KVModel], None]:
     def forbid(model: KVModel) -> None:
         monkeypatch.setattr(
-            model._rows, "_run", lambda *_: pytest.fail("a module ran"), raising=True
+            model.rows, "_run", lambda *_: pytest.fail("a module ran"), raising=True
         )
 
     return forbid

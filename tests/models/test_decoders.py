@@ -64,7 +64,7 @@ def _computed(model: KVModel, *, compiled: bool) -> list[torch.Tensor]:
             layers = model.compile() if compiled else None
             of = RowPass(rows, fused, model.tables(NUM_ROWS), layers)
             for index in range(model.spec.num_layers):
-                model.forward_rows(index, hidden, of, attending=attending)
+                model.rows.forward(index, hidden, of, attending=attending)
             found.append(model.logits(hidden))
     if compiled:
         model.begin_answer()

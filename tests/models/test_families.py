@@ -24,7 +24,7 @@ from kvrag.models import proof
 from kvrag.models.attention import attend_by_head, attend_by_rows
 from kvrag.models.families import SEES, TESTED
 from kvrag.models.kv_model import KVModel
-from kvrag.models.rows import Attending, RowPass
+from kvrag.models.rows import Attending, RowPass, RowRunner
 from kvrag.native import Scores
 from kvrag_testing.bench_top import Bench, bench_of, relative_difference
 from tests.support.models import (
@@ -114,7 +114,7 @@ def test_gaps_in_positions(family: str) -> None:
         of = RowPass(rows, fused, tables)
         for index in range(len(tables)):
             attending = Attending(visible=visible if windows[index] is None else torch.eye(80) > 0)
-            model.forward_rows(index, hidden, of, attending=attending)
+            model.rows.forward(index, hidden, of, attending=attending)
         found = model.logits(hidden[-1:])[0]
     model.hf.set_attn_implementation("eager")
     additive = {
@@ -308,7 +308,7 @@ def test_a_place_where_layers_change_is_crossed() -> None:
     hf = make_model("starcoder2", sliding_window=100)
     model = KVModel(hf, make_tokenizer(), proves=False)
     assert all(one.is_good for one in proof._checks(model, "loaded"))
-    model._rows._windows = [None] * model.spec.num_layers
+    model.rows._windows = [None] * model.spec.num_layers
     first, *_ = proof._checks(model, "loaded")
     assert (first.what, first.is_good) == ("full prefill, a window crossed", False)
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -324,13 +324,13 @@ def test_one_that_fails_is_refused_with_figure_and_layer(
 ) -> None:
     hf = unknown("ArceeConfig")
 
-    def forward(self: KVModel, layer_index: int, hidden: torch.Tensor, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
+    def forward(self: RowRunner, layer_index: int, hidden: torch.Tensor, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
         if layer_index == 1:
             hidden += 0.5
-        return forward_rows(self, layer_index, hidden, *rest, **more)
+        return of_runner(self, layer_index, hidden, *rest, **more)
 
-    forward_rows = KVModel.forward_rows
-    monkeypatch.setattr(KVModel, "forward_rows", forward)
+    of_runner = RowRunner.forward
+    monkeypatch.setattr(RowRunner, "forward", forward)
     with pytest.raises(UnsupportedModelError, match=r"'arcee'.*self-test failed.*small.*layer 1"):
         KVModel(hf, make_tokenizer())
     assert not proofs.exists()

@@ -265,10 +265,10 @@ def test_adapted_rows_are_not_captured(
     with model.computing_rows(adapter):
         model.forward_each([5, 9], rows)
         with model.computing_rows():
-            assert not model._rows.is_adapted
-        assert model._rows.is_adapted
+            assert not model.rows.is_adapted
+        assert model.rows.is_adapted
     assert asked == [2]
-    assert not model._rows.is_adapted
+    assert not model.rows.is_adapted
 
 
 def test_nothing_is_captured_on_the_cpu() -> None:

@@ -58,7 +58,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphs_of(model: KVModel) -> tuple[CapturedLayers, RowGraphs]:
-    described = describe_layers(model._rows.layers, model.windows, model._any_tables())
+    described = describe_layers(model.rows.layers, model.windows, model._any_tables())
     assert described is not None
     slots = Slots(described, CPU)
     graphs = RowGraphs(described, slots, CPU, model.lock)
@@ -105,7 +105,7 @@ class Prompt:
                     replayed += 1
                 else:
                     of = RowPass(*given, compiled)
-                    self.model.forward_rows(done, self.hidden, of, attending=attending)
+                    self.model.rows.forward(done, self.hidden, of, attending=attending)
             done = max(found.stop, done + 1)
         return replayed
 
@@ -432,7 +432,7 @@ def test_a_prompt_without_memory_leaves_it_to_the_next(monkeypatch: pytest.Monke
 
 def test_rows_that_would_fill_a_bucket_at_a_price_are_carried_out() -> None:
     _, graphs = graphs_of(deep("llama"))
-    modules = deep("llama")._rows.layers[0].modules()
+    modules = deep("llama").rows.layers[0].modules()
     weights = sum(one.weight.numel() for one in modules if isinstance(one, torch.nn.Linear))
     assert graphs._most_filled == rowgraphs._MOST_FILLED / weights
     graphs._most_filled = 100  # as of a model of some billions

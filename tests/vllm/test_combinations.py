@@ -89,14 +89,14 @@ def _several_answers(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
 
 def _abandoned(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is given up after its first layer: no more is computed, memory is free again."""
-    from kvrag.models.kv_model import KVModel
+    from kvrag.models.rows import RowRunner
 
     begun, go_on = threading.Event(), threading.Event()
     layers: list[int] = []
-    of_model = KVModel.forward_rows
+    of_runner = RowRunner.forward
 
-    def slow(self: KVModel, layer_index: int, *args: Any, **kwargs: Any) -> None:
-        of_model(self, layer_index, *args, **kwargs)
+    def slow(self: RowRunner, layer_index: int, *args: Any, **kwargs: Any) -> None:
+        of_runner(self, layer_index, *args, **kwargs)
         layers.append(layer_index)
         begun.set()
         go_on.wait(20)
@@ -107,7 +107,7 @@ def _abandoned(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch) -> N
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
     before = free()
     with monkeypatch.context() as patching:
-        patching.setattr(KVModel, "forward_rows", slow)
+        patching.setattr(RowRunner, "forward", slow)
         engine.add_request("gone", prompt_of(oracle, make_prompt(8, 5)), sampling(NONE))
         while not begun.is_set():
             engine.step()

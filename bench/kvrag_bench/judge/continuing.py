@@ -97,7 +97,7 @@ class FullContinuation:
                 if window is not None and window not in windows:
                     windows[window] = visible & (at > at[rows][:, None] - window)
                 attending = Attending(visible=windows[window])
-                model.forward_rows(layer_index, hidden, of, attending=attending)
+                model.rows.forward(layer_index, hidden, of, attending=attending)
             logits = model.logits(hidden)
         return [logits[nodes] for nodes in tree.nodes]
 
