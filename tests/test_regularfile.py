@@ -13,12 +13,12 @@ import pytest
 
 from kvrag.cli import demo
 from kvrag.errors import KVRagError
-from kvrag.ingest.coding import read_profile
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.maintenance import KEPT_FOLDER as KEPT
 from kvrag.ingest.maintenance import kept_keys
+from kvrag.ingest.profiles import read_profile
 from kvrag.ingest.upkeep import CALIBRATION_NAME as CALIBRATION
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer

@@ -23,7 +23,8 @@ from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import EvictingCache, Score
 from kvrag.eviction.registry import make_eviction
-from kvrag.fusion.decoding import CacheDecoder, Decoder, EvictingDecoder
+from kvrag.fusion.decoding import CacheDecoder, Decoder
+from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV

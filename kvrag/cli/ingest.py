@@ -275,10 +275,10 @@ def ingest(
     are indexed, and the exit code is 1.
     """
     from kvrag.codec.names import parse_codec
-    from kvrag.ingest.coding import read_profile
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import sought_suffixes
     from kvrag.ingest.parsing import Parser, check_loaders
+    from kvrag.ingest.profiles import read_profile
     from kvrag.ingest.ray.reading import check_scheme, is_for_ray
     from kvrag.store.registry import without_password
 

@@ -226,7 +226,7 @@ def recode(
     KV that is stored exactly (raw, raw-heads, lossless) is read from the store; the model
     computes KV that is stored with loss again. If a run is killed, the next one completes it.
     """
-    from kvrag.ingest.coding import read_profile
+    from kvrag.ingest.profiles import read_profile
 
     given = None if profile is None else read_profile(profile)
     with (

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import DocumentError, ParameterError, ProfileError
-from kvrag.ingest.coding import SAMPLE_TOKENS
 from kvrag.ingest.config import no_kv
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.maintenance import audit_rows, recode_records
+from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
 from kvrag.plugins import document_failures
 

@@ -13,8 +13,8 @@ from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import coding, counting
 from kvrag.ingest import config as configs
+from kvrag.ingest import counting, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
 from kvrag.ingest.checks import check_device, check_embedding, check_limit
@@ -156,7 +156,7 @@ _OUR_FILES = {
     configs.RUNS_NAME,
     configs.WORDS_NAME,
     KV_FOLDER,
-    coding.FOLDER_NAME,
+    profiles.FOLDER_NAME,
 } | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}
 
 
@@ -286,7 +286,7 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
             store = FileStore(folder / KV_FOLDER) if opened is None else opened
             catalog = make_catalog(folder, config, store)
             if settings.profile is not None:
-                coding.ProfileFolder(folder / coding.FOLDER_NAME).add(settings.profile)
+                profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
             # Written last, since this file makes the folder an index.
             config.save(folder)
         undoing.pop_all()

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexClosedError
-from kvrag.ingest import coding, vectorheader
+from kvrag.ingest import profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.coding import ProfileFolder
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.counting import IndexCounters
+from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.schema import Change, Encoding
 from kvrag.process import OfProcess
@@ -126,7 +126,7 @@ class Storage(OfProcess):
     @cached_property
     def profiles(self) -> ProfileFolder:
         """The codec profiles in the index folder."""
-        return ProfileFolder(self.path / coding.FOLDER_NAME)
+        return ProfileFolder(self.path / profiles.FOLDER_NAME)
 
     @cached_property
     def coding(self) -> RecordCoding:

@@ -22,7 +22,6 @@ from kvrag.errors import (
 )
 from kvrag.ingest.catalogfile import next_path, write_copy
 from kvrag.ingest.checks import check_lasting, check_limit
-from kvrag.ingest.coding import SAMPLE_TOKENS
 from kvrag.ingest.config import (
     FILE_NAME,
     KV_FOLDER,
@@ -54,6 +53,7 @@ from kvrag.ingest.maintenance import (
     remove_others,
     verify_records,
 )
+from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer

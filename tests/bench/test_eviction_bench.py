@@ -6,7 +6,7 @@ import pytest
 
 from kvrag.codec.raw import RawCodec
 from kvrag.eviction.registry import CormPolicy
-from kvrag.fusion.decoding import EvictingDecoder
+from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.policies.base import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench

@@ -13,7 +13,7 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.eviction.cache import EvictingCache
-from kvrag.fusion.decoding import evict_prompt
+from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV

@@ -10,9 +10,10 @@ from kvrag.chunk import Chunk, Document
 from kvrag.codec.config import choose_codec
 from kvrag.codec.names import PLAIN
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError
-from kvrag.ingest.coding import read_all, read_profile, spread_evenly
+from kvrag.ingest.coding import read_all, spread_evenly
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
+from kvrag.ingest.profiles import read_profile
 from kvrag.ingest.report import IngestProgress
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.models.kv_model import KVModel

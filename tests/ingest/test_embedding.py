@@ -15,7 +15,6 @@ from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest.embedding import (
     Embedding,
     FormerHashing,
-    MiniLM,
     SentenceEmbedding,
     Vectors,
     _embedding_by_name,
@@ -23,6 +22,7 @@ from kvrag.ingest.embedding import (
     get_embedding,
 )
 from kvrag.ingest.index import Index
+from kvrag.ingest.minilm import MiniLM
 from kvrag.models.kv_model import KVModel
 
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]

@@ -9,7 +9,8 @@ from kvrag.engine.text_stream import end_ids
 from kvrag.errors import PromptTooLongError
 from kvrag.eviction import EvictionReport
 from kvrag.eviction.base import EvictionPolicy
-from kvrag.fusion.decoding import CacheDecoder, Decoder, EvictingDecoder, evict_prompt
+from kvrag.fusion.decoding import CacheDecoder, Decoder
+from kvrag.fusion.evicting import EvictingDecoder, evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models.kv_model import KVModel

@@ -12,7 +12,7 @@ import torch
 from kvrag.eviction import EvictionReport
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import EvictingCache
-from kvrag.fusion.decoding import evict_prompt
+from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache

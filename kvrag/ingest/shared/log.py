@@ -28,7 +28,6 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest.catalogfile import next_path, write_copy
-from kvrag.ingest.coding import ProfileFolder
 from kvrag.ingest.config import (
     RUNS_NAME,
     VECTORS_NAME,
@@ -36,6 +35,7 @@ from kvrag.ingest.config import (
     IndexConfig,
     write_atomically,
 )
+from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.schema import Change
 from kvrag.ingest.shared.manifest import (
