@@ -15,7 +15,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.fusion.calibration import Calibration, Measured
+    from kvrag.fusion.controller import Calibration, Measured
     from kvrag.tune.stores import StoreChoice
 
 _POLICIES = "none,boundary,deviation,query,query:shift=1,two_stage"

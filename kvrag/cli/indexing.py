@@ -126,7 +126,7 @@ def index_into(
     further arguments of `Index.add`. Raises ParameterError, before anything is written, for a store
     that is unknown or ends with the command.
     """
-    from kvrag.ingest.checks import check_lasting
+    from kvrag.ingest.encoders import check_lasting
     from kvrag.store.registry import check_kind, without_password
     from kvrag.weights.cache import check_model
 

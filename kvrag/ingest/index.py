@@ -35,7 +35,7 @@ from kvrag.store.base import Store, tiers_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvrag.fusion.calibration import Calibration
+    from kvrag.fusion.controller import Calibration
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.embedding import Embedding
     from kvrag.ingest.on_demand import OnDemand

@@ -17,7 +17,6 @@ from kvrag.ingest import config as configs
 from kvrag.ingest import counting, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import is_lost
-from kvrag.ingest.checks import check_device, check_embedding, check_limit
 from kvrag.ingest.config import (
     KV_FOLDER,
     LOCK_NAME,
@@ -36,7 +35,7 @@ from kvrag.ingest.contexts import (
     parse_context,
     require_text,
 )
-from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.encoders import Encoders, check_device, check_embedding, check_limit
 from kvrag.ingest.encryption import (
     key_check,
     make_catalog,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.codec.names import PACKED, parse_codec
 from kvrag.errors import ParameterError
-from kvrag.ingest.checks import check_device
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.contexts import INDEX, TRUST, parse_context
+from kvrag.ingest.encoders import check_device
 from kvrag.models.control import check_control_tokens
 from kvrag.optiontable import check_options, described, option
 

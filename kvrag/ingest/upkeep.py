@@ -21,7 +21,6 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest.catalogfile import next_path, write_copy
-from kvrag.ingest.checks import check_lasting, check_limit
 from kvrag.ingest.config import (
     FILE_NAME,
     KV_FOLDER,
@@ -31,7 +30,7 @@ from kvrag.ingest.config import (
     write_atomically,
     writer_lock,
 )
-from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.encoders import Encoders, check_lasting, check_limit
 from kvrag.ingest.encryption import catalog_key, key_check
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.maintenance import (
@@ -63,7 +62,7 @@ from kvrag.store.file import FileStore, store_error
 from kvrag.store.registry import open_store, without_password
 
 if TYPE_CHECKING:
-    from kvrag.fusion.calibration import Calibration
+    from kvrag.fusion.controller import Calibration
 
 
 CALIBRATION_NAME = "calibration.json"
@@ -79,7 +78,7 @@ def read_calibration(storage: Storage) -> Calibration | None:
         return None
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error})") from error
-    from kvrag.fusion.calibration import Calibration
+    from kvrag.fusion.controller import Calibration
 
     found = Calibration.from_json(text, str(path))
     if found.model_fingerprint != storage.config.model_fingerprint:
@@ -140,7 +139,7 @@ GRACE_SECONDS = 86_400.0
 if TYPE_CHECKING:
     from kvrag.codec.base import Codec
     from kvrag.codec.profile import Profile
-    from kvrag.fusion.calibration import Calibration
+    from kvrag.fusion.controller import Calibration
 
 
 class Upkeep:

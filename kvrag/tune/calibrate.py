@@ -21,8 +21,7 @@ from kvrag.engine.prices import Prices, is_off
 from kvrag.engine.request import Request
 from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ParameterError, PromptTooLongError
-from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import LoadingController, takes_ratio
+from kvrag.fusion.controller import Calibration, Cost, LoadingController, Measured, takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, check_ratio

@@ -18,8 +18,7 @@ import torch
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
-from kvrag.fusion.calibration import Calibration
-from kvrag.fusion.controller import LoadingController
+from kvrag.fusion.controller import Calibration, LoadingController
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.policies.base import PromptRows, planned_counts

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.fusion.calibration import Calibration
+from kvrag.fusion.controller import Calibration
 from tests.cli.conftest import Run
 
 QUESTION = "Who keeps the harbour ledger?"

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvrag.engine.engine import KVEngine
-from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import LoadingController
+from kvrag.fusion.controller import Calibration, Cost, LoadingController, Measured
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.store.base import read_whole

@@ -18,8 +18,7 @@ from kvrag.engine.options import Sampling
 from kvrag.engine.request import Message
 from kvrag.engine.sampling import Sampler
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
-from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import LoadingController
+from kvrag.fusion.controller import Calibration, Cost, LoadingController, Measured
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS

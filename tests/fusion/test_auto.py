@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import Expected, LoadingController
+from kvrag.fusion.controller import Calibration, Cost, Expected, LoadingController, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import (
     NonePolicy,

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrag.fusion.calibration import Measured
-from kvrag.fusion.controller import LoadingController, make_choice
+from kvrag.fusion.controller import LoadingController, Measured, make_choice
 from kvrag.fusion.layout import LinkRow
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
 from kvrag.fusion.policies.base import NonePolicy

@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import LoadingController, make_choice, takes_ratio
+from kvrag.fusion.controller import (
+    Calibration,
+    Cost,
+    LoadingController,
+    Measured,
+    make_choice,
+    takes_ratio,
+)
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.plan import Loading

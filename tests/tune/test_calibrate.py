@@ -11,7 +11,7 @@ from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError
-from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.controller import Calibration, Cost, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.slices import MISS_DAMAGED, LostError

@@ -9,8 +9,14 @@ from statistics import median
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
-from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import Choice, LoadingController, takes_ratio
+from kvrag.fusion.controller import (
+    Calibration,
+    Choice,
+    Cost,
+    LoadingController,
+    Measured,
+    takes_ratio,
+)
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import fit_prices

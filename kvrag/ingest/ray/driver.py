@@ -23,8 +23,8 @@ from kvrag import arguments
 from kvrag.arguments import shown
 from kvrag.codec.names import LEVELS, RAW, expected_bytes_per_token, parse_codec
 from kvrag.errors import ClusterError, ParameterError
-from kvrag.ingest.checks import check_lasting
 from kvrag.ingest.config import DTYPE_BYTES, KV_FOLDER, IndexConfig
+from kvrag.ingest.encoders import check_lasting
 from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.stages import Run, lacking, windows
