@@ -341,7 +341,7 @@ def test_what_comes_too_late_is_broken_off() -> None:
     stream = ChunkStream(
         [StreamItem("chunk", chunk, lambda: placed.append(chunk.used))],
         Streaming(2.0, time.perf_counter(), known),
-        lambda chosen: 0.0,
+        lambda chosen: 1e9 * len(chosen),
         (StoreError, RecordError),
         torch.device("cpu"),
     )
@@ -367,7 +367,7 @@ def test_an_interrupt_waits_for_no_store() -> None:
     stream = ChunkStream(
         [StreamItem("chunk", chunk, lambda: None)],
         Streaming(2.0, time.perf_counter(), StreamEstimates()),
-        lambda chosen: 0.0,
+        lambda chosen: 1e9 * len(chosen),
         (StoreError, RecordError),
         torch.device("cpu"),
     )

@@ -129,7 +129,7 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DeviationPolicy(on="q"), "expected 'k', 'v', 'kv' or 'attention'"),
+        (lambda: DeviationPolicy(on="q"), "expected 'k', 'v' or 'kv'"),
         (lambda: GradualPolicy(spread=0.0), "to choose only once"),
         (lambda: GradualPolicy(spread=1.5), "up to 1"),
         (lambda: QueryPolicy(depth=2.0), "query depth"),
