@@ -45,7 +45,7 @@ def loaded_after(code: str, packages: tuple[str, ...]) -> list[str]:
         ("import kvrag", HEAVY),
         ("import kvrag.store.registry", (*HEAVY, *EXTRAS)),
         (
-            "from kvrag.weights.named import find_gguf; find_gguf('org/name'); "
+            "from kvrag.weights.sources import find_gguf; find_gguf('org/name'); "
             "import kvrag.weights.cache",
             ("torch", "gguf"),
         ),

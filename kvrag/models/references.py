@@ -10,7 +10,8 @@ import torch
 from kvrag import arguments
 from kvrag.errors import ModelLoadError, ParameterError
 from kvrag.weights.cache import EXPECTED_MODEL, convert
-from kvrag.weights.named import EMBEDDED_MODEL, find_gguf
+from kvrag.weights.named import EMBEDDED_MODEL
+from kvrag.weights.sources import find_gguf
 
 EMBEDDED_FOLDER = str(Path(__file__).parent / "tiny")
 
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 def resolve_model(reference: str | Path, *, is_small: bool | None = False) -> str:
     """Return a local folder as an absolute path, or a hub name unchanged.
 
-    A GGUF file, by any of the references that `kvrag.weights.named.find_gguf` knows, is
+    A GGUF file, by any of the references that `kvrag.weights.sources.find_gguf` knows, is
     converted once, which takes a minute and says so through `logging`.
 
     Parameters

@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from kvrag.weights.cache import converted
-from kvrag.weights.named import find_gguf, named_model
+from kvrag.weights.named import named_model
+from kvrag.weights.sources import find_gguf
 
 VOCAB_SIZE = 384
 

