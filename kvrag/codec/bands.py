@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.transforms import KINDS, MOST_ENERGY, BlockPlan, load_means, take_tensor
+from kvrag.codec.pca import MOST_ENERGY
+from kvrag.codec.transforms import KINDS, BlockPlan, load_means, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows

@@ -12,8 +12,9 @@ import torch
 from kvrag.arguments import shown
 from kvrag.codec.bands import Bands
 from kvrag.codec.names import parse_codec
+from kvrag.codec.pca import PCA
 from kvrag.codec.tables import Exact, PerChannel, Quantiser, Uniform
-from kvrag.codec.transforms import PCA, NoTransform, Transform
+from kvrag.codec.transforms import NoTransform, Transform
 from kvrag.errors import ParameterError
 
 # Bit allocation between layers and rows (channels, components): relative quantiser steps.

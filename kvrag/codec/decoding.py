@@ -15,8 +15,9 @@ from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
 from kvrag.codec.block import COUNT, MATRIX, BlockReader, place_channels
 from kvrag.codec.container import RecordReader
 from kvrag.codec.level import CodedBlock, LevelCoder
+from kvrag.codec.pca import Components
 from kvrag.codec.tables import NUM_CONTEXTS
-from kvrag.codec.transforms import KINDS, Components
+from kvrag.codec.transforms import KINDS
 from kvrag.errors import RecordError
 from kvrag.native import Points, Rotation, contexts, reconstruct, refine
 from kvrag.native.entropy import stream_offsets

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from kvrag.codec.base import Codec, check_kv
 from kvrag.codec.container import RecordReader
+from kvrag.codec.pca import Components
 from kvrag.codec.profile import Level, Profile
 from kvrag.codec.tables import MAX_MAGNITUDE, RADIX
-from kvrag.codec.transforms import Components
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import RansModel

@@ -12,7 +12,6 @@ from kvrag.errors import DocumentError, ParameterError, ProfileError
 from kvrag.ingest.config import no_kv
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.maintenance import audit_rows, recode_records
-from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.storage import Storage
 from kvrag.plugins import document_failures
 

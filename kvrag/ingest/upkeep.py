@@ -52,7 +52,6 @@ from kvrag.ingest.maintenance import (
     remove_others,
     verify_records,
 )
-from kvrag.ingest.profiles import SAMPLE_TOKENS
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.registry import codec_of
 from kvrag.codec.tables import Exact, Uniform
-from kvrag.codec.transforms import PCA, NoTransform
+from kvrag.codec.transforms import NoTransform
 from kvrag.kvcache import KVSpec
 from kvrag_testing.codec_contract import KEY, decode
 from tests.support.codecs import fit, smooth_kv

@@ -14,11 +14,12 @@ from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.container import header_size
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import codec_of
 from kvrag.codec.tables import Exact, PerChannel, Uniform
-from kvrag.codec.transforms import PCA, NoTransform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag_testing.codec_contract import KEY, BytesSource, same_bits

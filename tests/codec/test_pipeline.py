@@ -9,10 +9,11 @@ import torch
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec, Destination
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.tables import Exact, PerChannel, Uniform
-from kvrag.codec.transforms import PCA, NoTransform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.positions.rotary import RotaryTable

@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 from kvrag.codec.bands import Bands
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion, choose_codec
 from kvrag.codec.fitting import fit_profile
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile, profile_hash
 from kvrag.codec.registry import codec_of, get_codec
@@ -24,7 +25,7 @@ from kvrag.codec.tables import (
     fit_digit_frequencies,
     fit_frequencies,
 )
-from kvrag.codec.transforms import PCA, NoTransform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag_testing.codec_contract import KEY, decode, random_kv

@@ -19,11 +19,12 @@ from kvrag import process
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import codec_of
 from kvrag.codec.tables import Exact, PerChannel, Uniform
-from kvrag.codec.transforms import PCA, NoTransform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import StoreError
 from kvrag.fusion import card, staging
 from kvrag.fusion.layout import RecordId, ReusedSpan

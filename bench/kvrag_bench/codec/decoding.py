@@ -18,9 +18,9 @@ from kvrag.codec.base import Codec, Destination
 from kvrag.codec.config import RateDistortion, choose_codec
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.fitting import fit_profile
+from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.registry import get_codec
-from kvrag.codec.transforms import PCA
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, FusedKV
 from kvrag.models.kv_model import KVModel
