@@ -13,7 +13,15 @@ from kvrag.server.app import ServerOptions
 from kvrag_bench.serving.clients import StartedServer
 from kvrag_bench.serving.streams import StreamsRow, _ask_for
 from kvrag_bench.serving.streams import _row as streams_row
-from kvrag_bench.serving.throughput import FULL, ThroughputOptions, _Asking, _round, _row, _Seen
+from kvrag_bench.serving.throughput import (
+    BESIDE,
+    FULL,
+    ThroughputOptions,
+    _Asking,
+    _round,
+    _row,
+    _Seen,
+)
 from tests.cli.conftest import Run, run
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag, rag
@@ -53,6 +61,21 @@ def test_answers_of_each_way(served: Served) -> None:
     timed = asked(served, "kvrag", replace(OPTIONS, processor_time=True))
     assert timed.seconds == pytest.approx(timed.processor, abs=0.1)
     assert all(0 <= one.ttft <= one.seconds <= timed.seconds for one in timed.told)
+
+
+def test_a_server_that_runs_already(served: Served) -> None:
+    options = replace(OPTIONS, ways=("kvrag", BESIDE), beside=served.url)
+    asking, seen = _Asking(served.engine.index, list(PASSAGES), options), _Seen()
+    asyncio.run(_round(StartedServer(served.url, None), BESIDE, 3, asking, seen))
+    row = _row(BESIDE, 3, seen, 7.0)
+    assert (row.num_answers, row.num_failed, row.processor_ms, row.megabytes) == (6, 0, None, [])
+    assert row.requests_per_minute > 0
+    # It searches nothing itself.
+    assert all("kvrag" not in one.body for one in seen.told)
+    with pytest.raises(ParameterError, match="processor time of a server that runs already"):
+        replace(options, processor_time=True)
+    with pytest.raises(ParameterError, match="way 'beside'"):
+        replace(options, beside=None)
 
 
 def test_questions_are_never_asked_twice(served: Served) -> None:

@@ -23,6 +23,13 @@ def bench_throughput(
             "same server without reuse), llama.cpp (its server; needs xllamacpp)."
         ),
     ] = "kvrag,kvrag none,full prefill",
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            help="Another server of OpenAI's API that runs already and has the same model, such "
+            "as 'vllm serve': its address, with /v1."
+        ),
+    ] = None,
     clients: Annotated[str, typer.Option(help="Clients at the same time, with commas.")] = "8,32",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in which all ways take turns.")] = 2,
@@ -33,18 +40,19 @@ def bench_throughput(
 ) -> None:
     """Ask a server questions over the handbook that it was never asked, from many clients."""
     from kvrag.cli.opening import quiet_libraries
-    from kvrag_bench.serving.throughput import ThroughputOptions, measure_throughput
+    from kvrag_bench.serving.throughput import BESIDE, ThroughputOptions, measure_throughput
 
     quiet_libraries()
     counts = lists.numbers(clients, "--clients")
     options = ThroughputOptions(
         model,
-        lists.names(ways, "--ways"),
+        (*lists.names(ways, "--ways"), *([BESIDE] if beside else [])),
         counts,
         requests,
         rounds,
         chunks,
         max_tokens,
+        beside=beside,
         processor_time=processor_time,
     )
     with console.progress("measuring") as say:
@@ -67,8 +75,8 @@ def bench_throughput(
             "-" if row.of_full is None else f"{row.of_full:.2f}x",
             console.format_seconds(row.ttft_p50_seconds),
             console.format_seconds(row.ttft_p95_seconds),
-            f"{row.processor_ms:.0f} ms",
-            f"{row.megabytes[-1]:.0f} MB",
+            "-" if row.processor_ms is None else f"{row.processor_ms:.0f} ms",
+            f"{row.megabytes[-1]:.0f} MB" if row.megabytes else "-",
             str(row.num_failed),
         )
     console.out().print(table)

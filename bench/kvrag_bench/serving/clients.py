@@ -21,10 +21,10 @@ _TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class StartedServer:
-    """A server in another process: the address of its API, and the process."""
+    """A server in another process: the address of its API, and the process if we started it."""
 
     url: str
-    pid: int
+    pid: int | None
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from kvrag.plugins import require
 from kvrag_bench.corpora import read_handbook
 from kvrag_bench.serving.clients import StartedServer, Told, ask_all, serving_index, started
 
-FULL, LLAMA_CPP = "full prefill", "llama.cpp"
+FULL, LLAMA_CPP, BESIDE = "full prefill", "llama.cpp", "beside"
 WAYS: dict[str, dict[str, Any]] = {
     "kvrag": {},
     "kvrag none": {"policy": "none"},
@@ -45,7 +45,7 @@ class ThroughputOptions:
     model
         The model.
     ways
-        Names of `WAYS`, and `LLAMA_CPP`, which answers the same prompts from its own server.
+        Names of `WAYS`; `LLAMA_CPP` and `BESIDE` answer the same prompts from their own servers.
     clients
         Numbers of clients, each of which asks again as soon as its answer has ended.
     num_requests, num_rounds
@@ -54,6 +54,9 @@ class ThroughputOptions:
         Chunks in a prompt, and most tokens of an answer.
     serve
         Further options of `kvrag serve`.
+    beside
+        The address of another server of OpenAI's API, such as ``http://127.0.0.1:8000/v1``, that
+        runs already and has the same model: the way `BESIDE`.
     processor_time
         Whether all times are processor time of the server, whatever else the machine does.
     """
@@ -66,12 +69,15 @@ class ThroughputOptions:
     num_chunks: int = 4
     max_tokens: int = 32
     serve: tuple[str, ...] = ()
+    beside: str | None = None
     processor_time: bool = False
 
     def __post_init__(self) -> None:
-        known = (*WAYS, LLAMA_CPP)
+        known = (*WAYS, LLAMA_CPP, *([BESIDE] if self.beside else []))
         if unknown := [one for one in self.ways if one not in known]:
             raise ParameterError(f"way {unknown[0]!r}: expected {', '.join(known)}")
+        if self.beside and self.processor_time:
+            raise ParameterError("processor time of a server that runs already is not known")
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,9 @@ class ThroughputRow:
     ttft_p50_seconds, ttft_p95_seconds
         Time to the first text, the wait included.
     processor_ms
-        Processor time of the server for each answer.
+        Processor time of the server for each answer; None for a server that ran already.
     megabytes
-        Memory of the server after each round.
+        Memory of the server after each round; none for a server that ran already.
     """
 
     way: str
@@ -106,7 +112,7 @@ class ThroughputRow:
     of_full: float | None
     ttft_p50_seconds: float
     ttft_p95_seconds: float
-    processor_ms: float
+    processor_ms: float | None
     megabytes: list[float]
 
 
@@ -193,10 +199,14 @@ def _serving(
             servers |= dict.fromkeys(WAYS, stack.enter_context(serving_index(path, *limits)))
         if LLAMA_CPP in options.ways:
             servers[LLAMA_CPP] = stack.enter_context(started(*theirs))
+        if options.beside:
+            servers[BESIDE] = StartedServer(options.beside, pid=None)
         yield servers
 
 
 def _processor_seconds(server: StartedServer) -> float:
+    if server.pid is None:
+        return float("nan")
     fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -228,7 +238,8 @@ async def _round(
         into.told += [] if told is None else [told]
     into.seconds += clock() - begun
     into.processor += used() - processor
-    into.megabytes.append(_megabytes(server))
+    if server.pid is not None:
+        into.megabytes.append(_megabytes(server))
 
 
 def _rate(seen: _Seen) -> float:
@@ -250,6 +261,6 @@ def _row(way: str, clients: int, seen: _Seen, full: float | None) -> ThroughputR
         of_full=_rate(seen) / full if full else None,
         ttft_p50_seconds=median(ttft),
         ttft_p95_seconds=float(np.quantile(ttft, 0.95)),
-        processor_ms=1e3 * seen.processor / len(ttft),
+        processor_ms=1e3 * seen.processor / len(ttft) if seen.megabytes else None,
         megabytes=seen.megabytes,
     )
