@@ -11,6 +11,7 @@ import torch
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ModelLoadError, ParameterError
 from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.models.compute import resolved_compute
 from kvrag.models.kv_model import KVModel
@@ -21,6 +22,7 @@ from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.native import IS_COMPILED
 from kvrag.weights.architectures import Metadata
 from kvrag.weights.packing import KINDS, greatest, plan, take_apart
+from kvrag_bench.floor import FloorMeter
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.gguf_files import random_blocks, write_gguf
 
@@ -130,6 +132,11 @@ def test_an_index_over_such_a_model_answers(small: tuple[Path, KVModel], tmp_pat
         answer = KVEngine(index).generate(f"{text}\n\nWhich animal jumps?", max_tokens=4)
     assert answer.report.num_chunks
     assert answer.usage.completion_tokens
+
+
+def test_the_floor_of_a_bench_multiplies_by_such_weights(small: tuple[Path, KVModel]) -> None:
+    report = FusionReport("none", 8, 0, 0, 0, 8, 0, 10**6, {}, (8,) * small[1].spec.num_layers)
+    assert FloorMeter(small[1]).measure(report).matrix_seconds > 0
 
 
 def test_gradients_go_through_the_numbers(small: tuple[Path, KVModel]) -> None:
