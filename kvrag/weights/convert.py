@@ -110,3 +110,5 @@ if __name__ == "__main__":
             convert(Path(sys.argv[1]), Path(sys.argv[2]), is_small=sys.argv[3:] == ["small"])
         except ModelLoadError as error:
             sys.exit(str(error))
+        except OSError as error:
+            sys.exit(f"{error.strerror or error}; KVRAG_MODELS names another folder")

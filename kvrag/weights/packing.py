@@ -7,6 +7,7 @@ The folder is one of Transformers' with a kind of quantisation of kvrag's own, w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,6 +356,8 @@ def _safetensors(path: Path, entries: Mapping[str, tuple[str, list[int]]]) -> di
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         start = file.tell()
+        if hasattr(os, "posix_fallocate"):  # a full disk would end the process while it writes
+            os.posix_fallocate(file.fileno(), 0, start + end)
         file.truncate(start + end)
     data = np.memmap(path, np.uint8, "r+", start)
     return {

@@ -21,7 +21,7 @@ from kvrag.models.references import resolve_model
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.native import IS_COMPILED
 from kvrag.weights.architectures import Metadata
-from kvrag.weights.packing import KINDS, greatest, plan, take_apart
+from kvrag.weights.packing import KINDS, _safetensors, greatest, plan, take_apart
 from kvrag_bench.floor import FloorMeter
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.gguf_files import random_blocks, write_gguf
@@ -104,6 +104,12 @@ def test_rows_of_k_blocks_are_laid_out_and_put_in_order(tmp_path: Path) -> None:
         expected = taken.values()[order]
         # Scales are rounded to 11 bits.
         assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
+
+
+def test_the_room_of_weights_is_taken_before_they_are_written(tmp_path: Path) -> None:
+    """Or a full disk would end the process by a signal, which says nothing of disks."""
+    _safetensors(tmp_path / "a", {"a": ("BF16", [1 << 20])})
+    assert (tmp_path / "a").stat().st_blocks * 512 >= 2 << 20
 
 
 def test_all_computed_again_is_the_same_engines_prefill(small: tuple[Path, KVModel]) -> None:
