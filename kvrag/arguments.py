@@ -24,6 +24,15 @@ _MOST_SHOWN = 200
 # A path object has one slash where the URL had two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):")
 
+# The precisions that a model can compute in.
+AUTO = "auto"
+INT8 = "int8"
+INT4 = "int4"
+QUANTISED = (INT8, INT4)
+"""What weights are copied in fewer bits for."""
+COMPUTES = (AUTO, "float32", "bfloat16", *QUANTISED)
+"""What can be asked for."""
+
 
 def whole(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
     """Return `value` as an int; raise ParameterError if it is not a whole number in range."""
@@ -232,3 +241,9 @@ def beside(path: Path) -> list[str]:
         return sorted(entry.name for entry in path.absolute().parent.iterdir())
     except OSError:
         return []
+
+
+def check_compute(compute: object) -> None:
+    """Raise ParameterError unless `compute` is None or one of `COMPUTES`."""
+    if compute is not None and compute not in COMPUTES:
+        raise ParameterError(f"compute {shown(compute)}: expected one of {', '.join(COMPUTES)}")

@@ -44,7 +44,7 @@ PY
 bench() {
 	local name=$1 limit=$2
 	shift 2
-	stage "$name" "$limit" "$python" -m kvrag.cli bench "$@" --device "$device" --json
+	stage "$name" "$limit" "$python" -m kvrag bench "$@" --device "$device" --json
 }
 
 # Rates of the card: what the floors in docs/results/speed.md are made of.

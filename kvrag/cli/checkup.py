@@ -327,8 +327,8 @@ def _model(reference: str) -> list[Finding]:
 
 def _compute(model: KVModel) -> Finding:
     """Say what the model's linear layers compute in, and what ``--compute auto`` would take."""
+    from kvrag.arguments import AUTO
     from kvrag.models.compute import fastest, measured, resolved_compute
-    from kvrag.models.precision import AUTO
 
     own = model.compute
     try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from kvrag import arguments
+from kvrag.arguments import COMPUTES, check_compute
 from kvrag.engine.options import (
     DEFAULT_MAX_TOKENS,
     AnswerOptions,
@@ -30,7 +31,6 @@ from kvrag.engine.options import (
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies import AUTO_POLICY, DEFAULT_POLICY
 from kvrag.fusion.policies.registry import POLICIES
-from kvrag.models.precision import COMPUTES, check_compute
 from kvrag.optiontable import Option, kind_of, parse_spec
 
 if TYPE_CHECKING:

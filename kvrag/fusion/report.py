@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvrag.arguments import QUANTISED
 from kvrag.eviction import EvictionReport
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_plan import StreamReport
-from kvrag.models.precision import QUANTISED
 
 FULL_PREFILL = "full prefill"
 """The policy of models that compute prompts as wholes (`kvrag.fusion.whole`)."""

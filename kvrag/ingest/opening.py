@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrag import arguments
+from kvrag.arguments import check_compute
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
 from kvrag.ingest import catalog as catalogs
@@ -46,7 +47,6 @@ from kvrag.ingest.encryption import (
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
-from kvrag.models.precision import check_compute
 from kvrag.store.base import ChecksWritable, Store, capability
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from kvrag.arguments import shown
+from kvrag.arguments import AUTO, COMPUTES, INT4, QUANTISED, check_compute, shown
 from kvrag.errors import ParameterError
 from kvrag.models.decoders import Model
 from kvrag.models.linears import fast_modules
-from kvrag.models.precision import AUTO, COMPUTES, INT4, QUANTISED, check_compute
 from kvrag.models.quantised import is_quantised
 from kvrag.models.small import small_layers
 from kvrag.native import IS_COMPILED

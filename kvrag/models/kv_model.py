@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from kvrag import plugins
-from kvrag.arguments import shown
+from kvrag.arguments import check_compute, shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec, packed
 from kvrag.models.adapter import without_adapters
@@ -50,7 +50,6 @@ from kvrag.models.loading import (
     model_fingerprint,
     shared_prefix_ids,
 )
-from kvrag.models.precision import check_compute
 from kvrag.models.quantised import is_quantised, unpack
 from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.references import resolve_model

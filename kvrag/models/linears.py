@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from kvrag.arguments import INT8, QUANTISED
 from kvrag.errors import ParameterError
 from kvrag.models.elements import element_forwards, is_patched
-from kvrag.models.precision import INT8, QUANTISED
 from kvrag.models.quantised import is_plain
 from kvrag.native import (
     ATTENTION_TYPES,

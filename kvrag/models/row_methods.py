@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from kvrag.arguments import QUANTISED
 from kvrag.kvcache import KVSpec
 from kvrag.models.adapter import RowAdapter
 from kvrag.models.batch import BatchRow, BatchRows
@@ -18,7 +19,6 @@ from kvrag.models.compiled import CompiledLayers, Description, compile_layers, d
 from kvrag.models.decoders import Model
 from kvrag.models.elements import has_global_hooks, state_of
 from kvrag.models.families import Family, project_logits
-from kvrag.models.precision import QUANTISED
 from kvrag.models.rowgraphs import CapturedLayers, CapturedSteps, RowGraphs
 from kvrag.models.rows import RowRunner, rows_at_once
 from kvrag.models.schemes import Positions

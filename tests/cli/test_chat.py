@@ -180,7 +180,7 @@ def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
 def test_ctrl_c_at_the_prompt_leaves_with_130(index_folder: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvrag.cli", "chat", "--index", str(index_folder)],
+        [sys.executable, "-m", "kvrag", "chat", "--index", str(index_folder)],
         stdin=theirs,
         stdout=subprocess.PIPE,
         stderr=theirs,

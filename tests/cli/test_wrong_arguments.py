@@ -163,7 +163,7 @@ def test_an_empty_path_is_not_the_working_directory(
 @pytest.mark.parametrize("command", [("query",), ("search",), ("search", "--sparse")])
 def test_bytes_that_are_no_text(index_folder: Path, command: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvrag.cli", *command, b"caf\xe9?", "--index", str(index_folder)],
+        [sys.executable, "-m", "kvrag", *command, b"caf\xe9?", "--index", str(index_folder)],
         capture_output=True,
         check=False,
         cwd=ROOT,
