@@ -1,4 +1,4 @@
-"""Slides, notebooks and spreadsheets to Markdown.
+"""PDF files to text; slides, notebooks and spreadsheets to Markdown.
 
 markitdown converts slides and notebooks. Each goes straight to the converter of its kind: its front
 door would also guess what a file is with a neural network, and load plugins.
