@@ -297,10 +297,10 @@ static inline void find_places(const Floats8& numbers, float inverse, Ints8& pla
 
 // The same table in bytes, which fit four registers.
 struct Meanings {
-  alignas(64) i8 of[kPackedBits + 1][256];
+  alignas(64) i8 of[(kPackedBits + 1) * 256];
 
   explicit Meanings(const Packing& packing) {
-    for (u64 i = 0; i < sizeof of; ++i) of[0][i] = static_cast<i8>(packing.meanings[i]);
+    for (u64 i = 0; i < sizeof of; ++i) of[i] = static_cast<i8>(packing.meanings[i]);
   }
 };
 
@@ -333,7 +333,7 @@ static inline void lose(const Packing& packing, const Meanings& meanings, const 
   for (u64 group = 0; group < packing.num_numbers / kPackedGroup; ++group) {
     const __m512 x = _mm512_broadcast_f32x8(_mm256_loadu_ps(numbers + kPackedGroup * group));
     const __m512 weight = _mm512_set1_ps(packing.weights[group]);
-    const i8* const own = meanings.of[packing.widths[group]];
+    const i8* const own = meanings.of + 256 * packing.widths[group];
     const __m512i table[4] = {load<__m512i>(own), load<__m512i>(own + 64), load<__m512i>(own + 128),
                               load<__m512i>(own + 192)};
     __m512i places[kRegisters];

@@ -25,6 +25,9 @@ from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows
 _LEAST_VARIANCE = 1e-4
 # Between the largest and the smallest row of a band. At 64, Gemma-3's errors double.
 _MOST_UNITS = 16
+# A band's, unless a layer has fewer, or a number that nothing but primes divides.
+_FEWEST_CHANNELS = 32
+MOST_CHANNELS = 1024
 # With as many, SmolLM2's and Gemma-3's answers change no more than with four times as many.
 _FEW_TOKENS = 1024
 
@@ -48,10 +51,10 @@ class Bands:
     most_channels: int = 128
 
     def __post_init__(self) -> None:
-        if not 1.0 <= self.bits <= MOST_BITS or not GROUP <= self.most_channels <= 1024:
+        if not 1.0 <= self.bits <= MOST_BITS or not GROUP <= self.most_channels <= MOST_CHANNELS:
             raise ParameterError(
-                f"bands: expected 1 to {MOST_BITS} bits and {GROUP} to 1024 channels, found "
-                f"{self.bits:g} and {self.most_channels}"
+                f"bands: expected 1 to {MOST_BITS} bits and {GROUP} to {MOST_CHANNELS} channels, "
+                f"found {self.bits:g} and {self.most_channels}"
             )
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
@@ -65,8 +68,12 @@ class Bands:
     def num_bands(self, spec: KVSpec) -> int:
         """Return the number of bands of a layer and kind, equally wide."""
         channels = spec.num_kv_heads * spec.head_dim
-        fewest = -(-channels // self.most_channels)
-        return next(n for n in range(fewest, channels + 1) if channels % n == 0)
+        counts = [n for n in range(1, channels + 1) if channels % n == 0]
+        wide = [n for n in counts if channels // n <= self.most_channels]
+        # Scales of narrow bands take more than their numbers.
+        if channels // wide[0] < min(_FEWEST_CHANNELS, self.most_channels // 2):
+            wide = [n for n in counts if channels // n <= MOST_CHANNELS][:1] or wide
+        return wide[0]
 
     def tokens_to_fit(self, spec: KVSpec) -> int:
         """Return how many tokens an index must hold before it is fitted to them."""

@@ -354,6 +354,11 @@ def _fit_bands(config: PipelineConfig, transform: FittedBands, kept: list[ChunkK
         rows = np.empty((every.shape[1], transform.prepared(block).row_bytes), np.uint8)
         distortion.append(float(transform.pack(block, every, rows).mean()))
         energy += float((every - every.mean(1, keepdim=True)).square().sum(0).mean())
+    if not np.isfinite(distortion).all():
+        raise ParameterError(
+            "packed: the KV that was kept to judge the fit is far larger than the KV it was fitted "
+            "to; fit it to other text"
+        )
     nothing = np.full((1, NUM_SYMBOLS), TOTAL // NUM_SYMBOLS, np.uint16)
     num_blocks = len(transform.plans)
     row_bits = sum(8 * transform.prepared(block).row_bytes for block in range(num_blocks))

@@ -84,7 +84,7 @@ class PackedCodec(ProfiledCodec):
             else:
                 tame = channels
             lost = self.transform.pack(block, tame, part)
-            kept_raw |= lost > OUTLIER_FACTOR * float(level.distortion[block]) + 1e-12
+            kept_raw |= ~(lost <= OUTLIER_FACTOR * float(level.distortion[block]) + 1e-12)
             raw.append(channels)
         (tokens,) = kept_raw.nonzero()
         numbers = torch.cat([one[:, tokens] for one in raw]).T.to(self.profile.spec.dtype)

@@ -340,7 +340,7 @@ class CardReading:
         self._device = fused.storage.device
         self._lanes, size = self._lanes_of(records, hot)
         self.num_decoded_by_host = sum(
-            lane.source.is_decoded_by_host and not (lane.hot is not None and lane.hot.is_whole)
+            lane.source.is_decoded_by_host and not (lane.hot is not None and lane.hot.was_found)
             for lane in self._lanes
         )
         coded: list[Any] = [one.source.record for one in self._lanes if one.coded is not None]

@@ -242,6 +242,11 @@ class Hot:
         """What the card has to reach before it may write there."""
         return self._after
 
+    @property
+    def was_found(self) -> bool:
+        """Whether an earlier prompt left all layers there."""
+        return self._after is None
+
     def note_decoded(self, layers: range, event: torch.cuda.Event) -> None:
         """Say that the card has decoded layers when it reaches an event."""
         with self._lock:
@@ -503,9 +508,12 @@ class EarlyRecords:
     def _copy(self, record: EncodedChunk) -> None:
         assert self.hot is not None
         source = Source(record, self._spec, self.hot._device)
-        if source.is_coded:
-            return  # compressed records are decoded all together
         _, hot = self.hot.take(source)
+        if source.is_coded:
+            # Compressed records are decoded all together, later; their bytes come early.
+            if hot is None or not hot.is_whole:
+                record.fetch(max(1, getattr(record, "num_planes")))  # noqa: B009
+            return
         layers = range(self._spec.num_layers)
         for first in layers[::GROUP_LAYERS]:
             if hot is None or self._is_closed:

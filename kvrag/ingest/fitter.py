@@ -40,12 +40,17 @@ class CodecFitter:
     ----------
     storage, encoders
         The storage and the encoders of the index.
+
+    Attributes
+    ----------
+    failed_tokens
+        Tokens of the chunks that could not be fitted to, since an ingestion began.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
         self._storage = storage
         self._encoders = encoders
-        self._has_failed = False  # to fit to chunks of this ingestion
+        self.failed_tokens = 0
 
     def codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
         """Return the codec for new records; fits its profile to `chunks` if it has none.
@@ -53,7 +58,7 @@ class CodecFitter:
         Too small a set of chunks is stored raw, until there are more.
         """
         storage = self._storage
-        if self._has_failed or not storage.coding.needs_profile:
+        if not storage.coding.needs_profile:
             return storage.coding.codec
         lengths = [len(chunk.token_ids) for chunk in chunks]
         codec = storage.config.codec
@@ -61,7 +66,8 @@ class CodecFitter:
         least, sample_tokens = transform.tokens_to_fit(storage.config.spec), transform.sample_tokens
         if transform.is_fitted_late:  # by `catch_up`, unless much would be written twice
             least, sample_tokens = 4 * sample_tokens, sample_tokens // 2
-        if sum(lengths) < least:
+        # After a failure twice as many: each attempt computes a sample.
+        if sum(lengths) < max(least, 2 * self.failed_tokens):
             return storage.coding.codec
         try:
             profile = self._fit(
@@ -72,7 +78,7 @@ class CodecFitter:
                 sample_tokens,
             )
         except (DocumentError, ParameterError):  # too few chunks whose KV can be computed
-            self._has_failed = True  # the next window would compute its sample in vain, too
+            self.failed_tokens = sum(lengths)
             return storage.coding.codec
         self._record(codec, profile, say)
         return storage.coding.codec
@@ -85,7 +91,7 @@ class CodecFitter:
         """
         storage = self._storage
         codec = storage.config.codec
-        self._has_failed = False
+        self.failed_tokens = 0
         if storage.coding.needs_profile:
             raw, least = self.needed(), _stages(codec).transform.tokens_to_fit(storage.config.spec)
             if sum(raw.values()) < least:

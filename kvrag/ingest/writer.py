@@ -126,6 +126,7 @@ class Writer:
 
     def _run_of(self, sources: Sources, parser: Parser) -> Run:
         storage = self._storage
+        self._fitter.failed_tokens = 0
         codec_for = self._fitter.codec_for
         return Run(storage, self._encoders, codec_for, parser, sources, storage.config)
 

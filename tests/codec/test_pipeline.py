@@ -3,12 +3,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
 import torch
 
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec, Destination
-from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
+from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion, choose_codec
+from kvrag.codec.packed import PackedCodec
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
@@ -205,6 +207,25 @@ def test_tokens_that_packed_rows_cannot_describe_are_kept_raw() -> None:
         ChunkKV(kv.keys[:, :, rest], kv.values[:, :, rest]),
     )
     assert error < 0.01 * float(kv.values[:, :, :59].square().sum())
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 262), (2, 179)])
+def test_packed_is_small_where_only_a_large_prime_divides_the_channels(
+    heads: int, size: int
+) -> None:
+    spec = KVSpec(1, heads, size, torch.bfloat16)
+    profile = fit(choose_codec("packed").config, spec, num_chunks=80)
+    kv, codec = smooth_kv(spec, 33, seed=3), PackedCodec(profile)
+    record = codec.encode(KEY, kv)
+    assert len(record) < kv.size_bytes / 3
+    assert errors(decode(codec, KEY, record, spec), kv) < 0.002 * float(kv.keys.square().sum())
+
+
+def test_a_fit_whose_errors_are_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = np.full(40, np.inf)
+    monkeypatch.setattr("kvrag.codec.bands.FittedBands.pack", lambda *_: lost)
+    with pytest.raises(ParameterError, match="far larger than the KV it was fitted"):
+        fit(choose_codec("packed").config, SPEC)
 
 
 @pytest.mark.parametrize("in_pairs", [False, True])

@@ -605,6 +605,39 @@ def test_records_are_open_and_on_the_card_before_the_layout(
     assert not any(one._num_holders for one in memory.tier._kept.values())
 
 
+@pytest.mark.parametrize("name", ["packed", "transform"])
+def test_compressed_records_are_read_before_the_layout(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _plain(2)
+    kvs = {one: smooth_kv(plain.spec, 6, seed=n) for n, one in enumerate(plain.records)}
+    prompt = replace(plain, records=kvs, codecs=dict.fromkeys(kvs, (name, 0)))
+    monkeypatch.delenv("KVRAG_GPU_KERNELS")
+    queue = QueueDevice(1)
+    use(queue, monkeypatch)
+    memory = _Memory(10_000_000, queue)
+    for is_hot in (False, True):
+        opened: list[Any] = []
+
+        def open_kv(*record_id: Any, opened: list[Any] = opened) -> EncodedChunk:
+            opened.append(prompt.open_kv(*record_id))
+            return cast("EncodedChunk", opened[-1])
+
+        hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+        early = EarlyRecords(open_kv, hot, prompt.spec, num_threads=2)
+        early.begin(prompt.records)
+        headers = [prompt.open_kv(*one).bytes_read for one in prompt.records]
+        before = [one.bytes_read for one in opened]
+        assert (before == headers) is is_hot
+        loader = SpanLoader(early.open_kv, num_threads=2, hot=hot)
+        _, seen, lost = _loaded(prompt, loader, queue)
+        assert not lost
+        _assert_same(prompt, seen)
+        assert [one.bytes_read for one in opened] == before  # nothing is read twice
+        early.close()
+        queue.finish()
+
+
 def test_a_chunk_is_whole_only_if_all_pieces_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt may be given up between two pieces of what is read at once."""
     prompt = _plain(1)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -291,6 +293,23 @@ def test_a_fit_that_fails_is_tried_once_before_storing_and_once_after(
         assert len(samples) == 2  # not once for each window
     index.add(many(16, 200))
     assert index.stats().codec == "cachegen:2"
+
+
+def test_after_a_failed_fit_twice_as_many_tokens_are_tried(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def fail(_: object, __: str, lengths: list[int], *___: object) -> None:
+        tried.append(sum(lengths))
+        raise ParameterError("too few")
+
+    monkeypatch.setattr("kvrag.ingest.fitter.CodecFitter._fit", fail)
+    index = make_index(codec="cachegen:2")
+    chunk: Any = SimpleNamespace(token_ids=range(100))
+    for number in (20, 20, 39, 40, 79, 80):
+        index.upkeep.codec_for([chunk] * number)
+    assert tried == [2000, 4000, 8000]
 
 
 def test_what_was_raw_is_recoded_once_there_is_enough(
