@@ -45,6 +45,8 @@ _LLAMA3 = {
 # llama.cpp knows them.
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 _FACTOR_TOLERANCE = 1e-3
+# Positions of those models of Gemma 3 whose frequencies are scaled, by 8.
+_LONG_GEMMA3 = 131_072
 
 
 class Metadata:
@@ -117,7 +119,10 @@ def read_config(known: Metadata) -> Any:
     if "token_embd.weight" not in known.tensors:
         raise known.refusal("lacks token_embd.weight")
     hidden, heads = own("embedding_length"), own("attention.head_count")
-    width = own("attention.key_length", None)
+    if not own("attention.causal", True):
+        raise known.refusal("reads in both directions (attention.causal is false)")
+    is_gemma3 = kind == "gemma3_text"
+    width = own("attention.key_length", 256 if is_gemma3 else None)
     if width is None:
         width = own("rope.dimension_count", 0) if kind == "llama" else hidden // heads
     width = width or hidden // heads
@@ -132,13 +137,16 @@ def read_config(known: Metadata) -> Any:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": own("attention.head_count_kv", heads),
-        "head_dim": width,
         "vocab_size": len(known.tensors["token_embd.weight"].data),
         "tie_word_embeddings": "output.weight" not in known.tensors,
         "rope_parameters": _rope(known, width),
     }
+    # Where the type has no field for it, one more would change the fingerprint of the model.
+    if width != hidden // heads or hasattr(CONFIG_MAPPING[kind], "head_dim"):
+        fields["head_dim"] = width
     is_norm = kind in _EPSILONS
-    epsilon = own(f"attention.layer_norm_{'' if is_norm else 'rms_'}epsilon")
+    usual = (1e-6,) if is_gemma3 else ()  # Ollama's files leave it out
+    epsilon = own(f"attention.layer_norm_{'' if is_norm else 'rms_'}epsilon", *usual)
     fields[_EPSILONS.get(kind, "rms_norm_eps")] = epsilon
     for name in ("bos", "eos", "unknown", "padding"):
         key = {"unknown": "unk", "padding": "pad"}.get(name, name)
@@ -169,6 +177,9 @@ def _special(known: Metadata, kind: str, fields: dict[str, Any]) -> dict[str, An
     if kind.startswith("gemma"):
         layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
         by_width = layers == _BY_WIDTH[known.architecture]
+        pattern = known.field("gemma3.attention.sliding_window_pattern", 6)
+        if pattern not in (6, [bool((layer + 1) % 6) for layer in range(layers)]):
+            raise known.refusal("has its windows in other layers than each but the sixth")
         found = {
             "sliding_window": window or 4096,
             "query_pre_attn_scalar": fields["hidden_size"] // heads
@@ -191,15 +202,22 @@ def _special(known: Metadata, kind: str, fields: dict[str, Any]) -> dict[str, An
 def _rope(known: Metadata, width: int) -> dict[str, Any]:
     """Return the parameters of rotary positions."""
     own = known.own
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own("rope.freq_base", 10_000.0)}
+    is_gemma3 = known.architecture == "gemma3"
+    # The second name is Ollama's, whose files say nothing of the factor.
+    base = own("rope.freq_base", own("rope.global.freq_base", 1e6 if is_gemma3 else 10_000.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     rotated = own("rope.dimension_count", width)
     if known.architecture in _PARTIAL:
         rope["partial_rotary_factor"] = rotated / width
     elif rotated != width:
         raise known.refusal(f"rotates {rotated} of a head's {width} numbers")
-    kind = own("rope.scaling.type", None) or "none"
-    factor = own("rope.scaling.factor", own("rope.scale_linear", 0.0))
-    original = own("rope.scaling.original_context_length", None)
+    kind = own("rope.scaling.type", None)
+    factor = own("rope.scaling.factor", own("rope.scale_linear", None))
+    is_told = kind is not None or factor is not None
+    if is_gemma3 and not is_told and own("context_length") >= _LONG_GEMMA3:
+        factor = 8.0
+    kind, factor = kind or "linear", factor or 1.0
+    original = own("rope.scaling.original_context_length", None) or own("context_length")
     strength = own("rope.scaling.attn_factor", own("rope.scaling.yarn_attn_factor", 1.0))
     if SPARE[1] in known.tensors:
         # Which of the two counts depends on the length; the shorter is served.
@@ -207,24 +225,27 @@ def _rope(known: Metadata, width: int) -> dict[str, Any]:
             "rope_type": "longrope",
             "long_factor": _factors(known, SPARE[1]),
             "short_factor": _factors(known, SPARE[2]),
-            "original_max_position_embeddings": original or own("context_length"),
+            "original_max_position_embeddings": original,
             "attention_factor": strength,
         }
     elif SPARE[0] in known.tensors:
         rope |= _as_llama3(known, rope["rope_theta"], rotated)
-    elif kind == "yarn" and factor and original and strength == 1.0:
+    elif kind == "yarn" and (factor, strength) != (1.0, 1.0):
         rope |= {"rope_type": "yarn", "factor": factor}
         rope["original_max_position_embeddings"] = original
+        if strength != 1.0:
+            rope["attention_factor"] = strength * (1 + 0.1 * math.log(factor))
         for name in ("beta_fast", "beta_slow"):
-            if (beta := own(f"rope.scaling.yarn_{name}", None)) is not None:
+            beta = own(f"rope.scaling.yarn_{name}", own(f"rope.scaling.{name}", None))
+            if beta is not None:
                 rope[name] = beta
-    elif kind == "linear" or (kind == "none" and factor not in (0.0, 1.0)):
+    elif kind == "linear" and factor != 1.0:
         rope |= {"rope_type": "linear", "factor": factor}
-    elif kind != "none":
+    elif kind not in ("none", "linear", "yarn"):
         raise known.refusal(f"scales RoPE by {shown(kind)}, which kvrag does not read")
-    if known.architecture != "gemma3":
+    if not is_gemma3:
         return rope
-    local = own("rope.freq_base_swa", 10_000.0)
+    local = own("rope.freq_base_swa", own("rope.local.freq_base", 10_000.0))
     return {
         "full_attention": rope,
         "sliding_attention": {"rope_type": "default", "rope_theta": local},

@@ -266,7 +266,8 @@ def plan(known: Metadata, *, is_small: bool) -> Plan:
         # Experts of one layer are one tensor, whose name has no end.
         name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
         if name not in shapes:
-            if tensor.name in SPARE or "attn_rot_embd" in tensor.name:
+            is_seeing = known.architecture == "gemma3" and tensor.name.startswith(("v.", "mm."))
+            if is_seeing or tensor.name in SPARE or "attn_rot_embd" in tensor.name:
                 continue
             raise known.refusal(
                 f"has {tensor.name}, for which a model of type {config.model_type} has no place"

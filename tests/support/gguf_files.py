@@ -94,6 +94,7 @@ def _write(
         if value is None:
             continue
         add: Any = {
+            bool: writer.add_bool,
             float: writer.add_float32,
             int: writer.add_uint32,
             str: writer.add_string,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvrag.models.references import resolve_model
 from kvrag.models.small import small_layers
 from kvrag.native import IS_COMPILED
 from kvrag.weights import architectures
-from kvrag.weights.architectures import ARCHITECTURES, Metadata
+from kvrag.weights.architectures import ARCHITECTURES, Metadata, read_config
 from kvrag.weights.packing import plan
 from tests.support.gguf_files import write_gguf, write_model
 from tests.support.models import SMALL
@@ -62,6 +63,11 @@ _SCALED_YARN = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 512,
+}
+_STRONG_YARN = {
+    **_YARN,
+    "original_max_position_embeddings": 2048,
+    "attention_factor": 1.2 * (1 + 0.1 * math.log(4)),
 }
 _LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
 _GLOBAL = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
@@ -106,6 +112,20 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, np.n
         {**_ROPE, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
         {},
     ),
+    "llama-none": (
+        "llama",
+        "Llama",
+        _EPS,
+        {**_ROPE, "rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+        {},
+    ),
+    "llama-linear-without-a-factor": (
+        "llama",
+        "Llama",
+        _EPS,
+        {**_ROPE, "rope.scaling.type": "linear", "rope.scaling.factor": 0.0},
+        {},
+    ),
     "mistral": (
         "llama",
         "Mistral",
@@ -114,6 +134,16 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, np.n
         {},
     ),
     "qwen2": ("qwen2", "Qwen2", {**_EPS, "rope_parameters": _YARN}, _SCALED_YARN, {}),
+    "qwen2-strong": (
+        "qwen2",
+        "Qwen2",
+        {**_EPS, "rope_parameters": _STRONG_YARN},
+        {
+            **{"rope.freq_base": 1e6, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            "rope.scaling.attn_factor": 1.2,
+        },
+        {},
+    ),
     "qwen3": (
         "qwen3",
         "Qwen3",
@@ -179,6 +209,39 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, np.n
         },
         {},
     ),
+    "gemma3-1b-of-ollama": (
+        "gemma3",
+        "Gemma3Text",
+        {
+            **{"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, **_EPS},
+            "sliding_window": 64,
+            "rope_parameters": {
+                "full_attention": {**_LOCAL, "rope_theta": 2e6},
+                "sliding_attention": {**_LOCAL, "rope_theta": 2e4},
+            },
+        },
+        {
+            **{"attention.key_length": 32, "attention.value_length": 32},
+            **{"attention.sliding_window": 64, "attention.sliding_window_pattern": 6},
+            **{"rope.global.freq_base": 2e6, "rope.local.freq_base": 2e4},
+        },
+        {},
+    ),
+    "gemma3-4b-of-ollama": (
+        "gemma3",
+        "Gemma3Text",
+        {
+            **{"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32},
+            **{"sliding_window": 64, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6},
+            "rope_parameters": {"full_attention": _GLOBAL, "sliding_attention": _LOCAL},
+        },
+        {
+            **{"attention.key_length": 32, "attention.value_length": 32},
+            **{"attention.sliding_window": 64, "attention.layer_norm_rms_epsilon": None},
+            "attention.sliding_window_pattern": [True] * 5 + [False],
+        },
+        {"v.patch_embedding.bias": _array([1.0]), "mm.mm_soft_emb_norm.weight": _array([1.0])},
+    ),
     "starcoder2": (
         "starcoder2",
         "Starcoder2",
@@ -222,6 +285,14 @@ def read(path: Path, folder: Path, *, is_small: bool = False) -> PreTrainedModel
     planned = plan(Metadata(path, gguf.GGUFReader(str(path))), is_small=is_small)
     planned.save_pretrained(folder)
     return load_weights(folder, None, None)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "starcoder2", "stablelm"])
+def test_a_width_that_says_nothing_is_not_in_the_fingerprint(name: str, tmp_path: Path) -> None:
+    """Indexes of earlier versions stay those of the model."""
+    made(name, tmp_path / "m.gguf")
+    found = read_config(Metadata(tmp_path / "m.gguf", gguf.GGUFReader(str(tmp_path / "m.gguf"))))
+    assert "head_dim" not in found.to_dict()
 
 
 @torch.no_grad()
@@ -275,6 +346,14 @@ def test_the_largest_gemmas_scale_queries_by_the_models_width(
         ({"fields": {"expert_count": 8}}, "mixture of experts under the name of llama"),
         ({"fields": {"attention.value_length": 8}}, "keys of 16 numbers and values of 8"),
         ({"fields": {"rope.dimension_count": 8, "attention.key_length": 16}}, "rotates 8 of"),
+        ({"fields": {"attention.causal": False}}, "reads in both directions"),
+        (
+            {
+                "architecture": "gemma3",
+                "fields": {"attention.key_length": 16, "attention.sliding_window_pattern": 4},
+            },
+            "windows in other layers",
+        ),
         ({"fields": {"rope.scaling.type": "longrope"}}, "scales RoPE by 'longrope'"),
         (
             {"fields": {"feed_forward_length": 96}},
