@@ -84,7 +84,7 @@ def convert(
     """Return the conversion of a GGUF file; make it first where there is none.
 
     The folder appears whole or not at all. A second process that converts the same file waits for
-    the first; what a killed one left is deleted.
+    the first. What killed ones left is deleted, and conversions of what the file was before.
 
     Parameters
     ----------
@@ -133,6 +133,7 @@ def convert(
     found = converted(source, is_small=is_small)
     if found is None:
         raise ModelLoadError(f"{target} vanished while {source.name} was converted; try again")
+    _tidy(found, source)
     kept = is_small and '"quantization_config"' in (target / "config.json").read_text()
     why = (
         "; no matrix of it can stay in its bits, so all are in 16" if is_small and not kept else ""
@@ -187,8 +188,13 @@ def _read(folder: Path) -> ConvertedModel | None:
 def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
     """Give an empty folder inside one that a single process has at a time; delete it at the end."""
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        place = os.open(folder, os.O_RDONLY)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            place = os.open(folder, os.O_RDONLY)
+        except (FileNotFoundError, FileExistsError):
+            if folder.is_file() or folder.is_symlink() or not folder.parent.is_dir():
+                raise
+            continue  # the process that had it deletes it just now
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -201,11 +207,28 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
         os.close(place)
     try:
         for left in folder.iterdir():
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
         yield Path(tempfile.mkdtemp(dir=folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(place)
+
+
+def _tidy(made: ConvertedModel, source: GgufSource) -> None:
+    """Delete what the same file was converted to before it changed, and what nobody finishes."""
+    for other in converted_models():
+        is_same = (other.name, other.source) == (made.name, made.source)
+        if is_same and source.identity not in other.folder.name:
+            with contextlib.suppress(OSError):
+                remove(other)
+    for left in made.folder.parent.glob(".converting-*"):
+        with contextlib.suppress(OSError):  # another process has it
+            place = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(place)
 
 
 def _whole(source: GgufSource, scratch: Path) -> Path:

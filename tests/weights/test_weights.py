@@ -127,6 +127,7 @@ def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     remove(found)
     left = cache_folder() / f".converting-{found.folder.name}" / "tmpx"
     left.mkdir(parents=True)
+    (left.parent / "file").touch()
     (left / "model.safetensors").write_text("half")
     run, calls, waits = cache._run, [], threading.Event()
 
@@ -143,6 +144,35 @@ def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     assert first == second
     assert [one.folder for one in converted_models()] == [first.folder]
     assert sorted(entry.name for entry in cache_folder().iterdir()) == [first.folder.name]
+
+
+def test_a_folder_that_its_process_deletes_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, moments = tmp_path / "cache" / ".converting-m", iter(range(9))
+    folder.parent.mkdir()
+    make, take = os.mkdir, os.open
+
+    def mkdir(path: Any, *given: Any) -> None:
+        """It is there, and a moment later it is not."""
+        if Path(path) == folder and next(moments) == 0:
+            raise FileExistsError(path)
+        make(path, *given)
+
+    def taken(path: Any, *given: Any, **named: Any) -> int:
+        if path == folder and next(moments) == 2:
+            folder.rmdir()
+        return take(path, *given, **named)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "open", taken)
+    with cache._alone(folder, print) as scratch:
+        assert list(folder.iterdir()) == [scratch]
+        assert next(moments) > 4
+    assert not folder.exists()
+    folder.touch()
+    with pytest.raises(FileExistsError), cache._alone(folder, print):
+        pass
 
 
 @pytest.mark.usefixtures("quick")
@@ -164,7 +194,16 @@ def test_a_changed_file_is_converted_anew_and_damage_is_seen(tmp_path: Path) -> 
     assert damaged_files(again) == []
     os.utime(path, ns=(1, 1))
     assert converted(source) is None
-    remove(again)
+    dead, held = (cache_folder() / f".converting-{name}" for name in ("dead", "held"))
+    (dead / "tmp").mkdir(parents=True)
+    with cache._alone(held, print):
+        small = convert(source, is_small=True)
+        whole = convert(source)
+        assert held.exists()
+        assert not dead.exists()
+    assert {one.folder for one in converted_models()} == {small.folder, whole.folder}
+    remove(small)
+    remove(whole)
     assert converted_models() == []
 
 
