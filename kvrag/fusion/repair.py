@@ -93,7 +93,8 @@ def make_repair(
 
 def names_gone(spec: str) -> bool:
     """Return whether a spec sets a parameter that has left, as a calibration of 0.2 may."""
-    return any(part.partition("=")[0] in _GONE for part in spec.split(":")[1:])
+    given = spec.split(":")[1:]
+    return "on=attention" in given or any(part.partition("=")[0] in _GONE for part in given)
 
 
 def add_given(given: dict[str, Any], spec: str, **more: float | None) -> None:

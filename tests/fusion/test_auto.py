@@ -211,8 +211,9 @@ def test_without_calibration_it_says_what_to_do() -> None:
 
 def test_a_calibration_of_0_2_loses_only_policies_that_have_left() -> None:
     fields = json.loads(CALIBRATION.to_json())
-    gone = {**fields["policies"][0], "policy": "none:temperature=0.9:scale=1.1", "ratio": None}
-    fields["policies"].insert(1, gone)
+    for spec in ("none:temperature=0.9:scale=1.1", "gradual:on=attention"):
+        gone = {**fields["policies"][0], "policy": spec, "ratio": None}
+        fields["policies"].insert(1, gone)
     fields["checksum"] = checksum({k: v for k, v in fields.items() if k != "checksum"})
     assert Calibration.from_json(json.dumps(fields), "here") == CALIBRATION
 
