@@ -23,7 +23,7 @@ Layers::Angles angles(const Table& cos, const Table& sin, u64 num_rows, u64 head
   return {cos.data(), sin.data(), cos.shape(1)};
 }
 
-// kvrag/native/layers.py keeps the weights alive, and has checked shapes, types and that arrays are
+// kvrag/native/linear.py keeps the weights alive, and has checked shapes, types and that arrays are
 // contiguous.
 void run(const Layers& layers, u64 hidden, const std::vector<Table>& cos,
          const std::vector<Table>& sin, const Array<const i64, 2>& key_addresses,

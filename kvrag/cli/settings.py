@@ -287,6 +287,8 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
                     f"{origin}: {name}: expected text, found {arguments.shown(value)}"
                 )
             setting = Setting(value, origin)
+        elif GONE.get((" ".join(table), name)) is _COMPRESSION_GONE and value == "none":
+            continue  # as it is always now
         else:
             setting = check(command.keys, " ".join(table), name, value, origin)
             key = command.keys[name]

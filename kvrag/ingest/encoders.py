@@ -257,8 +257,14 @@ class Encoders:
 
     def _mismatch(self, what: str, name: str, found: str) -> IndexMismatchError:
         expected = getattr(self._config, f"{what}_fingerprint")
+        remedy = "give the model it was made with, or ingest into a new folder"
+        if name == self._config.model:
+            remedy = (
+                "its files changed, or this version of kvrag reads more of them, such as a GGUF "
+                "file's scaled frequencies: ingest into a new folder"
+            )
         return IndexMismatchError(
             f"{self._path} was made with the {what} of {self._config.model or 'a model object'!r} "
-            f"(fingerprint {expected}), but that of {shown(name)} has fingerprint {found}; give "
-            "the model it was made with, or ingest into a new folder"
+            f"(fingerprint {expected}), but that of {shown(name)} has fingerprint {found}; "
+            f"{remedy}"
         )

@@ -302,6 +302,12 @@ def test_another_model_by_path_is_refused_when_it_is_loaded(tmp_path: Path, docs
         pytest.raises(IndexMismatchError, match="with the tokenizer of"),
     ):
         _ = index.tokenizer
+    save_model(tmp_path / "one", seed=1)
+    with (
+        Index.open(tmp_path / "i") as index,
+        pytest.raises(IndexMismatchError, match=r"reads more of them.*: ingest into a new folder"),
+    ):
+        index.add(docs)
     shutil.rmtree(tmp_path / "one")
     with Index.open(tmp_path / "i") as index, pytest.raises(ModelLoadError, match="one"):
         _ = index.tokenizer
