@@ -25,7 +25,7 @@ from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows
 _LEAST_VARIANCE = 1e-4
 # Between the largest and the smallest row of a band. At 64, Gemma-3's errors double.
 _MOST_UNITS = 16
-# A band has at least so many, unless a layer has fewer.
+# The fewest channels of a band, unless a layer has fewer.
 _FEWEST_CHANNELS = 32
 MOST_CHANNELS = 1024
 # With as many, SmolLM2's and Gemma-3's answers change no more than with four times as many.
