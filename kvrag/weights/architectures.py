@@ -243,6 +243,8 @@ def _rope(known: Metadata, width: int) -> dict[str, Any]:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear", "yarn"):
         raise known.refusal(f"scales RoPE by {shown(kind)}, which kvrag does not read")
+    if strength != 1.0 and rope["rope_type"] not in ("longrope", "yarn"):
+        raise known.refusal(f"multiplies attention by {strength:g} without yarn or longrope")
     if not is_gemma3:
         return rope
     local = own("rope.freq_base_swa", own("rope.local.freq_base", 10_000.0))

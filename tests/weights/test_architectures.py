@@ -355,6 +355,7 @@ def test_the_largest_gemmas_scale_queries_by_the_models_width(
             "windows in other layers",
         ),
         ({"fields": {"rope.scaling.type": "longrope"}}, "scales RoPE by 'longrope'"),
+        ({"fields": {"rope.scaling.attn_factor": 1.2}}, r"multiplies attention by 1\.2"),
         (
             {"fields": {"feed_forward_length": 96}},
             r"ffn_gate.weight of shape \(128, 64\).*\(96, 64",
