@@ -232,13 +232,14 @@ def unpack(
     1. bytes from row to row, 2. tokens, 3. the address to write to, 4. bands, 5. bytes of a band in
     a row, 6. its numbers K, 7. its channels n, addresses of 8. where numbers are, int32
     ``[bands, K]`` (bits from the band's first byte on, times 8, plus the width), 9. the bases, int8
-    ``[bands, K, n]``, 10. scales by band, 11. means by channel. `levels` (int8) says for 2^w + u
+    ``[bands, K, n]``, 10. scales by band, 11. means by channel; 12. the first channel that is
+    written, of the first head, and 13. the one after the last. `levels` (int8) says for 2^w + u
     what the number u of w bits stands for, `powers` the factor for a row's byte. `like` has the
     type of what is written.
 
     Sums of products are whole numbers below 2^24: in float32, they are exact in any order.
     """
-    entry = entries + tl.program_id(2) * 12
+    entry = entries + tl.program_id(2) * 14
     num_tokens = tl.load(entry + 2)
     num_channels = tl.load(entry + 7)
     num_tiles = (num_channels + WIDTH - 1) // WIDTH
@@ -279,6 +280,9 @@ def unpack(
         means = tl.load(_address(entry, 11, tl.float32) + place, mask=exists, other=0)
         made = found * factor[:, None] + means[None]
         element: tl.constexpr = like.dtype.element_ty
+        first = tl.load(entry + 12)
+        exists = exists & (place >= first) & (place < tl.load(entry + 13))
+        place -= first
         into = (place // head_dim * num_tokens * head_dim + place % head_dim)[None]
         target = _address(entry, 3, element) + into
         target += token[:, None] * head_dim

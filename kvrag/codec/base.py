@@ -7,9 +7,9 @@ A codec does not know about stores. It writes one self-contained record, and rea
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -250,3 +250,56 @@ class OpenedRecord(EncodedChunk):
 
     def cancel(self) -> None:
         self._reader.cancel()
+
+
+class StoredForCards(OpenedRecord):
+    """An opened record whose blocks a card decodes as they are stored."""
+
+    @abstractmethod
+    def coded_blocks(self, layers: range) -> list[range]:
+        """Return the blocks of some layers: those that follow each other in the record."""
+
+    @abstractmethod
+    def coded_parts(self, layers: range, pieces: Sequence[memoryview]) -> list[Any]:
+        """Return where in blocks everything is that a card needs; raises RecordError.
+
+        Checksums have been compared. Places are those in memory that has all pieces in turn.
+
+        Parameters
+        ----------
+        pieces
+            The bytes of each range of `coded_blocks`.
+        """
+
+    def coded_places(self, layers: range) -> list[slice]:
+        """Return where each range of `coded_blocks` is in what `read_coded` reads of all layers."""
+        blocks = self._reader.header.blocks
+        found = []
+        for some in self.coded_blocks(layers):
+            begin = blocks[some.start].offset - blocks[0].offset
+            found.append(slice(begin, begin + sum(blocks[one].padded_bytes for one in some)))
+        return found
+
+    def coded_bytes(self, layers: range) -> int:
+        """Return how many bytes `read_coded` reads."""
+        return sum(one.stop - one.start for one in self.coded_places(layers))
+
+    def read_coded(self, layers: range, memory: memoryview) -> list[Any]:
+        """Read the blocks of some layers as they are stored; return their `coded_parts`.
+
+        Raises RecordError and StoreError as `read_layer` does, except for streams that are not what
+        was written although their checksums are right.
+
+        Parameters
+        ----------
+        layers
+            Layers of whole blocks.
+        memory
+            Writable, of `coded_bytes`.
+        """
+        pieces, end = [], 0
+        for blocks, place in zip(self.coded_blocks(layers), self.coded_places(layers), strict=True):
+            begin, end = end, end + place.stop - place.start
+            pieces.append(memory[begin:end])
+            self._reader.read_blocks(blocks, pieces[-1])
+        return self.coded_parts(layers, pieces)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,21 +92,26 @@ class CardLevel:
 class CardBands:
     """What a profile of bands has on a card.
 
+    Parameters
+    ----------
+    heads
+        The key heads that are wanted.
+
     Attributes
     ----------
     num_planes
         0: there are no streams.
     lines
-        int64 ``[L, 2, 12]``: entries of the kernel, which lack what only a record knows.
+        int64 ``[L, 2, 14]``: entries of the kernel, which lack what only a record knows.
     levels, powers
         int8 ``[128]`` and float32 ``[256]``: what numbers stand for.
     shape
-        Bands, and channels of each.
+        Bands that have channels of these heads, and channels of each.
     """
 
     num_planes = 0
 
-    def __init__(self, codec: PackedCodec, device: torch.device) -> None:
+    def __init__(self, codec: PackedCodec, device: torch.device, heads: range) -> None:
         transform = codec.transform
         widths = torch.stack(transform.widths).long()
         # The byte of a band's scale comes first.
@@ -115,33 +120,40 @@ class CardBands:
         places = (bits << 3 | widths[..., None]).int()
         tensors = [torch.stack(one) for one in (transform.bases, transform.scales, transform.means)]
         num_blocks, num_bands, num_numbers, num_channels = tensors[0].shape
-        self.shape = num_bands, num_channels
+        first, last = (one * codec.profile.spec.head_dim for one in (heads.start, heads.stop))
+        begin = first // num_channels
+        self.shape = -(-last // num_channels) - begin, num_channels
         band_bytes = (1 + widths[:, 0].sum(1)).numpy()
-        lines = np.zeros((num_blocks, 12), np.int64)
+        lines = np.zeros((num_blocks, 14), np.int64)
         lines[1::2, 0] = num_bands * band_bytes[::2]  # values come after keys
+        lines[:, 0] += begin * band_bytes
         lines[:, 1] = num_bands * (band_bytes[::2] + band_bytes[1::2]).repeat(2)
-        lines[:, 4:8] = num_bands, 0, num_numbers, num_channels
+        lines[:, 4:8] = self.shape[0], 0, num_numbers, num_channels
         lines[:, 5] = band_bytes
+        lines[:, 12:] = first - begin * num_channels, last - begin * num_channels
         self._tensors = [one.contiguous().to(device) for one in (places, *tensors)]
         for column, one in enumerate(self._tensors, 8):
-            size = one.numel() // num_blocks * one.itemsize
-            lines[:, column] = one.data_ptr() + size * np.arange(num_blocks)
-        self.lines = lines.reshape(-1, len(KINDS), 12)
+            size = one.numel() // (num_blocks * num_bands) * one.itemsize
+            place = num_bands * np.arange(num_blocks) + begin
+            lines[:, column] = one.data_ptr() + size * place
+        self.lines = lines.reshape(-1, len(KINDS), 14)
         levels = 2 * LEVELS.astype(np.int16) - MIDDLE
         self.levels = torch.from_numpy(levels.astype(np.int8)).to(device)
         self.powers = torch.from_numpy(POWERS).to(device)
 
 
-def _on_card(coder: Coder, num_planes: int, device: torch.device) -> CardLevel | CardBands:
+def _on_card(
+    coder: Coder, num_planes: int, device: torch.device, heads: range
+) -> CardLevel | CardBands:
     """Return what a card has of a coder, made on first use."""
-    kept = coder.on_cards
-    if (num_planes, device) not in kept:
-        kept[num_planes, device] = (
-            CardBands(coder, device)
+    kept, name = coder.on_cards, (num_planes, device, heads)
+    if name not in kept:
+        kept[name] = (
+            CardBands(coder, device, heads)
             if isinstance(coder, PackedCodec)
             else CardLevel(coder, num_planes, device)
         )
-    found: CardLevel | CardBands = kept[num_planes, device]
+    found: CardLevel | CardBands = kept[name]
     return found
 
 
@@ -179,6 +191,8 @@ class CardDecoding:
         The open records; `can_decode` has said yes to each.
     device
         The card.
+    heads
+        The key heads to write; None: all.
 
     Attributes
     ----------
@@ -189,13 +203,18 @@ class CardDecoding:
     """
 
     def __init__(
-        self, records: Sequence[PipelineChunk | PackedChunk], device: torch.device
+        self,
+        records: Sequence[PipelineChunk | PackedChunk],
+        device: torch.device,
+        heads: range | None = None,
     ) -> None:
         self._device = device
-        self._levels = [_on_card(one.coder, one.num_planes, device) for one in records]
-        self._num_tokens = [one.num_tokens for one in records]
         profiles = [one.coder.profile for one in records]
-        self._spec = profiles[0].spec
+        self._whole = profiles[0].spec
+        self._heads = range(self._whole.num_kv_heads) if heads is None else heads
+        self._spec = replace(self._whole, num_kv_heads=len(self._heads))
+        self._levels = [_on_card(one.coder, one.num_planes, device, self._heads) for one in records]
+        self._num_tokens = [one.num_tokens for one in records]
         plans = [one.transform.plans for one in profiles]
         self.starts = set.intersection(*({one.layers.start for one in some} for some in plans))
         self.flags = torch.zeros(len(records), dtype=torch.int32, device=device)
@@ -217,7 +236,8 @@ class CardDecoding:
             Called once.
         """
         spec = self._spec
-        work = _Work(layers, spec, max(level.num_planes for level in self._levels))
+        num_planes = max(level.num_planes for level in self._levels)
+        work = _Work(layers, self._whole, self._heads, num_planes)
         for one in read:
             work.add(one, self._levels[one.number], self._num_tokens[one.number])
         tables = work.tables()
@@ -276,15 +296,15 @@ class _Work:
     entries
         Lines where rows are channels, and lines where they are components.
     rows
-        Lines ``[n, 12]`` of records of `packed`.
+        Lines ``[n, 14]`` of records of `packed`.
     num_numbers
         Numbers of all blocks together.
     most_tokens
         Of a record of `packed`.
     """
 
-    def __init__(self, layers: range, spec: KVSpec, num_planes: int) -> None:
-        self._layers, self._spec = layers, spec
+    def __init__(self, layers: range, spec: KVSpec, heads: range, num_planes: int) -> None:
+        self._layers, self._spec, self._heads = layers, spec, heads
         self.streams: list[list[list[int]]] = [[] for _ in range(num_planes)]
         self.escapes: list[list[int]] = []
         self.kept: list[list[int]] = []
@@ -300,7 +320,7 @@ class _Work:
     def tables(self) -> list[NDArray[np.int64]]:
         """Return the tables."""
         every = [*self.streams, *self.entries, self.escapes, self.kept]
-        rows = np.concatenate([np.empty((0, 12), np.int64), *self.rows])
+        rows = np.concatenate([np.empty((0, 14), np.int64), *self.rows])
         return [*(np.array(one, np.int64) for one in every), rows]
 
     def add(self, read: Coded, level: CardLevel | CardBands, num_tokens: int) -> None:
@@ -329,10 +349,10 @@ class _Work:
         lines = bands.lines[layers.start : layers.stop].copy()
         lines[..., 0] += read.begin + np.array([part.rows for part in parts])[:, None]
         lines[..., 2] = num_tokens
-        kind = np.arange(len(KINDS)) * spec.num_kv_heads * num_tokens * spec.head_dim
+        kind = np.arange(len(KINDS)) * len(self._heads) * num_tokens * spec.head_dim
         first = np.arange(len(layers))[:, None] * read.stride + kind
         lines[..., 3] = read.into.data_ptr() + first * read.into.itemsize
-        self.rows.append(lines.reshape(-1, 12))
+        self.rows.append(lines.reshape(-1, 14))
         self.most_tokens = max(self.most_tokens, num_tokens)
         for index, part in zip(layers, parts, strict=True):
             plan = BlockPlan(range(index, index + 1))
@@ -340,10 +360,11 @@ class _Work:
 
     def _add_entries(self, read: Coded, level: CardLevel, block: int, num_tokens: int) -> None:
         transform, spec = level.coder.profile.transform, level.coder.profile.spec
-        width, plan = spec.num_kv_heads * spec.head_dim, transform.plans[block]
+        width, plan = len(self._heads) * spec.head_dim, transform.plans[block]
         for layer_index in plan.layers:
             for kind in plan.kinds:
                 channel = plan.channels_of(spec, layer_index, kind).start
+                channel += self._heads.start * spec.head_dim
                 basis = channel
                 if level.bases:
                     basis = level.bases[block].data_ptr() + 2 * channel
@@ -399,25 +420,33 @@ class _Work:
     def _add_kept(
         self, read: Coded, plan: BlockPlan, raw: int, tokens: Sequence[int], num_tokens: int
     ) -> None:
-        spec = self._spec
+        spec, heads = self._spec, self._heads
         size = spec.dtype.itemsize
         halves, width = size // 2, spec.head_dim * size // 2
-        first = (plan.layers.start - self._layers.start) * read.stride
-        first += KINDS.index(plan.kinds[0]) * spec.num_kv_heads * num_tokens * spec.head_dim
         num_channels = plan.num_channels(spec) * halves
-        heads = len(plan.kinds) * spec.num_kv_heads
-        for index, token in enumerate(tokens):
-            self.kept.append(
-                [
-                    (read.begin + raw) // 2 + index * num_channels,
-                    num_channels,
-                    width,
-                    heads,
-                    read.into.data_ptr() + (first + token * spec.head_dim) * size,
-                    num_tokens * width,
-                    read.stride * halves,
-                ]
-            )
+        # All heads of a block are next to each other; of some, each layer's of each kind are.
+        runs = [(plan.layers, plan.kinds)]
+        if len(heads) < spec.num_kv_heads:
+            layers = [range(one, one + 1) for one in plan.layers]
+            runs = [(layer, (kind,)) for layer in layers for kind in plan.kinds]
+        for layers_of_run, kinds in runs:
+            source = plan.channels_of(spec, layers_of_run.start, kinds[0]).start
+            source = (read.begin + raw) // 2 + (source + heads.start * spec.head_dim) * halves
+            first = (layers_of_run.start - self._layers.start) * read.stride
+            first += KINDS.index(kinds[0]) * len(heads) * num_tokens * spec.head_dim
+            num_heads = len(kinds) * len(heads)
+            for index, token in enumerate(tokens):
+                self.kept.append(
+                    [
+                        source + index * num_channels,
+                        len(layers_of_run) * num_heads * width,
+                        width,
+                        num_heads,
+                        read.into.data_ptr() + (first + token * spec.head_dim) * size,
+                        num_tokens * width,
+                        read.stride * halves,
+                    ]
+                )
 
 
 def can_decode(coder: Coder, num_planes: int, device: torch.device) -> bool:

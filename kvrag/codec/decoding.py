@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
+from kvrag.codec.base import Destination, StoredForCards, check_layer_index
 from kvrag.codec.block import COUNT, MATRIX, BlockReader, place_channels
 from kvrag.codec.container import RecordReader
 from kvrag.codec.level import CodedBlock, LevelCoder
@@ -51,7 +51,7 @@ class CodedPart:
     raw_tokens: NDArray[np.int64]
 
 
-class PipelineChunk(OpenedRecord):
+class PipelineChunk(StoredForCards):
     """An opened record of the pipeline codec (an `EncodedChunk`).
 
     A block's numbers are decoded when the first of its layers is requested, and kept until its last
@@ -75,41 +75,22 @@ class PipelineChunk(OpenedRecord):
         """How many planes are decoded."""
         return self._num_planes
 
-    def _coded_blocks(self, layers: range) -> Iterator[range]:
-        """Yield the record's blocks of some layers, plane by plane."""
+    def coded_blocks(self, layers: range) -> list[range]:
         blocks = self._coder.blocks_of(layers)
-        for plane in range(self._num_planes):
-            first = plane * len(self._coder.profile.transform.plans)
-            yield range(first + blocks.start, first + blocks.stop)
+        size = len(self._coder.profile.transform.plans)
+        firsts = range(0, self._num_planes * size, size)
+        return [range(one + blocks.start, one + blocks.stop) for one in firsts]
 
-    def coded_bytes(self, layers: range) -> int:
-        """Return how many bytes `read_coded` reads."""
-        index = self._reader.header.blocks
-        return sum(index[one].padded_bytes for some in self._coded_blocks(layers) for one in some)
-
-    def read_coded(self, layers: range, memory: memoryview) -> list[CodedPart]:
-        """Read the blocks of some layers as they are stored.
-
-        Raises RecordError and StoreError as `read_layer` does, except for streams that are not what
-        was written although their checksums are right.
-
-        Parameters
-        ----------
-        layers
-            Layers of whole blocks.
-        memory
-            Writable, of `coded_bytes`.
-        """
+    def coded_parts(self, layers: range, pieces: Sequence[memoryview]) -> list[CodedPart]:
         parts, end = [], 0
-        for plane, blocks in enumerate(self._coded_blocks(layers)):
-            places = [self._reader.header.blocks[one] for one in blocks]
-            size = sum(place.padded_bytes for place in places)
-            self._reader.read_blocks(blocks, memory[end : end + size])
-            for number, place in zip(blocks, places, strict=True):
-                content = memory[end : end + place.padded_bytes]
+        for plane, blocks in enumerate(self.coded_blocks(layers)):
+            first = end
+            for number in blocks:
+                size = self._reader.header.blocks[number].padded_bytes
+                content = pieces[plane][end - first : end - first + size]
                 fields = BlockReader(self._reader, number, content)
                 parts.append(self._part(plane, fields, number, end))
-                end += place.padded_bytes
+                end += size
         return parts
 
     def _part(self, plane: int, fields: BlockReader, number: int, begin: int) -> CodedPart:

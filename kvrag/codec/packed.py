@@ -6,6 +6,7 @@ A layer's block begins with the tokens kept raw; `docs/format.md` describes the 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.bands import FittedBands
-from kvrag.codec.base import Destination, OpenedRecord, check_layer_index
+from kvrag.codec.base import Destination, StoredForCards, check_layer_index
 from kvrag.codec.block import COUNT, BlockReader
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.level import ProfiledCodec
@@ -128,7 +129,7 @@ class PackedPart:
         return self.rows - (0 if self.raw is None else self.raw.numel() * self.raw.itemsize)
 
 
-class PackedChunk(OpenedRecord):
+class PackedChunk(StoredForCards):
     """An opened record of the packed codec (an `EncodedChunk`).
 
     Attributes
@@ -148,23 +149,14 @@ class PackedChunk(OpenedRecord):
         """The record's codec."""
         return self._codec
 
-    def coded_bytes(self, layers: range) -> int:
-        """Return how many bytes `read_coded` reads."""
-        return sum(self._reader.header.blocks[one].padded_bytes for one in layers)
+    def coded_blocks(self, layers: range) -> list[range]:
+        return [layers]
 
-    def read_coded(self, layers: range, memory: memoryview) -> list[PackedPart]:
-        """Read layers as they are stored, and check them; raises as `read_layer` does.
-
-        Parameters
-        ----------
-        memory
-            Writable, of `coded_bytes`.
-        """
-        self._reader.read_blocks(layers, memory)
+    def coded_parts(self, layers: range, pieces: Sequence[memoryview]) -> list[PackedPart]:
         parts, begin = [], 0
         for layer_index in layers:
             size = self._reader.header.blocks[layer_index].padded_bytes
-            content = memory[begin : begin + size]
+            content = pieces[0][begin : begin + size]
             parts.append(_part(self._reader, self._codec, layer_index, content, begin))
             begin += size
         return parts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Hashable
 
 import torch
 
@@ -148,39 +149,49 @@ class HeadRange(EncodedChunk):
         The opened record. Sizes and planes are those of the whole record.
     heads
         The first head, and the one after the last.
+
+    Attributes
+    ----------
+    record, heads
+        As given.
     """
 
     def __init__(self, record: EncodedChunk, heads: slice) -> None:
-        self._record = record
-        self._heads = heads
+        self.record = record
+        self.heads = heads
+
+    @property
+    def identity(self) -> Hashable:
+        """What the part is, content included; AttributeError: nobody can tell."""
+        return getattr(self.record, "identity"), self.heads.start, self.heads.stop  # noqa: B009
 
     @property
     def num_tokens(self) -> int:
-        return self._record.num_tokens
+        return self.record.num_tokens
 
     @property
     def size_bytes(self) -> int:
-        return self._record.size_bytes
+        return self.record.size_bytes
 
     @property
     def bytes_read(self) -> int:
-        return self._record.bytes_read
+        return self.record.bytes_read
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
-        return self._record.plane_bytes
+        return self.record.plane_bytes
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._record.read_heads(layer_index, self._heads)
+        return self.record.read_heads(layer_index, self.heads)
 
     def fetch(self, num_planes: int) -> None:
-        self._record.fetch(num_planes)
+        self.record.fetch(num_planes)
 
     def use(self, num_planes: int) -> None:
-        self._record.use(num_planes)
+        self.record.use(num_planes)
 
     def cancel(self) -> None:
-        self._record.cancel()
+        self.record.cancel()
 
 
 # Models with more layers and heads than that get blocks of several heads, so that a header stays

@@ -16,16 +16,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.card import CardDecoding, Coded
-from kvrag.errors import RecordError
 from kvrag.fusion.layout import RecordId, ReusedSpan
-from kvrag.fusion.staging import GROUP_LAYERS, Hot, HotRecords, Source, queue_copy
+from kvrag.fusion.staging import GROUP_LAYERS, Hot, HotRecords, Source
 from kvrag.kvcache import FusedKV
 from kvrag.loading.hot import buffers, copy_stream, decode_stream, is_over, page_locked, start_copy
 from kvrag.loading.prefetch import LayerPrefetch
@@ -343,8 +342,11 @@ class CardReading:
             lane.source.is_decoded_by_host and not (lane.hot is not None and lane.hot.was_found)
             for lane in self._lanes
         )
-        coded: list[Any] = [one.source.record for one in self._lanes if one.coded is not None]
-        self._decoding = CardDecoding(coded, self._device) if coded else None
+        coded = [one.source for one in self._lanes if one.coded is not None]
+        self._decoding = None
+        if coded:
+            stored = [one.stored for one in coded]
+            self._decoding = CardDecoding(stored, self._device, coded[0].heads)
         edges = {0, len(tables), *first_layers.values()}
         most = min(GROUP_LAYERS, _SLOT_BYTES // max(1, size * fused.spec.dtype.itemsize))
         if all(lane.hot is not None and lane.hot.is_whole for lane in self._lanes):
@@ -427,11 +429,7 @@ class CardReading:
             if lane.coded is None:
                 continue
             if flags[lane.coded]:
-                record: Any = lane.source.record
-                try:
-                    record.refuse_streams()
-                except RecordError as error:
-                    failures[lane.record_id] = error
+                failures[lane.record_id] = lane.source.refuse_streams()
             elif lane.hot is not None:
                 lane.hot.keep()
         return failures
@@ -502,29 +500,19 @@ class CardReading:
         places = [0]
         for lane in self._lanes:
             if lane.coded is not None:
-                record: Any = lane.source.record
-                places.append(
-                    places[-1] + (record.coded_bytes(group) if lane.is_needed(group) else 0)
-                )
+                size = lane.source.stored.coded_bytes(group) if lane.is_needed(group) else 0
+                places.append(places[-1] + size)
         return places
 
     def _read_stored(self, lane: _Lane, coded: int, group_number: int) -> None:
         """Read a group of layers as they are stored; the last reader has them decoded."""
         group, slot = self._groups[group_number], group_number % len(self._slots)
-        record: Any = lane.source.record
         begin, end = self._payload_places[group_number][coded : coded + 2]
         stride = lane.source.stride
         if begin < end:
-            copied: list[torch.cuda.Event] = []
-            pinned = buffers().take(end - begin)
-            try:
-                memory = pinned.memory[: end - begin]
-                parts = record.read_coded(group, memory.numpy().data)
-                into, after = self._payloads[slot][begin:end], self._may_write[slot]
-                copied = queue_copy(into, memory, after, self._is_wanted)
-                self._copied[group_number] += copied
-            finally:
-                buffers().give_back(pinned, copied[0] if copied else None)
+            into, after = self._payloads[slot][begin:end], self._may_write[slot]
+            parts, copied = lane.source.copy_coded(group, into, after, self._is_wanted)
+            self._copied[group_number] += copied
             where, first = self._slots[slot], lane.offset * len(group)
             if lane.hot is not None:
                 where, first = lane.hot.memory, group.start * stride

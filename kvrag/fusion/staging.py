@@ -6,14 +6,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.card import Coder, can_decode
 from kvrag.codec.container import padded_size
+from kvrag.codec.raw import HeadRange
+from kvrag.errors import RecordError
 from kvrag.fusion.layout import RecordId
 from kvrag.fusion.slices import DAMAGE
 from kvrag.kvcache import KVSpec
@@ -42,6 +46,8 @@ Wanted = Callable[[], bool]
 class Source:
     """Where a record's layers come from: its store, or page-locked memory that has them.
 
+    What a card decodes is there as it is stored.
+
     Parameters
     ----------
     record
@@ -55,6 +61,12 @@ class Source:
     ----------
     record
         As given.
+    stored
+        The record as it is stored, with all heads.
+    heads
+        Those that are wanted; None: all.
+    num_planes
+        Of streams, which a card decodes.
     is_coded
         Whether the record's bytes go to the card as they are stored, which decodes them.
     num_tokens
@@ -67,12 +79,19 @@ class Source:
 
     def __init__(self, record: EncodedChunk, spec: KVSpec, device: torch.device) -> None:
         self.record, self._spec, self.num_tokens = record, spec, record.num_tokens
-        coder = getattr(record, "coder", None)
-        self.is_coded = (
-            isinstance(coder, Coder)
-            and coder.profile.spec == spec
-            and can_decode(coder, getattr(record, "num_planes"), device)  # noqa: B009
-        )
+        self.stored: Any = record
+        self.heads: range | None = None
+        if isinstance(record, HeadRange):
+            self.stored, self.heads = record.record, range(record.heads.start, record.heads.stop)
+        coder: Any = getattr(self.stored, "coder", None)
+        self.num_planes: int = getattr(self.stored, "num_planes", 0)
+        self.is_coded = False
+        if isinstance(coder, Coder):
+            whole = coder.profile.spec
+            given = whole.num_kv_heads if self.heads is None else len(self.heads)
+            self.is_coded = replace(whole, num_kv_heads=given) == spec and can_decode(
+                coder, self.num_planes, device
+            )
         # Vectors of D elements begin at multiples of D, layers at 64 bytes, too.
         unit = spec.head_dim * spec.dtype.itemsize
         num_bytes = padded_size(spec.layer_bytes_per_token * self.num_tokens)
@@ -91,28 +110,50 @@ class Source:
     @property
     def is_decoded_by_host(self) -> bool:
         """Whether the card has no kernels for what is stored, and the host decodes it."""
-        is_plain = self.name is None or hasattr(self.record, "stored_layer")
+        is_plain = self.name is None or hasattr(self.stored, "stored_layer")
         return not (self.is_coded or self._pinned or is_plain)
 
     @property
     def should_be_pinned(self) -> bool:
         """Whether page-locked memory lacks the layers, and would be of use."""
-        return not (self._pinned or self._is_lost or self.is_coded)
+        return not (self.is_pinned or self._is_lost)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the layers come from page-locked memory."""
+        return self._pinned is not None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that all layers take there."""
+        return self.stored.coded_bytes(self._layers) if self.is_coded else self.num_bytes
+
+    @property
+    def _layers(self) -> range:
+        return range(self._spec.num_layers)
+
+    @property
+    def _pinned_name(self) -> Hashable:
+        # Whether a card decodes a record may change, and with it what is kept.
+        return self.name, self.is_coded
 
     def find(self, tier: HotTier) -> bool:
         """Take the layers from page-locked memory; return whether it has them."""
         if self.should_be_pinned:
-            self._pinned = tier.find(self.name)
-        return self._pinned is not None
+            self._pinned = tier.find(self._pinned_name)
+        return self.is_pinned
 
     def pin(self, tier: HotTier) -> None:
         """Read the record into page-locked memory, where later prompts find it."""
-        chunk = tier.make(self.name, self.num_bytes)
+        chunk = tier.make(self._pinned_name, self.pinned_bytes)
         if chunk is None:
             return
         try:
-            for layers in self.pieces(range(self._spec.num_layers)):
-                self._read(layers, self._bytes_of(layers, chunk.memory))
+            if self.is_coded:
+                self.stored.read_coded(self._layers, chunk.memory.numpy().data)
+            else:
+                for layers in self.pieces(self._layers):
+                    self._read(layers, self._bytes_of(layers, chunk.memory))
             tier.keep(chunk)
         except DAMAGE:
             pass  # who needs the record finds the same, and says so
@@ -144,8 +185,50 @@ class Source:
         if self._pinned is not None:
             memory = self._bytes_of(layers, self._pinned.memory)
             return queue_copy(into, memory, after, is_wanted)
-        try:
+        with self._losing():
             return self._copy(layers, into, after, is_wanted)
+
+    def copy_coded(
+        self, layers: range, into: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
+    ) -> tuple[list[Any], list[torch.cuda.Event]]:
+        """Have layers copied as they are stored; as `copy`, but return their parts as well.
+
+        Parameters
+        ----------
+        into
+            As many bytes of the card's memory as they have.
+        """
+        if self._pinned is not None:
+            pieces = [self._pinned.memory[one] for one in self.stored.coded_places(layers)]
+            parts = self.stored.coded_parts(layers, [one.numpy().data for one in pieces])
+            copied = []
+            for to, memory in zip(torch.split(into, [*map(len, pieces)]), pieces, strict=True):
+                copied = queue_copy(to, memory, after, is_wanted)
+            return parts, copied
+        size = len(into)
+        pinned, copied = buffers().take(size), []
+        try:
+            with self._losing():
+                parts = self.stored.read_coded(layers, pinned.memory[:size].numpy().data)
+            copied = queue_copy(into, pinned.memory[:size], after, is_wanted)
+        finally:
+            buffers().give_back(pinned, copied[0] if copied else None)
+        return parts, copied
+
+    def refuse_streams(self) -> RecordError:
+        """Return what is wrong with a record whose streams a card found damaged."""
+        self._is_lost = True
+        try:
+            self.stored.refuse_streams()
+        except RecordError as error:
+            return error
+        raise AssertionError("the record refuses")
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Keep nothing of a record that cannot be read."""
+        try:
+            yield
         except BaseException:
             self._is_lost = True
             raise
@@ -368,9 +451,9 @@ class HotRecords:
             if source.name not in self._taken:
                 hot = self._find(source)
                 if hot is not None and hot.is_whole:
-                    self._note("card", source)
+                    self._note("card", source.num_bytes)
                 elif source.find(self._pinned):
-                    self._note("pinned", source)
+                    self._note("pinned", source.pinned_bytes)
                 self._taken[source.name] = source, hot
             return self._taken[source.name]
 
@@ -391,9 +474,9 @@ class HotRecords:
             if is_pinned:
                 threads.start(partial(source.pin, self._pinned), threads.KEEPING)
 
-    def _note(self, memory: str, source: Source) -> None:
+    def _note(self, memory: str, num_bytes: int) -> None:
         self.num_found[memory] += 1
-        self.bytes_found[memory] += source.num_bytes
+        self.bytes_found[memory] += num_bytes
 
     def _find(self, source: Source) -> Hot | None:
         chunk = self._card.find(source.name)
@@ -508,11 +591,11 @@ class EarlyRecords:
     def _copy(self, record: EncodedChunk) -> None:
         assert self.hot is not None
         source = Source(record, self._spec, self.hot._device)
-        _, hot = self.hot.take(source)
+        source, hot = self.hot.take(source)
         if source.is_coded:
             # Compressed records are decoded all together, later; their bytes come early.
-            if hot is None or not hot.is_whole:
-                record.fetch(max(1, getattr(record, "num_planes")))  # noqa: B009
+            if not source.is_pinned and (hot is None or not hot.is_whole):
+                record.fetch(max(1, source.num_planes))
             return
         layers = range(self._spec.num_layers)
         for first in layers[::GROUP_LAYERS]:

@@ -195,6 +195,32 @@ def test_rows_of_fixed_width_become_what_the_host_makes_of_them(shape: str, is_h
         torch.testing.assert_close(found, expected, rtol=most, atol=most * float(expected.std()))
 
 
+@pytest.mark.parametrize("heads", [range(1), range(1, 3), range(2, 3)])
+@pytest.mark.parametrize(("name", "in_kernel"), in_turn(KINDS))
+def test_some_heads_are_those_of_the_host(name: str, in_kernel: bool, heads: range) -> None:
+    """A band of `packed` has two heads here, or all of them."""
+    spec = KVSpec(2, 3, 16, torch.float32)
+    config = replace(PACKED, transform=Bands(2.0, 16 * (1 + len(heads))))
+    codec: Any = (
+        PackedCodec(fit(config, spec)) if name == "packed" else fitting_codec(name).of(spec)
+    )
+    chunks = []
+    for number, num_tokens in enumerate(TOKENS):
+        kv = smooth_kv(spec, num_tokens, seed=number)
+        kv.values[0, :, num_tokens // 2] *= 90  # kept raw
+        chunks.append(codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec))
+    decoding = CardDecoding(chunks, CPU, heads)
+    if not in_kernel:
+        decoding._start = (  # type: ignore[method-assign]
+            lambda one, grid, *given, **more: 0 in grid or play(one, *given, **more)
+        )
+    staged = _staged(decoding, chunks, replace(spec, num_kv_heads=len(heads)))
+    for found, chunk in zip(staged, chunks, strict=True):
+        expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
+        expected = expected[:, :, heads.start : heads.stop]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_damaged_row_or_list_of_tokens_is_refused_before_the_card_gets_it() -> None:
     spec = KVSpec(2, 1, 16, torch.float32)
     kv = smooth_kv(spec, 9)

@@ -19,9 +19,10 @@ from kvrag import process
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
+from kvrag.codec.container import RecordReader
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.raw import RawCodec
+from kvrag.codec.raw import HeadRange, RawCodec
 from kvrag.codec.registry import codec_of
 from kvrag.codec.tables import Exact, PerChannel, Uniform
 from kvrag.codec.transforms import NoTransform
@@ -101,17 +102,24 @@ class _Prompt:
     tables: Sequence[RotaryTable]
     num_rows: int
     noted: list[RecordId] = field(default_factory=list)
+    heads: slice | None = None
+    """Those of `spec`, which has no others; None: all."""
 
     def __repr__(self) -> str:
         return f"{self.spec}, {self.spans}, damage {self.damage}, codecs {self.codecs}"
 
     def open_kv(self, chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk:
+        opened = self._open(chunk_id, context_ids)
+        return opened if self.heads is None else HeadRange(opened, self.heads)
+
+    def _open(self, chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk:
         one = chunk_id, context_ids
         kv = self.records[one]
+        spec = replace(self.spec, num_kv_heads=kv.keys.shape[1])
         if one in self.made:
             return MadeChunk(kv, None)
         name, number = self.codecs.get(one, ("raw", 0))
-        codecs = _codecs(name, self.spec)
+        codecs = _codecs(name, spec)
         codec = codecs[number % len(codecs)]
         record = codec.encode(KEY, kv)
         if name == "transform":
@@ -119,14 +127,14 @@ class _Prompt:
         source, kind = _Source(record), ""
         if one in self.damage:
             layer, kind = self.damage[one]
-            blocks = codec.open(KEY, source, self.spec)._reader.header.blocks
+            blocks = codec.open(KEY, source, spec)._reader.header.blocks
             block, content = blocks[layer % len(blocks)], bytearray(record)
             content[block.offset + (block.size_bytes - 3 if kind == "forged" else 0)] ^= 1
             if kind == "forged":
                 forge.reseal_blocks(content)
                 content = bytearray(forge.reseal(content, blocks[0].offset))
             source = _Source(bytes(content))
-        chunk = codec.open(KEY, source, self.spec)
+        chunk = codec.open(KEY, source, spec)
         if kind == "gone":
             source.fails_from = block.offset
         watched: Any = WatchedChunk(chunk, lambda: self.noted.append(one))
@@ -146,7 +154,7 @@ def _prompts(
     head_dim = 8 if coded else draw(st.sampled_from([8, 24]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     codecs: dict[RecordId, tuple[str, int]] = {}
-    spec = KVSpec(num_layers, draw(st.integers(1, 2)), head_dim, dtype)
+    spec = KVSpec(num_layers, draw(st.integers(1, 3)), head_dim, dtype)
     records: dict[RecordId, ChunkKV] = {}
     spans, first_layers, row = [], {}, 0
     made: set[RecordId] = set()
@@ -181,8 +189,15 @@ def _prompts(
     ]
     period = draw(st.integers(1, 4))
     tables = [turned[layer % period == 0] for layer in range(num_layers)]
-    some = frozenset(made)
-    return _Prompt(spec, records, some, damage, codecs, tuple(spans), first_layers, tables, row)
+    prompt = _Prompt(
+        spec, records, frozenset(made), damage, codecs, tuple(spans), first_layers, tables, row
+    )
+    if draw(st.booleans()):
+        return prompt
+    # What a worker has that shares the heads with others.
+    first = draw(st.integers(0, spec.num_kv_heads - 1))
+    heads = slice(first, draw(st.integers(first + 1, spec.num_kv_heads)))
+    return replace(prompt, spec=replace(spec, num_kv_heads=heads.stop - heads.start), heads=heads)
 
 
 def _loaded(
@@ -417,8 +432,9 @@ def test_chunks_that_stay_are_those_of_their_records(
             one = uses[number]
             for changed in one.replaced:
                 if (record_id := (f"chunk-{changed}", ())) in versions:
-                    num_tokens = versions[record_id].num_tokens
-                    versions[record_id] = random_kv(prompt.spec, num_tokens, seed=100 + number)
+                    before = versions[record_id]
+                    whole_spec = replace(prompt.spec, num_kv_heads=before.keys.shape[1])
+                    versions[record_id] = random_kv(whole_spec, before.num_tokens, 100 + number)
             spans = tuple(prompt.spans[n] for n in sorted(one.spans) if n < len(prompt.spans))
             mine = replace(prompt, spans=spans, records=dict(versions))
             hot = HotRecords(card_memory.tier, pinned.tier, device)
@@ -535,33 +551,134 @@ def test_nothing_leaves_or_is_found_before_its_copies_are_over(
         assert memory.tier.counts().evictions == 1
 
 
-def test_a_hot_chunk_is_neither_read_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = _plain(3)
+def _coded(name: str, num_chunks: int = 3) -> _Prompt:
+    """Return such a prompt whose records a codec wrote."""
+    plain = _plain(num_chunks)
+    kvs = {one: smooth_kv(plain.spec, 6, seed=n) for n, one in enumerate(plain.records)}
+    return replace(plain, records=kvs, codecs=dict.fromkeys(kvs, (name, 0)))
+
+
+@pytest.mark.parametrize("codec", ["raw", "packed", "transform"])
+def test_a_hot_chunk_is_neither_read_nor_checked_nor_copied(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = _plain(3) if codec == "raw" else _coded(codec)
     queue = QueueDevice(0, haste=0.5)
     use(queue, monkeypatch)
     copies: list[object] = []
     start_copy = getattr(staging, "start_copy")  # noqa: B009  # the queue's
     monkeypatch.setattr(staging, "start_copy", lambda *one: copies.append(start_copy(*one)))
+    checks: list[object] = []
+    check = RecordReader._check
+    monkeypatch.setattr(
+        RecordReader,
+        "_check",
+        lambda *one: checks.append(one[1]) or check(*one),  # type: ignore
+    )
     size = 3 * 5 * prompt.spec.layer_bytes_per_token * 6
-    # The second prompt's chunks come from the card, those of the third from page-locked memory.
-    kinds = {"card": (size, 0), "pinned": (0, size)}
+    # The second prompt's chunks come from the card, those of the third from page-locked memory:
+    # there, compressed ones take what is stored of them.
+    stored = (
+        size
+        if codec == "raw"
+        else sum(
+            prompt.open_kv(*one).coded_bytes(range(5))
+            for one in prompt.records  # type: ignore
+        )
+    )
+    assert (stored < size) is (codec != "raw")
+    kinds = {"card": (size, 0), "pinned": (0, stored)}
     for name, limits in kinds.items():
         memories = [_Memory(limit, None) for limit in limits]
         for number in range(2):
             copies.clear()
+            checks.clear()
             hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
             loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
             _, seen, lost = _loaded(prompt, loader, queue)
+            is_hot = number == 1
+            assert bool(checks) is not is_hot
             hot.close()
             queue.finish()
             assert not lost
             _assert_same(prompt, seen)
-            is_hot = number == 1
             assert hot.num_found[name] == 3 * is_hot
-            assert hot.bytes_found[name] == size * is_hot
+            assert hot.bytes_found[name] == max(limits) * is_hot
             headers = sum(prompt.open_kv(*one).bytes_read for one in prompt.records)
             assert (loader.bytes_loaded == headers) is is_hot
             assert bool(copies) is not (is_hot and name == "card")
+        assert sum(one.tier.size_bytes for one in memories) == max(limits)
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind"), [("packed", "flipped"), ("transform", "flipped"), ("transform", "forged")]
+)
+def test_what_is_damaged_never_enters_page_locked_memory(
+    codec: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = replace(_coded(codec), damage={("chunk-1", ()): (4, kind)})
+    queue = QueueDevice(0)
+    use(queue, monkeypatch)
+    memories = _Memory(0, queue), _Memory(10_000_000, None)
+    for number in range(2):
+        hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
+        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+        _, seen, lost = _loaded(prompt, loader, queue)
+        assert lost == {("chunk-1", ()): MISS_DAMAGED}
+        hot.close()
+        queue.finish()
+        left = replace(prompt, spans=(prompt.spans[0], prompt.spans[2]), damage={})
+        _assert_same(left, seen)
+        assert hot.num_found["pinned"] == 2 * number
+    assert len(memories[1].tier._kept) == 2
+    assert memories[1].tier.counts().bytes_written == memories[1].tier.size_bytes
+
+
+@pytest.mark.parametrize("codec", ["raw", "packed", "transform"])
+def test_page_locked_memory_is_free_once_it_is_copied(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that is given up may leave copies behind, which the card makes later."""
+    prompt = _plain(1) if codec == "raw" else _coded(codec, 1)
+    queue = QueueDevice(0, haste=0.0)
+    use(queue, monkeypatch)
+    none, pinned = HotTier("none", 0, lambda _: None), _Memory(10_000_000, None)
+    for is_given_up in (False, True):
+        hot = HotRecords(none, pinned.tier, torch.device("cpu"))
+        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+        loader.open(prompt.spans)
+        loader.begin(prompt.buffer(), prompt.tables)
+        if not is_given_up:
+            queue.finish()
+        loader.end()
+        hot.close()
+        assert hot.num_found["pinned"] == int(is_given_up)
+    pinned.tier.limit_bytes = pinned.tier.size_bytes  # room for one
+    assert pinned.tier.make("other", 1) is None
+    queue.finish()
+    assert pinned.tier.make("other", 1) is not None
+    assert pinned.tier.counts().evictions == 1
+
+
+def test_what_a_card_no_longer_decodes_is_not_taken_as_it_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels may be switched off between two prompts."""
+    prompt = _coded("packed")
+    queue = QueueDevice(0)
+    use(queue, monkeypatch)
+    memories = _Memory(0, queue), _Memory(10_000_000, None)
+    for decodes in (True, False):
+        monkeypatch.setattr(staging, "can_decode", lambda *_, decodes=decodes: decodes)
+        hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
+        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+        _, seen, lost = _loaded(prompt, loader, queue)
+        assert not lost
+        assert loader.num_decoded_by_host == (0 if decodes else 3)
+        hot.close()
+        queue.finish()
+        _assert_same(prompt, seen)
+        assert hot.num_found["pinned"] == 0
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])
@@ -609,21 +726,25 @@ def test_records_are_open_and_on_the_card_before_the_layout(
 def test_compressed_records_are_read_before_the_layout(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _plain(2)
-    kvs = {one: smooth_kv(plain.spec, 6, seed=n) for n, one in enumerate(plain.records)}
-    prompt = replace(plain, records=kvs, codecs=dict.fromkeys(kvs, (name, 0)))
+    prompt = _coded(name, 2)
     monkeypatch.delenv("KVRAG_GPU_KERNELS")
     queue = QueueDevice(1)
     use(queue, monkeypatch)
     memory = _Memory(10_000_000, queue)
-    for is_hot in (False, True):
+    none, pinned = HotTier("none", 0, lambda _: None), _Memory(10_000_000, None)
+    for is_hot, tiers in (
+        (False, (memory.tier, none)),
+        (True, (memory.tier, none)),
+        (False, (none, pinned.tier)),
+        (True, (none, pinned.tier)),
+    ):
         opened: list[Any] = []
 
         def open_kv(*record_id: Any, opened: list[Any] = opened) -> EncodedChunk:
             opened.append(prompt.open_kv(*record_id))
             return cast("EncodedChunk", opened[-1])
 
-        hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
+        hot = HotRecords(*tiers, torch.device("cpu"))
         early = EarlyRecords(open_kv, hot, prompt.spec, num_threads=2)
         early.begin(prompt.records)
         headers = [prompt.open_kv(*one).bytes_read for one in prompt.records]

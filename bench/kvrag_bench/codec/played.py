@@ -144,8 +144,9 @@ def _unpack(
     like: torch.Tensor,
     head_dim: int,
 ) -> None:
-    for entry in entries.view(-1, 12).tolist():
-        first, row_bytes, tokens, into, bands, band_bytes, numbers, channels, *addresses = entry
+    for entry in entries.view(-1, 14).tolist():
+        first, row_bytes, tokens, into, bands, band_bytes, numbers, channels = entry[:8]
+        *addresses, begin, end = entry[8:]
         places = _at(addresses[0], ctypes.c_int32, bands * numbers).reshape(bands, numbers)
         bases = _at(addresses[1], ctypes.c_int8, bands * numbers * channels)
         means = _floats(addresses[3], bands * channels).reshape(bands, 1, channels)
@@ -161,7 +162,8 @@ def _unpack(
         sums = given @ bases.reshape(bands, numbers, channels).astype(np.int64)
         factors = _floats(addresses[2], bands)[:, None] * powers.numpy()[rows[..., 0]]
         made = torch.from_numpy(sums.astype(np.float32) * factors[..., None] + means)
-        heads = made.transpose(0, 1).reshape(tokens, -1, head_dim).transpose(0, 1)
+        wanted = made.transpose(0, 1).reshape(tokens, -1)[:, begin:end]
+        heads = wanted.reshape(tokens, -1, head_dim).transpose(0, 1)
         target = _memory(into, heads.numel() * like.itemsize).view(like.dtype)
         target[:] = heads.to(like.dtype).flatten()
 
