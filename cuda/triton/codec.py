@@ -241,7 +241,7 @@ def unpack(
     """
     entry = entries + tl.program_id(2) * 14
     num_tokens = tl.load(entry + 2)
-    num_channels = tl.load(entry + 7)
+    num_channels = tl.load(entry + 7).to(tl.int32)
     num_tiles = (num_channels + WIDTH - 1) // WIDTH
     band = tl.program_id(1) // num_tiles
     if (tl.program_id(0) * BT < num_tokens) & (band < tl.load(entry + 4)):
@@ -280,8 +280,8 @@ def unpack(
         means = tl.load(_address(entry, 11, tl.float32) + place, mask=exists, other=0)
         made = found * factor[:, None] + means[None]
         element: tl.constexpr = like.dtype.element_ty
-        first = tl.load(entry + 12)
-        exists = exists & (place >= first) & (place < tl.load(entry + 13))
+        first = tl.load(entry + 12).to(tl.int32)
+        exists = exists & (place >= first) & (place < tl.load(entry + 13).to(tl.int32))
         place -= first
         into = (place // head_dim * num_tokens * head_dim + place % head_dim)[None]
         target = _address(entry, 3, element) + into
