@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from kvrag.errors import ParameterError
+from kvrag.ingest.cachefile import GRAPH_FROM
 from kvrag.ingest.config import write_atomically
-from kvrag.ingest.vectorheader import GRAPH_FROM
 from kvrag.ingest.vectors import Flat, Graph, Rows, VectorIndex, Vectors
 
 _BATCH = 20_000

@@ -17,6 +17,8 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import schema as s
+from kvrag.ingest.cachefile import ROW_BYTES, vector_stats
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import damage_of, next_path, write_through
 from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, write_atomically
@@ -30,19 +32,7 @@ from kvrag.ingest.report import (
     Report,
     VerifyReport,
 )
-from kvrag.ingest.schema import (
-    FORGOTTEN,
-    Change,
-    ChunkRow,
-    Encoding,
-    KeyOf,
-    StoredChunk,
-    StoredDocument,
-    Texts,
-    unpack_json,
-)
 from kvrag.ingest.storage import Storage
-from kvrag.ingest.vectorheader import ROW_BYTES, vector_stats
 from kvrag.recordformat import check_record
 from kvrag.regularfile import open_regular
 from kvrag.store.base import Flushes, Store, capability, read_whole
@@ -549,7 +539,7 @@ def audit_catalog(storage: Storage) -> Audit:
     return found
 
 
-def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
+def audit_rows(catalog: Catalog, key_of: s.KeyOf) -> Audit:
     """Compare every row with its checksum, and the tables with each other.
 
     Parameters
@@ -571,7 +561,7 @@ def audit_rows(catalog: Catalog, key_of: KeyOf) -> Audit:
 
 
 def _audit_chunks(
-    catalog: Catalog, key_of: KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
+    catalog: Catalog, key_of: s.KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
 ) -> Iterator[str]:
     stored: set[ChunkKey] = set()
     for one in catalog.stored.chunks():
@@ -590,7 +580,7 @@ def _audit_chunks(
             is_optional = one.chunk.is_optional(context_ids)
             (found.optional if is_optional else found.needed)[key] = one.packed.num_tokens
             if not is_optional:
-                (found.later if one.packed.contexts == FORGOTTEN else stored).add(key)
+                (found.later if one.packed.contexts == s.FORGOTTEN else stored).add(key)
         if one.keys != expected:
             yield f"{place}: names the KV {shown(one.keys)}, expected {expected}"
     found.later -= stored
@@ -652,10 +642,7 @@ def mend_catalog(storage: Storage, encoders: Encoders) -> list[str]:
 
 
 def salvage(
-    catalog: Catalog,
-    key_of: KeyOf,
-    embed: Embed,
-    separator: tuple[int, ...] | None = None,
+    catalog: Catalog, key_of: s.KeyOf, embed: Embed, separator: tuple[int, ...] | None = None
 ) -> list[str]:
     """Replace a catalog by one with its sound content; return the files to read again.
 
@@ -700,19 +687,19 @@ def salvage(
     return paths
 
 
-def _forget_lost(fresh: Catalog, encoding: Encoding | None, separator: tuple[int, ...]) -> None:
+def _forget_lost(fresh: Catalog, encoding: s.Encoding | None, separator: tuple[int, ...]) -> None:
     """Take their context from chunks that were encoded after text that a catalog does not hold."""
     chunks = [one.chunk for one in fresh.stored.chunks() if one.chunk is not None]
-    texts = Texts((one.token_ids for one in chunks), separator)
+    texts = s.Texts((one.token_ids for one in chunks), separator)
     fresh.encoding = encoding
     lost = [one.chunk_id for one in chunks if not texts.are_all_of(one.contexts[0])]
-    fresh.write(Change(encode=dict.fromkeys(lost, ((),))))
+    fresh.write(s.Change(encode=dict.fromkeys(lost, ((),))))
 
 
 class _Salvage:
     """Writes what is sound in one catalog to another, an empty one."""
 
-    def __init__(self, catalog: Catalog, fresh: Catalog, key_of: KeyOf, embed: Embed) -> None:
+    def __init__(self, catalog: Catalog, fresh: Catalog, key_of: s.KeyOf, embed: Embed) -> None:
         self._catalog = catalog
         self._fresh = fresh
         self._key_of = key_of
@@ -731,7 +718,7 @@ class _Salvage:
         # Otherwise something is missing, and nothing says what.
         is_complete = state == counted and not damage_of(catalog) and len(known) == len(files)
         again: set[str] = set()
-        change = Change()
+        change = s.Change()
         for source in dict.fromkeys([*rows_of, *documents]):
             document = documents.get(source)
             chunks, is_whole = self._chunks_of(rows_of.get(source, []), document)
@@ -741,20 +728,20 @@ class _Salvage:
             is_complete = is_complete and document is not None
             if document is not None and (chunks or is_whole):
                 digest, metadata = document.digest if is_whole else "", document.metadata
-                change.put.append((source, document.file, digest, unpack_json(metadata), chunks))
+                change.put.append((source, document.file, digest, s.unpack_json(metadata), chunks))
             elif chunks:
                 change.put.append((source, None, "", _metadata_of(chunks[0].chunk), chunks))
             if sum(len(rows) for *_, rows in change.put) >= _BATCH:
                 self._fresh.write(change)
-                change = Change()
+                change = s.Change()
         if is_complete:
             change.put_files = [one for path, one in known.items() if path not in again]
         self._fresh.write(change)
         return sorted(again if is_complete else known)
 
     def _chunks_of(
-        self, rows: Sequence[int], document: StoredDocument | None
-    ) -> tuple[list[ChunkRow], bool]:
+        self, rows: Sequence[int], document: s.StoredDocument | None
+    ) -> tuple[list[s.ChunkRow], bool]:
         """Return the sound chunks of a document, and whether they are all that it had."""
         found = [row for one in self._catalog.stored.chunks(rows) for row in self._sound(one)]
         found.sort(key=lambda one: one[0].chunk.ordinal)
@@ -764,7 +751,7 @@ class _Salvage:
         checksum = self._catalog.checksums.whole(parts)
         return chunks, (len(parts), checksum) == (document.num_chunks, document.chunks)
 
-    def _sound(self, one: StoredChunk) -> Iterator[tuple[ChunkRow, bytes]]:
+    def _sound(self, one: s.StoredChunk) -> Iterator[tuple[s.ChunkRow, bytes]]:
         """Yield a chunk to write, and what it contributes to its document, if it is sound."""
         import numpy as np
 
@@ -777,10 +764,10 @@ class _Salvage:
             vectors = np.asarray(self._embed(chunk.text), np.float32)
         else:
             vectors = np.frombuffer(one.embedding, "<f4")
-        yield ChunkRow(chunk, keys, vectors), _part(one, names)
+        yield s.ChunkRow(chunk, keys, vectors), _part(one, names)
 
 
-def _part(one: StoredChunk, keys: Any) -> bytes:
+def _part(one: s.StoredChunk, keys: Any) -> bytes:
     """Return what a chunk with some names of KV contributes to its document's checksum."""
     return one.checksums + (keys.encode() if isinstance(keys, str) else b"")
 

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
-from kvrag.errors import StoreError
+from kvrag.fusion import runs as r
 from kvrag.fusion.layout import Layout, ids_of
-from kvrag.fusion.runs import (
-    MIN_RUN,
-    NGRAM,
-    Decode,
-    Fingerprints,
-    Gap,
-    Ids,
-    Run,
-    Stretch,
-    choose_runs,
-    counted,
-    fill,
-    find_runs,
-    gaps_of,
-    ngram_hashes,
-    why_fresh,
-    window_minima,
-)
+from kvrag.ingest import cachefile
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import RUNS_NAME as FILE_NAME
-from kvrag.ingest.config import write_atomically
 from kvrag.ingest.schema import NO_GENERATION
-from kvrag.regularfile import open_regular
 
 # Text that very many chunks have in common, such as a licence, says little about which it is.
 _MAX_ROWS = 32
@@ -64,7 +42,7 @@ class FilledLayout:
 
     layout: Layout
     chunks: Mapping[str, Chunk] = field(default_factory=dict)
-    fresh: tuple[Stretch, ...] = ()
+    fresh: tuple[r.Stretch, ...] = ()
 
 
 class RunFinder:
@@ -81,7 +59,7 @@ class RunFinder:
         Returns the text of token ids.
     """
 
-    def __init__(self, catalog: Catalog, decode: Decode) -> None:
+    def __init__(self, catalog: Catalog, decode: r.Decode) -> None:
         self._catalog = catalog
         self._decode = decode
         self._refreshing = threading.Lock()
@@ -89,7 +67,7 @@ class RunFinder:
         self._table: Table | None = None
 
     @property
-    def fingerprints(self) -> Fingerprints:
+    def fingerprints(self) -> r.Fingerprints:
         """The table of fingerprints of the catalog's present chunks. Raises as the catalog does."""
         with self._refreshing:
             version = self._catalog.version()
@@ -113,7 +91,7 @@ class RunFinder:
             table = Table()
         last_row = table.last_row
 
-        def new_chunks() -> Iterator[tuple[int, Ids]]:
+        def new_chunks() -> Iterator[tuple[int, r.Ids]]:
             nonlocal last_row
             while batch := self._catalog.texts.tokens_behind(last_row, _BATCH):
                 last_row = batch[-1][0]
@@ -150,7 +128,7 @@ class RunFinder:
         IndexFormatError, StoreError
             If the catalog cannot be read.
         """
-        gaps = gaps_of(layout)
+        gaps = r.gaps_of(layout)
         if not gaps:
             return self._explained(layout, chunks, ())
         token_ids = ids_of(layout.token_ids).astype(np.int32)
@@ -163,17 +141,17 @@ class RunFinder:
         hinted = [one for one in likely if one not in chunks][:_MAX_HINTS]
         for chunk_id, ids in self._catalog.texts.token_ids_of(rows, hinted).items():
             candidates.setdefault(chunk_id, _unpacked(ids))
-        runs, usable = find_runs(token_ids, gaps, candidates, self._decode, partly)
+        runs, usable = r.find_runs(token_ids, gaps, candidates, self._decode, partly)
         if not usable:
             return self._explained(layout, chunks, runs)
-        chosen = choose_runs(usable, hints)
+        chosen = r.choose_runs(usable, hints)
         wanted = {run.chunk_id for one in chosen for run in (one.run, *one.others)}
         found = {
             chunk_id: chunk
             for chunk_id, chunk in self._catalog.find_chunks(wanted).items()
             if chunk is not None
         }
-        filled = fill(layout, chosen, {**found, **chunks}, hints)
+        filled = r.fill(layout, chosen, {**found, **chunks}, hints)
         filled = replace(filled, chunk_ids=_chunk_ids(layout, filled))
         explained = self._explained(filled, {**found, **chunks}, runs)
         placed = {span.chunk_id for span in filled.spans}
@@ -181,18 +159,18 @@ class RunFinder:
         return replace(explained, chunks=new)
 
     def _explained(
-        self, layout: Layout, chunks: Mapping[str, Chunk], runs: Sequence[Run]
+        self, layout: Layout, chunks: Mapping[str, Chunk], runs: Sequence[r.Run]
     ) -> FilledLayout:
-        fresh = why_fresh(layout, chunks, runs, self._decode)
-        return FilledLayout(replace(layout, fresh_reasons=counted(fresh)), fresh=fresh)
+        fresh = r.why_fresh(layout, chunks, runs, self._decode)
+        return FilledLayout(replace(layout, fresh_reasons=r.counted(fresh)), fresh=fresh)
 
-    def _likely_rows(self, token_ids: Ids, gaps: Sequence[Gap]) -> list[int]:
+    def _likely_rows(self, token_ids: r.Ids, gaps: Sequence[r.Gap]) -> list[int]:
         """Return the rows of the chunks with the most, and the rarest, fingerprints in the gaps."""
-        hashes = ngram_hashes(token_ids)
-        long = [gap for gap in gaps if gap[1] - gap[0] >= MIN_RUN]
+        hashes = r.ngram_hashes(token_ids)
+        long = [gap for gap in gaps if gap[1] - gap[0] >= r.MIN_RUN]
         if not long:
             return []
-        minima = [window_minima(hashes[first : last - NGRAM + 1]) for first, last in long]
+        minima = [r.window_minima(hashes[first : last - r.NGRAM + 1]) for first, last in long]
         places, rows = self.fingerprints.look_up(np.unique(np.concatenate(minima)), _MAX_ROWS)
         if not len(rows):
             return []
@@ -208,14 +186,11 @@ def _chunk_ids(layout: Layout, filled: Layout) -> tuple[str, ...]:
     return (*placed, *(one for one in dict.fromkeys(layout.chunk_ids) if one not in placed))
 
 
-def _unpacked(packed: bytes) -> Ids:
+def _unpacked(packed: bytes) -> r.Ids:
     return np.frombuffer(packed[: len(packed) // 4 * 4], "<i4").astype(np.int32, copy=False)
 
 
-_MAGIC = b"KVRAGRUN"
-# magic, version, number of parts, last row, number of marks, generation, documents, seal
-_HEADER = struct.Struct("<8sIIqQq16s16s")
-_VERSION = 1  # raise it when fingerprints are made in another way
+_VERSION = 2  # raise it when fingerprints are made in another way
 
 Marks = NDArray[np.uint64]
 
@@ -234,7 +209,7 @@ class Table:
         The catalog's version that it covers.
     """
 
-    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    fingerprints: r.Fingerprints = field(default_factory=r.Fingerprints)
     last_row: int = -1
     marks: Marks = field(default_factory=lambda: np.empty(0, np.uint64))
     version: tuple[int, bytes] = (NO_GENERATION, b"")
@@ -262,14 +237,15 @@ def load_table(catalog: Catalog) -> Table:
 
 def keep_table(catalog: Catalog, table: Table) -> None:
     """Write a table beside the catalog, if the folder allows it."""
-    if catalog.cipher_key is not None or table.version[0] == NO_GENERATION:
+    generation, of = table.version
+    if generation == NO_GENERATION:
         return
-    parts = [part.astype("<u8", copy=False).tobytes() for part in table.fingerprints.parts]
-    sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
-    body = [sizes, table.marks.astype("<u8").tobytes(), *parts]
-    said = (_MAGIC, _VERSION, len(parts), table.last_row, len(table.marks), *table.version)
-    with contextlib.suppress(StoreError):
-        write_atomically(_path(catalog), _HEADER.pack(*said, _seal(catalog, said, body)), *body)
+    said = {"version": _VERSION, "last_row": table.last_row, "generation": generation}
+    parts = [
+        part.astype("<u8", copy=False).tobytes()
+        for part in (table.marks, *table.fingerprints.parts)
+    ]
+    cachefile.keep(catalog, FILE_NAME, said | {"of": of.hex()}, *parts)
 
 
 def forget_removed(catalog: Catalog) -> None:
@@ -291,35 +267,10 @@ def _path(catalog: Catalog) -> Path:
 
 
 def _read(catalog: Catalog) -> Table | None:
-    if catalog.cipher_key is not None:
+    found = cachefile.kept(catalog, FILE_NAME, _VERSION)
+    if found is None:
         return None
-    try:
-        with open_regular(_path(catalog)) as file:
-            content = memoryview(file.read())
-    except OSError:
-        return None
-    if len(content) < _HEADER.size:
-        return None
-    *said, seal = _HEADER.unpack_from(content)
-    magic, version, num_parts, last_row, num_marks, *of = said
-    body = content[_HEADER.size :]
-    if (magic, version) != (_MAGIC, _VERSION) or len(body) < 8 * (num_parts + num_marks):
-        return None
-    if _seal(catalog, said, [body]) != seal:
-        return None
-    place = 8 * num_parts
-    sizes = struct.unpack(f"<{num_parts}Q", body[:place])
-    arrays = []
-    for size in (8 * num_marks, *sizes):
-        arrays.append(np.frombuffer(body[place : place + size], "<u8").astype(np.uint64))
-        place += size
-    marks, *parts = arrays
-    return Table(Fingerprints(tuple(parts)), last_row, marks, (of[0], of[1]))
-
-
-def _seal(catalog: Catalog, said: Sequence[Any], parts: Sequence[bytes | memoryview]) -> bytes:
-    """Return the catalog's seal of a file, which covers a faster digest of its content."""
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return catalog.checksums.whole([_HEADER.pack(*said, digest.digest())])
+    said = found[0]
+    marks, *parts = (np.frombuffer(part, "<u8").astype(np.uint64) for part in found[1])
+    version = said["generation"], bytes.fromhex(said["of"])
+    return Table(r.Fingerprints(tuple(parts)), said["last_row"], marks, version)

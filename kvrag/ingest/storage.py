@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexClosedError
-from kvrag.ingest import profiles, vectorheader
+from kvrag.ingest import cachefile, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.counting import IndexCounters
@@ -111,9 +111,9 @@ class Storage(OfProcess):
         catalog = self.catalog
         if catalog.cipher_key is not None:
             return
-        cached = vectorheader.vector_stats(self.path)
+        cached = cachefile.vector_stats(self.path)
         num_vectors = catalog.stored.num_vectors
-        if cached.is_graph or num_vectors(self.config.embedding_dim) > vectorheader.GRAPH_FROM:
+        if cached.is_graph or num_vectors(self.config.embedding_dim) > cachefile.GRAPH_FROM:
             self.vectors.refresh(cached.of)
 
     @cached_property
@@ -121,7 +121,7 @@ class Storage(OfProcess):
         """The vectors of the chunks; not needed for listing."""
         from kvrag.ingest.vectors import CurrentVectors
 
-        return CurrentVectors(self.path, self.catalog, self.config.embedding_dim)
+        return CurrentVectors(self.catalog, self.config.embedding_dim)
 
     @cached_property
     def profiles(self) -> ProfileFolder:

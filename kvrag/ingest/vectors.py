@@ -15,20 +15,15 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from kvrag.errors import IndexMismatchError, StoreError
-from kvrag.ingest import vectorheader
+from kvrag.errors import IndexMismatchError
+from kvrag.ingest import cachefile
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.config import VECTORS_NAME, write_atomically
-from kvrag.ingest.vectorheader import HEADER, MAGIC, VERSION
-from kvrag.regularfile import open_regular
+from kvrag.ingest.config import VECTORS_NAME
 
 # A graph of neighbouring vectors: finds the nearest of very many without comparing all.
 #
@@ -237,6 +232,7 @@ class Graph(Flat):
 
 logger = logging.getLogger("kvrag")
 
+_VERSION = 5  # of the cache: 4 had a header of its own
 _MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it again
 _BATCH = 1_000  # vectors that join a graph while searches wait
 
@@ -292,7 +288,7 @@ class VectorIndex:
     @property
     def size_bytes(self) -> int:
         """Memory of the vectors, their rows, and the graph's links."""
-        return self.body.size_bytes + vectorheader.ROW_BYTES * len(self.rows)
+        return self.body.size_bytes + cachefile.ROW_BYTES * len(self.rows)
 
     def search(
         self, vector: Vectors, k: int, wanted: Rows | None = None
@@ -351,7 +347,7 @@ class VectorIndex:
     def tidied(self, catalog: Catalog) -> VectorIndex:
         """Return the vectors as a graph if they are many, and without removed ones if those are."""
         body = self.body
-        if len(self.rows) - self.num_gone <= vectorheader.GRAPH_FROM:
+        if len(self.rows) - self.num_gone <= cachefile.GRAPH_FROM:
             return self if not isinstance(body, Graph) else VectorIndex.read(catalog, body.dim)
         if isinstance(body, Graph) and self.num_gone <= _MOST_GONE * len(self.rows):
             return self
@@ -366,7 +362,7 @@ class VectorIndex:
     def _nearest(
         self, vector: Vectors, count: int, allowed: NDArray[np.bool_], num_allowed: int
     ) -> tuple[Rows, Vectors]:
-        if isinstance(self.body, Graph) and num_allowed > vectorheader.GRAPH_FROM:
+        if isinstance(self.body, Graph) and num_allowed > cachefile.GRAPH_FROM:
             return self.body.search(vector, count, allowed, num_allowed)
         return self.body.compare(vector, count, allowed)
 
@@ -403,8 +399,7 @@ class CurrentVectors:
         The index's folder, its catalog, and the length of its vectors.
     """
 
-    def __init__(self, folder: Path, catalog: Catalog, dim: int) -> None:
-        self._path = folder / VECTORS_NAME
+    def __init__(self, catalog: Catalog, dim: int) -> None:
         self._catalog = catalog
         self._dim = dim
         self._refreshing = threading.Lock()
@@ -449,85 +444,53 @@ class CurrentVectors:
             if tidied is present and cached == catalog.version()[1]:
                 return
             if catalog.num_noted == num_noted and tidied.of:
-                self._write(tidied)
+                _keep(catalog, tidied)
             self._found = tidied
 
     def _loaded(self) -> VectorIndex:
         catalog = self._catalog
         if catalog.cipher_key is not None:
             return VectorIndex.read(catalog, self._dim)
-        cached = _read(self._path, catalog, self._dim)
+        cached = _kept(catalog, self._dim)
         if cached is not None and cached.of == catalog.version()[1]:
             return cached
         num_noted = catalog.num_noted
         found = cached.update(catalog) if cached else VectorIndex.read(catalog, self._dim)
         # Damaged vectors are left out, and counted, each time.
         if catalog.num_noted == num_noted and found.of:
-            self._write(found)
-        if not isinstance(found.body, Graph) and len(found.rows) > vectorheader.GRAPH_FROM:
-            logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", self._path.parent)
+            _keep(catalog, found)
+        if not isinstance(found.body, Graph) and len(found.rows) > cachefile.GRAPH_FROM:
+            logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", catalog.path.parent)
         return found
 
-    def _write(self, found: VectorIndex) -> None:
-        with contextlib.suppress(StoreError):
-            _write(self._path, self._catalog, found)
 
-
-def _write(path: Path, catalog: Catalog, found: VectorIndex) -> None:
+def _keep(catalog: Catalog, found: VectorIndex) -> None:
     # Rows of removed chunks are written as their complements.
     rows = np.where(found.is_gone, ~found.rows, found.rows).astype("<i8").tobytes()
-    rows += found.marks.astype("<u8").tobytes()
-    is_graph = isinstance(found.body, Graph)
-    body = found.body.to_bytes()
-    said = (
-        MAGIC,
-        VERSION,
-        found.body.dim,
-        is_graph,
-        len(found.rows),
-        found.size_bytes,
-        0,
-        found.of,
-    )
-    digest = _digest(rows, body)
-    write_atomically(path, HEADER.pack(*said, digest, _seal(catalog, said, digest)), rows, body)
+    said = {
+        "version": _VERSION,
+        "dim": found.body.dim,
+        "is_graph": isinstance(found.body, Graph),
+        "memory_bytes": found.size_bytes,
+        "of": found.of.hex(),
+    }
+    marks = found.marks.astype("<u8").tobytes()
+    cachefile.keep(catalog, VECTORS_NAME, said, rows, marks, found.body.to_bytes())
 
 
-def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
-    try:
-        with open_regular(path) as file:
-            content = memoryview(file.read())
-    except OSError:
+def _kept(catalog: Catalog, dim: int) -> VectorIndex | None:
+    found = cachefile.kept(catalog, VECTORS_NAME, _VERSION)
+    if found is None or found[0]["dim"] != dim:
         return None
-    if len(content) < HEADER.size:
-        return None
-    *said, digest, seal = HEADER.unpack_from(content)
-    magic, version, found_dim, is_graph, count, _, _, of = said
-    rows, body = content[HEADER.size :][: 16 * count], content[HEADER.size + 16 * count :]
-    if (
-        (magic, version, found_dim) != (MAGIC, VERSION, dim)
-        or len(rows) != 16 * count
-        or (not is_graph and len(body) != 4 * dim * count)
-        or _seal(catalog, said, digest) != seal
-        or _digest(rows, body) != digest
-    ):
-        return None
-    numbers = np.frombuffer(rows[: 8 * count], "<i8").astype(np.int64)
-    marks = np.frombuffer(rows[8 * count :], "<u8").astype(np.uint64)
+    said, (rows, marks, body) = found
+    numbers = np.frombuffer(rows, "<i8").astype(np.int64)
     is_gone = numbers < 0
-    numbers = np.where(is_gone, ~numbers, numbers)
-    if is_graph:
-        return VectorIndex(of, numbers, marks, Graph.from_bytes(body), is_gone)
-    flat = Flat(np.frombuffer(body, "<f4").astype(np.float32).reshape(count, dim))
-    return VectorIndex(of, numbers, marks, flat, is_gone)
-
-
-def _seal(catalog: Catalog, said: Sequence[Any], digest: bytes) -> bytes:
-    return catalog.checksums.whole([HEADER.pack(*said, digest, b"")])
-
-
-def _digest(*parts: bytes | memoryview) -> bytes:
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+    return VectorIndex(
+        bytes.fromhex(said["of"]),
+        np.where(is_gone, ~numbers, numbers),
+        np.frombuffer(marks, "<u8").astype(np.uint64),
+        Graph.from_bytes(body)
+        if said["is_graph"]
+        else Flat(np.frombuffer(body, "<f4").astype(np.float32).reshape(-1, dim)),
+        is_gone,
+    )

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.ingest import vectorheader
+from kvrag.ingest import cachefile
 from kvrag_bench import vectors as bench
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", 500)
+    monkeypatch.setattr(cachefile, "GRAPH_FROM", 500)
     monkeypatch.setattr(bench, "GRAPH_FROM", 500)
     monkeypatch.setattr(bench, "_NUM_CHANGED", 100)
     monkeypatch.setattr(bench, "_BATCH", 1000)

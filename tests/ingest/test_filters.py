@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest import vectorheader
+from kvrag.ingest import cachefile
 from kvrag.ingest.filters import read_filter, values_of
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -76,7 +76,7 @@ def names(hits: Any) -> str:
 def test_every_search_takes_a_filter(
     index: Index, graph_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
+    monkeypatch.setattr(cachefile, "GRAPH_FROM", graph_from)
     index.add([Document(name, f"The fox of {name}.", METADATA[name]) for name in METADATA])
     vector = index.embedding.embed_query("fox")
     for wanted, expected in CASES:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest import vectorheader, vectors
+from kvrag.ingest import cachefile, vectors
 from kvrag.ingest.index import Index
 from kvrag.ingest.schema import Change
 from kvrag.ingest.vectors import CurrentVectors, Flat, Graph, VectorIndex
@@ -55,7 +55,7 @@ def recall(found: VectorIndex, flat: VectorIndex, wanted: Any = None) -> float:
 @pytest.fixture
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make graphs of nine vectors or more."""
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", 8)
+    monkeypatch.setattr(cachefile, "GRAPH_FROM", 8)
     return
 
 
@@ -163,7 +163,7 @@ def test_gc_makes_a_missing_graph(
 ) -> None:
     filled(index)
     assert not index.stats().has_graph
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", 8)
+    monkeypatch.setattr(cachefile, "GRAPH_FROM", 8)
     assert sources(index, "maple")[0] == "maple"
     assert not index.stats().has_graph  # a search makes none
     index.upkeep.gc()
@@ -191,11 +191,11 @@ def test_a_damaged_graph_is_replaced(index: Index, model: KVModel, small_graphs:
 def test_a_version_that_changes_nothing_keeps_the_vectors(
     index: Index, graph_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
+    monkeypatch.setattr(cachefile, "GRAPH_FROM", graph_from)
     filled(index)
     sources(index, "heron")
     catalog, dim = index.catalog, index.config.embedding_dim
-    first = CurrentVectors(index.path, catalog, dim)
+    first = CurrentVectors(catalog, dim)
     kept, former = first.get(), catalog.version()
     catalog.write(Change())
     assert catalog.version() != former
@@ -203,7 +203,7 @@ def test_a_version_that_changes_nothing_keeps_the_vectors(
         patch.setattr(VectorIndex, "update", None)
         patch.setattr(VectorIndex, "read", None)
         assert first.get() is kept
-        assert CurrentVectors(index.path, catalog, dim).get().of == kept.of  # from the file
+        assert CurrentVectors(catalog, dim).get().of == kept.of  # from the file
     index.delete(sources=["heron"])
     assert len(first.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
 
@@ -258,13 +258,9 @@ def test_vectors_of_lost_chunks_come_back_with_them(
 
 @pytest.mark.parametrize("graph_from", [8, 50_000])
 def test_a_catalog_that_was_put_back_gets_its_own_vectors(
-    index: Index,
-    tmp_path: Path,
-    model: KVModel,
-    graph_from: int,
-    monkeypatch: pytest.MonkeyPatch,
+    index: Index, tmp_path: Path, model: KVModel, graph_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
+    monkeypatch.setattr(cachefile, "GRAPH_FROM", graph_from)
     filled(index)
     index.close()
     catalog = index.path / "catalog.sqlite"
