@@ -13,7 +13,6 @@ import numbers
 import operator
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,25 +189,6 @@ def _range(least: float | None, most: float | None) -> str:
     if least is not None:
         return f", at least {least:g}"
     return "" if most is None else f", at most {most:g}"
-
-
-def deprecated(name: str, instead: str, *, since: str, until: str) -> None:
-    """Warn the caller of a public name that it goes, as docs/compatibility.md promises.
-
-    Call it first in the function or property that goes.
-
-    Parameters
-    ----------
-    name, instead
-        What goes, and what takes its place, both as a caller writes them.
-    since, until
-        The release that deprecates it, and the one without it.
-    """
-    warnings.warn(
-        f"{name} is deprecated since kvrag {since} and goes in {until}: use {instead}",
-        DeprecationWarning,
-        stacklevel=3,
-    )
 
 
 _MOST = 3

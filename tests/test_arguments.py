@@ -77,12 +77,3 @@ def test_what_a_message_quotes_is_short() -> None:
     assert arguments.cut(LONG) == "x" * 197 + "..."
     assert arguments.shown(10**5000) == "a value of type int"
     assert arguments.shown(Odd()) == "a value of type Odd"
-
-
-def test_what_goes_warns_at_the_line_that_calls_it() -> None:
-    def old() -> None:
-        arguments.deprecated("old()", "new()", since="0.3", until="0.5")
-
-    with pytest.warns(DeprecationWarning, match=r"old\(\) is deprecated since kvrag 0.3") as seen:
-        old()
-    assert seen[0].filename == __file__

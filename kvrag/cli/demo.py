@@ -21,7 +21,6 @@ from kvrag.cli.answering import Outcome, PlainAnswer, answer, answer_plainly, as
 from kvrag.cli.indexing import IngestBar
 from kvrag.cli.opening import quiet_libraries, warm_up
 from kvrag.cli.options import DEFAULT_INDEX
-from kvrag.codec.names import RAW, expected_bytes_per_token
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.regularfile import read_regular
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 _BAR_COLUMNS = 40
 _INDENT = 3
 _TOO_QUICK_SECONDS = 0.25
-_COMPRESSED = "transform:2"
 
 
 @dataclass(frozen=True)
@@ -242,18 +240,7 @@ class DemoView:
 def _stored(stats: IndexStats) -> str:
     if not stats.bytes_per_token:
         return "no KV is stored: the model computes each prompt as a whole"
-    if stats.codec != RAW:
-        return f"KV of all pages: {console.format_bytes(stats.size_bytes)} ({stats.codec})"
-    element_bytes = 4 if stats.dtype == "float32" else 2
-    fewer = stats.num_tokens * expected_bytes_per_token(
-        _COMPRESSED, stats.bytes_per_token, element_bytes
-    )
-    # One record for each chunk: those for first places come on top, with any codec.
-    raw = console.format_bytes(stats.num_tokens * stats.bytes_per_token)
-    return (
-        f"KV of all pages: {raw} raw, about {console.format_bytes(fewer)} "
-        f"with --codec {_COMPRESSED}"
-    )
+    return f"KV of all pages: {console.format_bytes(stats.size_bytes)} ({stats.codec})"
 
 
 def _mark(right: bool | None) -> str:

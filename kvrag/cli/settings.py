@@ -44,32 +44,24 @@ address, a model or code, or disables a check; `index` is checked.
 """
 
 _COMPRESSION_GONE = f"is gone. {COMPRESSION_GONE}"
-GONE = (
-    {
-        (
-            "calibrate",
-            name,
-        ): "is gone: 'kvrag calibrate' asks about the index itself, and 'kvrag bench "
-        "quality' compares contexts, and policies with questions from a file"
-        for name in ("data", "contexts")
-    }
-    | {
-        (
-            "ingest",
-            name,
-        ): "is gone: with --ray, --dry-run says the tokens; divide them by what your "
-        "machines compute in a second"
-        for name in ("ray-rate", "ray-price")
-    }
-    | {
-        ("serve", "artefacts"): "is gone: kvrag fuses each prompt in vLLM's own process",
-        ("bench quality", "jobs"): "is gone: start a process for each set of --data",
-        ("bench codec", "out"): "is gone: the table says what the picture showed",
-        ("ingest", "compress"): _COMPRESSION_GONE,
-        ("bench quality", "compress"): _COMPRESSION_GONE,
-        ("train links", "anchors"): _COMPRESSION_GONE,
-    }
+_CALIBRATE_GONE = (
+    "is gone: 'kvrag calibrate' asks about the index itself, and 'kvrag bench quality' compares "
+    "contexts, and policies with questions from a file"
 )
+_RATES_GONE = (
+    "is gone: with --ray, --dry-run says the tokens; divide them by what your machines compute in "
+    "a second"
+)
+GONE = {
+    **dict.fromkeys([("calibrate", "data"), ("calibrate", "contexts")], _CALIBRATE_GONE),
+    **dict.fromkeys([("ingest", "ray-rate"), ("ingest", "ray-price")], _RATES_GONE),
+    ("serve", "artefacts"): "is gone: kvrag fuses each prompt in vLLM's own process",
+    ("bench quality", "jobs"): "is gone: start a process for each set of --data",
+    ("bench codec", "out"): "is gone: the table says what the picture showed",
+    ("ingest", "compress"): _COMPRESSION_GONE,
+    ("bench quality", "compress"): _COMPRESSION_GONE,
+    ("train links", "anchors"): _COMPRESSION_GONE,
+}
 """What replaces each command's option of an earlier version."""
 
 # Far more than anybody writes. The time to parse a line grows with the square of its dots.

@@ -102,13 +102,6 @@ class BlockReader:
         kind = np.dtype(dtype)
         return np.frombuffer(self.take(count * kind.itemsize), dtype=kind).copy()
 
-    def floats(self, count: int) -> torch.Tensor:
-        """Return the next `count` numbers, float16 and finite."""
-        found = self.array("<f2", count)
-        if not np.isfinite(found).all():
-            self.refuse("scales", "finite numbers", "NaN or infinity")
-        return torch.from_numpy(found)
-
     def raw_tokens(
         self, num_raw: int, num_tokens: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[NDArray[np.int64], torch.Tensor]:

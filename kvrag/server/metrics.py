@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -39,49 +40,44 @@ class ServerMetrics:
     def __init__(self, index: Index) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(IndexCollector(index))
-        self.requests = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.requests = counter(
             "kvrag_server_requests",
             "Requests by their status; 499: the client left.",
             ("route", "status", "tenant"),
-            registry=registry,
         )
-        self.tokens = Counter(
+        self.tokens = counter(
             "kvrag_server_tokens",
             "Tokens of finished answers: prompt, cached (a part of those) or completion.",
             ("kind", "tenant"),
-            registry=registry,
         )
-        self.ttft = Histogram(
+        self.ttft = histogram(
             "kvrag_server_ttft_seconds",
             "Time to the first token, the wait included.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.seconds = Histogram(
+        self.seconds = histogram(
             "kvrag_server_seconds",
             "Time from the request to the end of its answer.",
             ("route",),
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.audited = Counter(
+        self.audited = counter(
             "kvrag_server_audited",
             "Answers beside full prefill: same, other, or dropped because others asked.",
             ("policy", "outcome"),
-            registry=registry,
         )
-        self.audited_tokens = Counter(
+        self.audited_tokens = counter(
             "kvrag_server_audited_tokens",
             "Tokens of verified answers, by whether full prefill's likeliest one is the same.",
             ("policy", "agrees"),
-            registry=registry,
         )
-        self.audited_kl = Histogram(
+        self.audited_kl = histogram(
             "kvrag_server_audited_kl",
             "KL(full prefill || reused KV) of a verified answer, a token, in nats.",
             ("policy",),
             buckets=_KL,
-            registry=registry,
         )
 
     def watch(self, queue: AnswerQueue) -> None:

@@ -56,28 +56,11 @@ def mean_interval(
     confidence
         Share of resampled means inside the interval.
     """
-    return _interval(_resampled_means(values, seed), confidence)
+    return interval(resampled_means(values, seed), confidence)
 
 
-def ratio_interval(
-    parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0, confidence: float = 0.95
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of a ratio of two means over the same questions.
-
-    Parameters
-    ----------
-    parts, wholes
-        One value each for each question; the same questions are drawn of both. Means of `wholes`
-        must not be zero.
-    seed, confidence
-        As for `mean_interval`.
-    """
-    # The same seed draws the same questions.
-    means = _resampled_means(parts, seed) / _resampled_means(wholes, seed)
-    return _interval(means, confidence)
-
-
-def _resampled_means(values: Sequence[float], seed: int) -> FloatArray:
+def resampled_means(values: Sequence[float], seed: int) -> FloatArray:
+    """Return the means of `NUM_RESAMPLES` draws of the values; the same seed draws the same."""
     sample = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(seed)
     # Resampled in parts: 2,000 times 10,000 questions at once would take 160 MB.
@@ -90,7 +73,8 @@ def _resampled_means(values: Sequence[float], seed: int) -> FloatArray:
     )
 
 
-def _interval(means: FloatArray, confidence: float) -> tuple[float, float]:
+def interval(means: FloatArray, confidence: float) -> tuple[float, float]:
+    """Return the middle share of resampled means, as its ends."""
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)

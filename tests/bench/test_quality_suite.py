@@ -10,10 +10,11 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.calibrate import mean_interval, ratio_interval
+from kvrag.tune.calibrate import mean_interval
 from kvrag_bench.judge.answers import Answerer
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
+from kvrag_bench.quality.metrics import ratio_interval
 from tests.support.models import make_model, make_tokenizer
 
 

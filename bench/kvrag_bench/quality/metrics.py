@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvrag.tune.calibrate import interval, resampled_means
 from kvrag_bench.judge.exact_match import normalise_answer
 
 
@@ -58,3 +59,21 @@ def _subsequence_f1(given: list[str], wanted: list[str]) -> float:
 
 def _f1(num_common: int, given: list[str], wanted: list[str]) -> float:
     return 2 * num_common / (len(given) + len(wanted))
+
+
+def ratio_interval(
+    parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of a ratio of two means over the same questions.
+
+    Parameters
+    ----------
+    parts, wholes
+        One value each for each question; the same questions are drawn of both. Means of `wholes`
+        must not be zero.
+    seed, confidence
+        As for `mean_interval`.
+    """
+    # The same seed draws the same questions.
+    means = resampled_means(parts, seed) / resampled_means(wholes, seed)
+    return interval(means, confidence)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from kvrag.tune.calibrate import mean_interval, ratio_interval
+from kvrag.tune.calibrate import mean_interval
 from kvrag_bench.judge.exact_match import exact_match
 from kvrag_bench.judge.judgements import Judgement, Reply
 from kvrag_bench.judge.questions import JudgedQuestion
@@ -227,7 +227,7 @@ def _gap_closed(judgements: Sequence[Judgement], plain: Sequence[Judgement]) -> 
     # Where plain reuse loses nothing (one chunk, at its place) there is no gap.
     if min(wholes) <= 0:
         return None
-    low, high = ratio_interval(parts, wholes)
+    low, high = metrics.ratio_interval(parts, wholes)
     return Estimate(1 - fmean(parts) / fmean(wholes), 1 - high, 1 - low)
 
 

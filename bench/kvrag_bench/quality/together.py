@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 
 from kvrag.errors import KVRagError, ParameterError
-from kvrag.tune.calibrate import ratio_interval
 from kvrag_bench.judge.judgements import Contestant
+from kvrag_bench.quality.metrics import ratio_interval
 
 PLAIN_REUSE = Contestant("none", None)
 """Nothing computed again over chunks encoded alone: the gap that others are measured by."""
