@@ -29,10 +29,7 @@ def calibrate(
         typer.Option(min=0, help="Ask no further question after this time, but at least eight."),
     ] = 5.0,
     chunks: Annotated[int, o.setting(min=1, help="Chunks in each prompt.")] = 5,
-    policies: Annotated[
-        str,
-        o.setting(help="Policies to measure, comma-separated."),
-    ] = _POLICIES,
+    policies: Annotated[str, o.setting(help="Policies to measure, comma-separated.")] = _POLICIES,
     ratios: Annotated[
         str, o.setting(help="Shares of reused tokens to recompute, comma-separated.")
     ] = "0.05,0.1,0.15,0.3",
@@ -66,10 +63,7 @@ def calibrate(
         ratios=shares,
         use_chat_template=not no_chat,
     )
-    with (
-        opening.open() as opened,
-        console.progress("reading the index") as say,
-    ):
+    with opening.open() as opened, console.progress("reading the index") as say:
         check_can_keep(opened.path)
         found = measure(opened, options, say)
         opened.upkeep.keep_calibration(found)
@@ -137,7 +131,7 @@ def choose_store(
         Path | None,
         typer.Option(
             help="File of store prices. Default: prices.toml in the index; if it is missing, it is "
-            "created with example prices.",
+            "created with example prices."
         ),
     ] = None,
     loss: Annotated[
@@ -145,8 +139,7 @@ def choose_store(
         o.setting(min=0.0, max=1.0, help="Quality that may be lost, as a share, as for 'auto'."),
     ] = 0.01,
     reads: Annotated[
-        float,
-        o.setting(min=0.0, help="Number of reads of a chunk per month."),
+        float, o.setting(min=0.0, help="Number of reads of a chunk per month.")
     ] = 30.0,
     move: Annotated[
         bool, typer.Option("--move", help="Move the index's KV to the chosen store.")

@@ -239,9 +239,7 @@ def search_question(engine: Engine, turns: list[Turn], question: str) -> str:
     lines += ["", f"Last question: {question}", "", _REWRITE]
     # Without reuse, it takes no memory from the conversation.
     request = Request(
-        [{"role": "user", "content": "\n".join(lines)}],
-        max_tokens=_REWRITE_TOKENS,
-        reuse=False,
+        [{"role": "user", "content": "\n".join(lines)}], max_tokens=_REWRITE_TOKENS, reuse=False
     )
     written = first_line(engine.generate(request).text)
     return written if is_usable(written, question) else f"{turns[-1].question} {question}"

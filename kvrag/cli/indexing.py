@@ -245,10 +245,7 @@ def _only_model() -> str:
 
 
 def _open_or_create(
-    target: Target,
-    settings: Mapping[str, Any],
-    objects: _Given,
-    scratch: Path | None,
+    target: Target, settings: Mapping[str, Any], objects: _Given, scratch: Path | None
 ) -> Index:
     """Open the index, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.embedding import HASHING, HashingEmbedding

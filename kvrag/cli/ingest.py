@@ -57,8 +57,7 @@ class Asked:
         ),
     ] = "1"
     ray_cpus: Annotated[
-        float,
-        o.setting(parser=o.above_zero, metavar="NUMBER", help="Processors of each of them."),
+        float, o.setting(parser=o.above_zero, metavar="NUMBER", help="Processors of each of them.")
     ] = 1.0
     ray_gpus: Annotated[float, o.setting(min=0.0, help="Graphics cards of each.")] = 0.0
     ray_memory: Annotated[
@@ -179,10 +178,7 @@ DryRunOption = Annotated[
 _LIMITS = ParseLimits()
 # None means that of an index which is there, or the default of a new one.
 _MADE_WITH = dict.fromkeys(
-    (
-        *("embedding", "chunk_tokens", "codec", "dtype"),
-        *("context", "trust", "control_tokens"),
-    )
+    (*("embedding", "chunk_tokens", "codec", "dtype"), *("context", "trust", "control_tokens"))
 )
 _OF_INDEX = {one.name: one for one, _ in options_of(IndexSettings) if one.name in _MADE_WITH}
 

@@ -49,7 +49,7 @@ _MODELS_COMMANDS = {
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
 _GONE = {
     "serve-kv": "is gone: let a web server (nginx, Caddy) serve the index's folder 'kv' and name "
-    "it with --store http://HOST/PATH, or keep the KV in Redis or a bucket",
+    "it with --store http://HOST/PATH, or keep the KV in Redis or a bucket"
 }
 # `serve` passes options that it does not know to vLLM.
 _SETTINGS = {
@@ -76,12 +76,7 @@ def main(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[  # noqa: ARG001
         bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Show the version.",
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Answer questions about your documents from KV that is computed once, at indexing."""

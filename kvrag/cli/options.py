@@ -110,13 +110,7 @@ IndexOption = Annotated[
 ]
 OtherIndexOption = Annotated[
     Any,  # Path | str | None
-    typer.Option(
-        "--index",
-        "-i",
-        metavar="DIR",
-        parser=_folder,
-        help="Folder of an index.",
-    ),
+    typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of an index."),
 ]
 ModelOption = Annotated[
     str | None,
@@ -128,10 +122,7 @@ ModelOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the model runs, such as 'cuda'. Default: cpu.",
-    ),
+    str | None, typer.Option(help="Where the model runs, such as 'cuda'. Default: cpu.")
 ]
 
 
@@ -195,9 +186,7 @@ def _memory(text: str | int) -> int:
 
 _SHOWN = ("policy", "ratio", "max_tokens", "embedding", "chunk_tokens", "codec")
 # Everything else about it is checked with the engine, which takes seconds to import.
-_PARSERS = {
-    "policy": _checked(lambda text: parse_spec(text, "policy", POLICIES, [AUTO_POLICY])),
-}
+_PARSERS = {"policy": _checked(lambda text: parse_spec(text, "policy", POLICIES, [AUTO_POLICY]))}
 _METAVARS = {
     "policy": "NAME[:KEY=VALUE]",
     "eviction": "POLICY",
@@ -222,10 +211,7 @@ def of_table(one: Field[Any], default: Any) -> Any:
         given["parser"] = _PARSERS[one.name]
     text = rule.text.replace("``", "").replace("`", "'").replace("[", "\\[")
     return typer.Option(
-        help=text,
-        hidden=one.name not in _SHOWN,
-        show_default=default is not None,
-        **given,
+        help=text, hidden=one.name not in _SHOWN, show_default=default is not None, **given
     )
 
 
@@ -380,8 +366,5 @@ class Searching:
             from kvrag.engine.asking import Asking
 
         return Asking(
-            self.k,
-            self.filter,
-            load_reranker(self.rerank),
-            use_chat_template=not self.no_chat,
+            self.k, self.filter, load_reranker(self.rerank), use_chat_template=not self.no_chat
         )

@@ -83,21 +83,14 @@ def _described(schema: Schema, layout: SchemaLayout | None) -> dict[str, object]
     }
 
 
-def encode(
-    file: FileArgument,
-    opening: o.Opening,
-    as_json: o.JsonOption = False,
-) -> None:
+def encode(file: FileArgument, opening: o.Opening, as_json: o.JsonOption = False) -> None:
     """Compute and store the KV of the schema's modules that are not stored yet."""
     from kvrag.engine.engine import KVEngine
     from kvrag.pml.engine import PMLEngine
     from kvrag.pml.parser import parse_schema
 
     schema = parse_schema(file)
-    with (
-        opening.open() as opened,
-        console.progress("loading the model") as say,
-    ):
+    with opening.open() as opened, console.progress("loading the model") as say:
         report = PMLEngine(KVEngine(opened)).encode(
             schema, lambda done, total: say(f"{done:,} of {total:,} records")
         )

@@ -41,14 +41,12 @@ def query(
     answering: o.Answering,
     sampled: o.Sampled,
     plain: Annotated[
-        bool,
-        o.setting("--plain", help="Answer by full prefill instead, greedily, for comparison."),
+        bool, o.setting("--plain", help="Answer by full prefill instead, greedily, for comparison.")
     ] = False,
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify",
-            help="Then read the prompt in full, too, and say whether it says the same.",
+            "--verify", help="Then read the prompt in full, too, and say whether it says the same."
         ),
     ] = False,
     no_server: NoServerOption = False,
@@ -101,11 +99,7 @@ def _not_plain(answering: o.Answering, sampled: o.Sampled) -> list[str]:
 
 
 def _answer_plainly(
-    engine: KVEngine,
-    question: str,
-    request: Request,
-    seconds: float,
-    on_text: console.AnswerText,
+    engine: KVEngine, question: str, request: Request, seconds: float, on_text: console.AnswerText
 ) -> None:
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
     max_tokens = engine.defaults.max_tokens or 0
@@ -207,8 +201,7 @@ def search(
     index: o.IndexOption = o.DEFAULT_INDEX,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     sparse: Annotated[
-        bool,
-        typer.Option("--sparse", help="Search by words (BM25) alone; loads no model."),
+        bool, typer.Option("--sparse", help="Search by words (BM25) alone; loads no model.")
     ] = False,
     dense: Annotated[
         bool, typer.Option("--dense", help="Search by meaning (vectors) alone.")

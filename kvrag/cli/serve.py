@@ -63,8 +63,7 @@ def serve(
         ),
     ] = None,
     anyone: Annotated[
-        bool,
-        o.setting("--anyone", help="Serve other machines without keys."),
+        bool, o.setting("--anyone", help="Serve other machines without keys.")
     ] = False,
     allow_origin: Annotated[
         list[str] | None,
@@ -133,8 +132,7 @@ def serve(
         bool, o.setting("--any-version", help="vLLM: accept untested versions.")
     ] = False,
     show: Annotated[
-        bool,
-        o.setting("--show", help="vLLM: print the command; start nothing."),
+        bool, o.setting("--show", help="vLLM: print the command; start nothing.")
     ] = False,
 ) -> None:
     """Serve an index to clients of the OpenAI API, which need no change.

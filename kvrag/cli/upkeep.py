@@ -229,10 +229,7 @@ def recode(
     from kvrag.ingest.profiles import read_profile
 
     given = None if profile is None else read_profile(profile)
-    with (
-        opening.open() as opened,
-        console.progress("reading the index") as say,
-    ):
+    with opening.open() as opened, console.progress("reading the index") as say:
         report = opened.upkeep.recode(
             codec,
             profile=given,
@@ -277,10 +274,7 @@ def profile(
     The index keeps its codec and its KV. To use the profile, run 'kvrag recode --profile', or
     'kvrag ingest --profile' for a new index of the same model.
     """
-    with (
-        opening.open() as opened,
-        console.progress("reading the index") as say,
-    ):
+    with opening.open() as opened, console.progress("reading the index") as say:
         fitted = opened.upkeep.fit_profile(codec, num_tokens=tokens, on_progress=say)
     if out is not None:
         from kvrag.ingest.config import write_atomically

@@ -322,9 +322,7 @@ class RecordReader:
         for block_index, block in enumerate(self.header.blocks):
             if block.size_bytes != size_bytes:
                 self.refuse(
-                    f"block {block_index}: size",
-                    f"{size_bytes} bytes",
-                    f"{block.size_bytes} bytes",
+                    f"block {block_index}: size", f"{size_bytes} bytes", f"{block.size_bytes} bytes"
                 )
 
     def read_block(self, block_index: int, buffer: memoryview) -> None:

@@ -15,33 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrag.codec import tables
 from kvrag.codec.bands import FittedBands
 from kvrag.codec.base import check_kv
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.lossless import rest_bits, split
 from kvrag.codec.pca import Components
 from kvrag.codec.profile import Level, Plane, Profile
-from kvrag.codec.tables import (
-    ESCAPE,
-    ESCAPE_BITS,
-    MAX_MAGNITUDE,
-    NUM_CONTEXTS,
-    NUM_SYMBOLS,
-    RADIX,
-    TOTAL,
-    Exact,
-    bits_of,
-    cluster,
-    coarser,
-    count_symbols,
-    digit_contexts,
-    digit_symbols,
-    empirical_bits,
-    fit_digit_frequencies,
-    fit_frequencies,
-    quantise,
-    value_costs,
-)
 from kvrag.codec.transforms import FittedTransform, greatest_tame
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
@@ -69,11 +49,11 @@ class FittedPlanes:
     def __init__(self, config: PipelineConfig, values: list[torch.Tensor]) -> None:
         self.values = [values]
         for _ in range(config.quantiser.refinements):
-            self.values.insert(0, [coarser(of_block) for of_block in self.values[0]])
+            self.values.insert(0, [tables.coarser(of_block) for of_block in self.values[0]])
         self.num_rows = [[_last_used(of_block) for of_block in plane] for plane in self.values]
         coded = self.num_rows[-1]
-        counts = [count_symbols(v[:n]) for v, n in zip(values, coded, strict=True)]
-        classes = cluster(np.concatenate(counts), config.coder.classes)
+        counts = [tables.count_symbols(v[:n]) for v, n in zip(values, coded, strict=True)]
+        classes = tables.cluster(np.concatenate(counts), config.coder.classes)
         self.num_classes = int(classes.max()) + 1 if len(classes) else 1
         self.classes = np.split(classes, np.cumsum(coded)[:-1])
         self.frequencies: list[NDArray[np.uint16]] = []
@@ -84,33 +64,33 @@ class FittedPlanes:
     @property
     def costs(self) -> torch.Tensor:
         """Cost in bits of whole numbers of the finest plane, float32 ``[C, 256]``."""
-        return value_costs(self.frequencies[0], self.frequencies[1:], self.num_classes)
+        return tables.value_costs(self.frequencies[0], self.frequencies[1:], self.num_classes)
 
     def _fit_plane(self, plane: int) -> None:
-        num_contexts = 1 if plane == 0 else NUM_CONTEXTS
-        counts = np.zeros((self.num_classes * num_contexts, NUM_SYMBOLS), dtype=np.int64)
+        num_contexts = 1 if plane == 0 else tables.NUM_CONTEXTS
+        counts = np.zeros((self.num_classes * num_contexts, tables.NUM_SYMBOLS), dtype=np.int64)
         for block, values in enumerate(self.values[plane]):
             n = self.num_rows[plane][block]
             classes = torch.from_numpy(self.classes[block][:n])
             if plane == 0:
-                np.add.at(counts, classes.numpy(), count_symbols(values[:n]))
+                np.add.at(counts, classes.numpy(), tables.count_symbols(values[:n]))
             elif n:
                 known = self.values[plane - 1][block][:n]
-                symbols = digit_symbols(values[:n], known).long()
-                which = classes[:, None] * num_contexts + digit_contexts(known).long()
-                flat = (which * NUM_SYMBOLS + symbols).flatten()
+                symbols = tables.digit_symbols(values[:n], known).long()
+                which = classes[:, None] * num_contexts + tables.digit_contexts(known).long()
+                flat = (which * tables.NUM_SYMBOLS + symbols).flatten()
                 counted = torch.bincount(flat, minlength=counts.size).numpy()
                 counts += counted.reshape(counts.shape)
-        fit = fit_frequencies if plane == 0 else fit_digit_frequencies
+        fit = tables.fit_frequencies if plane == 0 else tables.fit_digit_frequencies
         frequencies = fit(counts)
         self.frequencies.append(frequencies)
-        self.bits.append(float((counts * with_escapes(bits_of(frequencies))).sum()))
+        self.bits.append(float((counts * with_escapes(tables.bits_of(frequencies))).sum()))
 
 
 def with_escapes(bits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return `bits` with the cost of an escape for symbols that have no code."""
-    bits = np.minimum(bits, ESCAPE_BITS)
-    bits[:, ESCAPE] = ESCAPE_BITS
+    bits = np.minimum(bits, tables.ESCAPE_BITS)
+    bits[:, tables.ESCAPE] = tables.ESCAPE_BITS
     return bits
 
 
@@ -134,11 +114,7 @@ class Sample:
     """The transformed tokens that the transform was not fitted to."""
 
     def __init__(
-        self,
-        config: PipelineConfig,
-        spec: KVSpec,
-        transform: FittedTransform,
-        kept: list[ChunkKV],
+        self, config: PipelineConfig, spec: KVSpec, transform: FittedTransform, kept: list[ChunkKV]
     ) -> None:
         self._config = config
         self._spec = spec
@@ -166,7 +142,7 @@ class Sample:
         if target is None:
             return self._fit(level, name, 1.0)
         # With finer steps, the greatest numbers would overflow.
-        finest = 2.0 * self._greatest() / MAX_MAGNITUDE + 1e-12
+        finest = 2.0 * self._greatest() / tables.MAX_MAGNITUDE + 1e-12
         factor = self._find_factor(level, target, finest)
         # Rate-distortion optimised rounding and shared tables move the rate.
         fine, coarse = 0.0, math.inf
@@ -204,7 +180,7 @@ class Sample:
             bits = 0.0
             for block, rows in enumerate(self.rows):
                 scaled = rows / self._steps(level, block, middle)[:, None]
-                bits += empirical_bits(count_symbols(quantise(scaled)))
+                bits += tables.empirical_bits(tables.count_symbols(tables.quantise(scaled)))
             low, high = (middle, high) if bits > target * self._num_elements else (low, middle)
         return math.sqrt(low * high)
 
@@ -212,13 +188,13 @@ class Sample:
         steps = [self._steps(level, block, factor) for block in range(len(self.rows))]
         rows = [one / step[:, None] for one, step in zip(self.rows, steps, strict=True)]
         coded = [self._worth_coding(level, one) for one in rows]
-        values = [quantise(one) for one in coded]
+        values = [tables.quantise(one) for one in coded]
         weight = self._config.quantiser.rate_weight
         fitted = FittedPlanes(self._config, values)
         for _ in range(_ROUNDS if weight else 0):
             for block, n in enumerate(fitted.num_rows[-1]):
                 classes = torch.from_numpy(fitted.classes[block])
-                values[block][:n] = quantise(coded[block][:n], fitted.costs, classes, weight)
+                values[block][:n] = tables.quantise(coded[block][:n], fitted.costs, classes, weight)
                 values[block][n:] = 0
             fitted = FittedPlanes(self._config, values)
         planes = self._planes(fitted, rows)
@@ -257,7 +233,7 @@ class Sample:
         planes, bits = [], 0.0
         for number, values in enumerate(fitted.values):
             bits += fitted.bits[number]
-            scale = float(RADIX ** (len(fitted.values) - 1 - number))
+            scale = float(tables.RADIX ** (len(fitted.values) - 1 - number))
             gaps, hits = np.zeros(fitted.num_classes), np.zeros(fitted.num_classes)
             for block, n in enumerate(fitted.num_rows[number]):
                 used = values[block][:n] != 0
@@ -328,7 +304,7 @@ def fit_profile(
         )
     on_progress("finding the basis")
     transform = fitter.finish()
-    if isinstance(config.quantiser, Exact):
+    if isinstance(config.quantiser, tables.Exact):
         exact = _fit_exponents(config, spec, transform, kept)
         return Profile(config, spec, model_fingerprint, transform, (exact,), num_tokens)
     if isinstance(transform, FittedBands):
@@ -359,7 +335,7 @@ def _fit_bands(config: PipelineConfig, transform: FittedBands, kept: list[ChunkK
             "packed: the KV that was kept to judge the fit is far larger than the KV it was fitted "
             "to; fit it to other text"
         )
-    nothing = np.full((1, NUM_SYMBOLS), TOTAL // NUM_SYMBOLS, np.uint16)
+    nothing = np.full((1, tables.NUM_SYMBOLS), tables.TOTAL // tables.NUM_SYMBOLS, np.uint16)
     num_blocks = len(transform.plans)
     row_bits = sum(8 * transform.prepared(block).row_bytes for block in range(num_blocks))
     num_channels = sum(len(mean) for mean in transform.means)
@@ -396,13 +372,13 @@ def _fit_exponents(
         step = torch.exp2(typical.log2().floor())
         centres, _ = split(step.to(spec.dtype))
         steps.append(step)
-        counts.append(count_symbols(exponents - centres[:, None]))
+        counts.append(tables.count_symbols(exponents - centres[:, None]))
     rows = np.concatenate(counts)
-    classes = cluster(rows, config.coder.classes)
-    pooled = np.zeros((int(classes.max()) + 1, NUM_SYMBOLS), dtype=np.int64)
+    classes = tables.cluster(rows, config.coder.classes)
+    pooled = np.zeros((int(classes.max()) + 1, tables.NUM_SYMBOLS), dtype=np.int64)
     np.add.at(pooled, classes, rows)
-    frequencies = fit_frequencies(pooled)
-    cost = with_escapes(bits_of(frequencies))
+    frequencies = tables.fit_frequencies(pooled)
+    cost = with_escapes(tables.bits_of(frequencies))
     plane = Plane(
         frequencies=frequencies,
         num_rows=tuple(map(len, steps)),

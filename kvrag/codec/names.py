@@ -19,8 +19,7 @@ RAW = "raw"
 PACKED = "packed"
 RAW_HEADS = "raw-heads"
 PLAIN: Table[type[Codec]] = Table(
-    "kvrag.codecs",
-    {RAW: "kvrag.codec.raw:RawCodec", RAW_HEADS: "kvrag.codec.raw:RawHeadsCodec"},
+    "kvrag.codecs", {RAW: "kvrag.codec.raw:RawCodec", RAW_HEADS: "kvrag.codec.raw:RawHeadsCodec"}
 )
 """Codecs without a profile, by their names in records."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0

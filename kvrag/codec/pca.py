@@ -17,14 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from kvrag.codec.transforms import (
-    FEW_TOKENS,
-    KINDS,
-    SAMPLE_TOKENS,
-    BlockPlan,
-    load_means,
-    take_tensor,
-)
+from kvrag.codec import transforms as t
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.process import memory_bytes
@@ -59,7 +52,7 @@ class PCA:
     """
 
     name: ClassVar[str] = "pca"
-    sample_tokens: ClassVar[int] = SAMPLE_TOKENS
+    sample_tokens: ClassVar[int] = t.SAMPLE_TOKENS
     is_fitted_late: ClassVar[bool] = False
     group_layers: int = 0
     joint: bool = True
@@ -77,9 +70,9 @@ class PCA:
         and 0.03 % on 4,096 or more.
         """
         widest = max(plan.num_channels(spec) for plan in self.plans(spec))
-        return max(FEW_TOKENS, 8 * widest // 3)
+        return max(t.FEW_TOKENS, 8 * widest // 3)
 
-    def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
+    def plans(self, spec: KVSpec) -> tuple[t.BlockPlan, ...]:
         """Return a block for each group of layers, or for each kind of each group."""
         width = 2 * spec.num_kv_heads * spec.head_dim
         most = min(_MOST_CHANNELS, max(_FEW_CHANNELS, _FEW_LAYERS * width))
@@ -90,8 +83,8 @@ class PCA:
             for start in range(0, spec.num_layers, size)
         ]
         is_joint = self.joint and width <= _MOST_CHANNELS
-        kinds: list[tuple[str, ...]] = [KINDS] if is_joint else [(kind,) for kind in KINDS]
-        return tuple(BlockPlan(layers, which) for layers in groups for which in kinds)
+        kinds: list[tuple[str, ...]] = [t.KINDS] if is_joint else [(kind,) for kind in t.KINDS]
+        return tuple(t.BlockPlan(layers, which) for layers in groups for which in kinds)
 
     def fitter(self, spec: KVSpec) -> PCAFitter:
         """Return an empty fitter. It keeps ``N^2`` numbers a block for a corpus of any size."""
@@ -107,12 +100,12 @@ class PCA:
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> Components:
         """Return the fitted transform that a profile stores. Raises ProfileError."""
         plans = self.plans(spec)
-        means = load_means(spec, plans, tensors)
+        means = t.load_means(spec, plans, tensors)
         weights, bases = [], []
         for block, plan in enumerate(plans):
             size = plan.num_channels(spec)
-            weights.append(take_tensor(tensors, f"weight.{block}", [size], torch.float32))
-            bases.append(take_tensor(tensors, f"basis.{block}", [-1, size], BASIS_DTYPE))
+            weights.append(t.take_tensor(tensors, f"weight.{block}", [size], torch.float32))
+            bases.append(t.take_tensor(tensors, f"basis.{block}", [-1, size], BASIS_DTYPE))
         return Components(spec, plans, means, weights, bases)
 
 
@@ -165,7 +158,7 @@ class PCAFitter:
             bases.append(vectors[:, -rank:].flip(1).T.contiguous().to(BASIS_DTYPE))
         return Components(self._spec, self._plans, means, weights, bases)
 
-    def _weights(self, plan: BlockPlan, variance: torch.Tensor) -> torch.Tensor:
+    def _weights(self, plan: t.BlockPlan, variance: torch.Tensor) -> torch.Tensor:
         weight = torch.ones_like(variance)
         if not self._transform.normalise:
             return weight
@@ -191,7 +184,7 @@ class Components:
     def __init__(
         self,
         spec: KVSpec,
-        plans: tuple[BlockPlan, ...],
+        plans: tuple[t.BlockPlan, ...],
         means: list[torch.Tensor],
         weights: list[torch.Tensor],
         bases: list[torch.Tensor],

@@ -12,19 +12,12 @@ import numpy as np
 import torch
 
 from kvrag.chunk import ChunkKey
+from kvrag.codec import tables as t
 from kvrag.codec.block import COUNT, MATRIX, pack_streams
 from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.level import CodedBlock, LevelCoder, ProfiledCodec
 from kvrag.codec.profile import Profile
-from kvrag.codec.tables import (
-    NUM_CONTEXTS,
-    coarser,
-    digit_contexts,
-    digit_symbols,
-    quantise,
-    to_symbols,
-)
 from kvrag.codec.transforms import greatest_tame
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -119,7 +112,9 @@ class PipelineCodec(ProfiledCodec):
         rows[:, left_out] = 0.0
         classes = torch.from_numpy(coder.classes(block).astype(np.int64))
         limits = coder.limits(block)[:, None]
-        values = quantise(rows, level.costs, classes, quantiser.rate_weight).clamp(-limits, limits)
+        values = t.quantise(rows, level.costs, classes, quantiser.rate_weight).clamp(
+            -limits, limits
+        )
         nothing = torch.zeros(0, dtype=torch.int64)
         return CodedBlock(values.to(torch.int16).numpy(), nothing, torch.zeros(0, 0))
 
@@ -128,10 +123,10 @@ class PipelineCodec(ProfiledCodec):
     ) -> list[list[bytes | memoryview]]:
         known = [torch.from_numpy(coded.values).int()]
         for _ in coder.level.planes[1:]:
-            known.insert(0, coarser(known[0]))
+            known.insert(0, t.coarser(known[0]))
         classes = coder.classes(block)
         n = coder.level.planes[0].num_rows[block]
-        symbols = to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
+        symbols = t.to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
         streams = pack_streams(coder.models[0], symbols.symbols, classes[:n])
         planes: list[list[bytes | memoryview]] = [
             [
@@ -148,9 +143,9 @@ class PipelineCodec(ProfiledCodec):
             before = known[number - 1][:n]
             streams = pack_streams(
                 coder.models[number],
-                digit_symbols(known[number][:n], before).numpy(),
-                classes[:n] * NUM_CONTEXTS,
-                digit_contexts(before).numpy(),
+                t.digit_symbols(known[number][:n], before).numpy(),
+                classes[:n] * t.NUM_CONTEXTS,
+                t.digit_contexts(before).numpy(),
             )
             planes.append([COUNT.pack(len(streams)), streams])
         return planes

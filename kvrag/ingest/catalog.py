@@ -19,40 +19,10 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
+from kvrag.ingest import schema as s
 from kvrag.ingest.catalogfile import CatalogFile, checked, counted_state
 from kvrag.ingest.contexts import SIMILAR, encoded_behind
-from kvrag.ingest.schema import (
-    ALL_CHUNK_COLUMNS,
-    CHUNK_COLUMNS,
-    DOCUMENT_COLUMNS,
-    FILE_COLUMNS,
-    FILE_NAME,
-    FORGOTTEN,
-    KEYS,
-    NUM_TOKENS,
-    SCHEMA_VERSION,
-    VECTOR_COLUMNS,
-    Change,
-    Checksums,
-    ChunkRow,
-    DocumentRow,
-    Encoding,
-    FileState,
-    Heads,
-    KeyOf,
-    PackedChunk,
-    State,
-    StoredChunk,
-    StoredDocument,
-    VectorRows,
-    damaged,
-    joined,
-    pack_chunk,
-    pack_json,
-    sound_chunk,
-    unpack_json,
-    vector_mark,
-)
+from kvrag.ingest.schema import FILE_NAME, SCHEMA_VERSION
 from kvrag.ingest.words import WordIndex
 
 if TYPE_CHECKING:
@@ -80,10 +50,10 @@ class RowWriter:
     def __init__(
         self,
         connection: sqlite3.Connection,
-        checksums: Checksums,
+        checksums: s.Checksums,
         path: Path,
-        state: State,
-        encoding: Encoding | None,
+        state: s.State,
+        encoding: s.Encoding | None,
     ) -> None:
         self._connection = connection
         self._checksums = checksums
@@ -97,7 +67,7 @@ class RowWriter:
         self._doubted: set[str] = set()
         self._is_text_unknown = False  # of a chunk that went
 
-    def write(self, change: Change) -> int:
+    def write(self, change: s.Change) -> int:
         """Write a change; return the single chunks removed."""
         num_removed = sum(map(self.drop_chunk, change.remove_chunks))
         for path in change.forget_files:
@@ -107,7 +77,7 @@ class RowWriter:
         for source, file, digest, metadata, chunks in change.put:
             if self._is_similar:
                 self._doubt(chunks, change.after)
-            self.put_document(source, file, digest, pack_json(metadata), chunks)
+            self.put_document(source, file, digest, s.pack_json(metadata), chunks)
         for one in change.put_files:
             self.put_file(one)
         if self._is_similar:
@@ -115,12 +85,12 @@ class RowWriter:
             self._forget(change)
         return num_removed
 
-    def put_file(self, file: FileState) -> None:
+    def put_file(self, file: s.FileState) -> None:
         self.drop_file(file.path)
         values = astuple(file)
         checksum = self._checksums.of("file", values)
         self._connection.execute(
-            f"INSERT INTO files ({FILE_COLUMNS}) VALUES ({_marks(FILE_COLUMNS)})",
+            f"INSERT INTO files ({s.FILE_COLUMNS}) VALUES ({_marks(s.FILE_COLUMNS)})",
             (*values, checksum),
         )
         self.state.count_file(checksum, 1)
@@ -132,12 +102,7 @@ class RowWriter:
             self.state.count_file(checksum, -1)
 
     def put_document(
-        self,
-        source: str,
-        file: str | None,
-        digest: str,
-        metadata: str,
-        rows: Sequence[ChunkRow],
+        self, source: str, file: str | None, digest: str, metadata: str, rows: Sequence[s.ChunkRow]
     ) -> None:
         """Write a document with its chunks in place of the stored ones."""
         self.drop_document(source)
@@ -145,14 +110,14 @@ class RowWriter:
         other_keys: list[tuple[int, int, str]] = []
         parts = []
         for number, row in enumerate(rows, self._next_row()):
-            values = pack_chunk(number, row.chunk)
+            values = s.pack_chunk(number, row.chunk)
             checksum = self._checksums.of("chunk", values)
             vector = row.embedding.astype("<f4").tobytes()
             vector_checksum = self._checksums.of("vector", (number, row.chunk.chunk_id, vector))
             keys = [key.digest for key in row.keys]
             chunks.append((*values, checksum, keys[0], vector, vector_checksum))
             other_keys += [(number, place, key) for place, key in enumerate(keys[1:], 1)]
-            parts.append(joined(checksum, vector_checksum, " ".join(keys)))
+            parts.append(s.joined(checksum, vector_checksum, " ".join(keys)))
             if self._is_similar:
                 self._come.add((source, values.token_ids))
         # Rows of these chunks that a damaged source has attached to another document.
@@ -160,23 +125,23 @@ class RowWriter:
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
         )
         whole = self._checksums.whole(parts)
-        self._write_document(StoredDocument(source, file, digest, metadata, len(chunks), whole))
-        columns = f"{CHUNK_COLUMNS}, kv_key, embedding, vector_seal"
+        self._write_document(s.StoredDocument(source, file, digest, metadata, len(chunks), whole))
+        columns = f"{s.CHUNK_COLUMNS}, kv_key, embedding, vector_seal"
         self._connection.executemany(
             f"INSERT INTO chunks ({columns}) VALUES ({_marks(columns)})", chunks
         )
         self._connection.executemany("INSERT INTO other_keys VALUES (?, ?, ?)", other_keys)
 
-    def _write_document(self, document: StoredDocument) -> None:
+    def _write_document(self, document: s.StoredDocument) -> None:
         """Rewrite a document's row; its chunks stay."""
         for (old,) in self._connection.execute(
             "SELECT seal FROM documents WHERE source = ?", (document.source,)
         ).fetchall():
             self.state.count_document(old, -1)
         checksum = self._checksums.of("document", document)
-        updates = ", ".join(f"{one} = excluded.{one}" for one in DOCUMENT_COLUMNS.split(", ")[1:])
+        updates = ", ".join(f"{one} = excluded.{one}" for one in s.DOCUMENT_COLUMNS.split(", ")[1:])
         self._connection.execute(
-            f"INSERT INTO documents ({DOCUMENT_COLUMNS}) VALUES ({_marks(DOCUMENT_COLUMNS)}) "
+            f"INSERT INTO documents ({s.DOCUMENT_COLUMNS}) VALUES ({_marks(s.DOCUMENT_COLUMNS)}) "
             f"ON CONFLICT (source) DO UPDATE SET {updates}",
             (*document, checksum),
         )
@@ -189,7 +154,7 @@ class RowWriter:
         self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             chunks = self._connection.execute(
-                f"DELETE FROM chunks WHERE source = ? RETURNING {CHUNK_COLUMNS}", (source,)
+                f"DELETE FROM chunks WHERE source = ? RETURNING {s.CHUNK_COLUMNS}", (source,)
             ).fetchall()
         finally:
             self._connection.text_factory = decode
@@ -226,12 +191,12 @@ class RowWriter:
         Chunks that were encoded after it lose their contexts: from then on they use the KV of the
         chunk alone, if the store has it.
         """
-        select = f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE"
+        select = f"SELECT {s.CHUNK_COLUMNS} FROM chunks WHERE"
         rows = self._connection.execute(f"{select} chunk_id = ?", (chunk_id,)).fetchall()
         if not rows:
             return 0
         # A damaged row does not say which chunks follow it: remove every trace of it.
-        removed = sound_chunk(rows[0], self._checksums, self._path)
+        removed = s.sound_chunk(rows[0], self._checksums, self._path)
         source, ordinal = removed.source, removed.ordinal
         later = self._connection.execute(
             f"{select} source = ? AND ordinal > ? ORDER BY ordinal", (source, ordinal)
@@ -240,7 +205,7 @@ class RowWriter:
         gone = [(one[0],) for one in (rows[0], *later) if one not in sound]
         self._connection.executemany("DELETE FROM chunks WHERE row = ?", gone)
         self._note_gone(source, [one for one in (rows[0], *later) if one not in sound])
-        behind = (sound_chunk(one, self._checksums, self._path) for one in sound)
+        behind = (s.sound_chunk(one, self._checksums, self._path) for one in sound)
         assert self._encoding is not None
         for chunk in list(encoded_behind(ordinal, behind, self._encoding.context)):
             self._give(replace(chunk, contexts=((),)))
@@ -254,9 +219,9 @@ class RowWriter:
         The checksum is that of a chunk that has changed.
         """
         parts = [
-            joined(*part)
+            s.joined(*part)
             for part in self._connection.execute(
-                f"SELECT seal, vector_seal, {KEYS} FROM chunks WHERE source = ? ORDER BY ordinal",
+                f"SELECT seal, vector_seal, {s.KEYS} FROM chunks WHERE source = ? ORDER BY ordinal",
                 (source,),
             ).fetchall()
         ]
@@ -268,10 +233,10 @@ class RowWriter:
         whole = self._checksums.whole(parts)
         before = self.state.documents
         for row in self._connection.execute(
-            f"SELECT {DOCUMENT_COLUMNS} FROM documents WHERE source = ?", (source,)
+            f"SELECT {s.DOCUMENT_COLUMNS} FROM documents WHERE source = ?", (source,)
         ).fetchall():
             if self._checksums.is_right("document", row):
-                one = StoredDocument(*row[:-1])._replace(num_chunks=len(parts), chunks=whole)
+                one = s.StoredDocument(*row[:-1])._replace(num_chunks=len(parts), chunks=whole)
                 self._write_document(one if is_whole else one._replace(digest=""))
         if self.state.documents == before:  # its row is lost, or damaged
             self.state.tell_gone(checksum)
@@ -282,9 +247,9 @@ class RowWriter:
         ((row,),) = self._connection.execute(
             "SELECT row FROM chunks WHERE chunk_id = ?", (chunk.chunk_id,)
         ).fetchall()
-        values = pack_chunk(row, chunk)
+        values = s.pack_chunk(row, chunk)
         if forgets:
-            values = values._replace(contexts=FORGOTTEN)
+            values = values._replace(contexts=s.FORGOTTEN)
         first, *others = (self._encoding.key_of(one).digest for one in chunk.encodings())
         self._connection.execute(
             "UPDATE chunks SET contexts = ?, kv_key = ?, seal = ? WHERE row = ?",
@@ -305,11 +270,11 @@ class RowWriter:
     def _note_gone(self, source: str, rows: Sequence[Sequence[Any]]) -> None:
         """Note chunks that went, by their rows. A damaged one does not say what its text was."""
         if self._is_similar:
-            self._gone.update((source, PackedChunk(*row[:-1]).token_ids) for row in rows)
+            self._gone.update((source, s.PackedChunk(*row[:-1]).token_ids) for row in rows)
             if not all(self._checksums.is_right("chunk", row) for row in rows):
                 self._is_text_unknown = True
 
-    def _doubt(self, rows: Sequence[ChunkRow], after: Mapping[str, tuple[str, ...]]) -> None:
+    def _doubt(self, rows: Sequence[s.ChunkRow], after: Mapping[str, tuple[str, ...]]) -> None:
         """Note the chunks to write whose contexts were kept, and are those of no chunk any more."""
         for row in rows:
             if row.chunk.contexts[0] and row.chunk.chunk_id not in after:
@@ -317,14 +282,14 @@ class RowWriter:
                 if not self._connection.execute(select, (row.keys[0].digest,)).fetchall():
                     self._doubted.add(row.chunk.chunk_id)
 
-    def _forget(self, change: Change) -> None:
+    def _forget(self, change: s.Change) -> None:
         """Take their context from the chunks that were encoded after text that is gone."""
         forgetful = self._doubted
         standing = set(chain.from_iterable(change.after.values()))
         missing = standing - self._present(standing)
         forgetful |= {one for one, before in change.after.items() if missing.intersection(before)}
         if gone := self._gone - self._come:
-            heads = Heads(ids for _, ids in gone)
+            heads = s.Heads(ids for _, ids in gone)
             forgetful |= {
                 chunk_id
                 for chunk_id, contexts in self._connection.execute(
@@ -347,10 +312,10 @@ class RowWriter:
         changed: dict[str, bytes] = {}
         for chunk_id, given in contexts.items():
             for row in self._connection.execute(
-                f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
+                f"SELECT {s.CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
             ).fetchall():
                 if self._checksums.is_right("chunk", row):
-                    chunk = sound_chunk(row, self._checksums, self._path)
+                    chunk = s.sound_chunk(row, self._checksums, self._path)
                     self._give(replace(chunk, contexts=given), forgets=forgets)
                     changed[chunk.source] = row[-1]
         for source, checksum in changed.items():
@@ -399,15 +364,15 @@ class Stored:
         found = [
             self._catalog.checksums.is_right(name, row)
             for name, columns in (
-                ("chunk", CHUNK_COLUMNS),
-                ("document", DOCUMENT_COLUMNS),
-                ("file", FILE_COLUMNS),
+                ("chunk", s.CHUNK_COLUMNS),
+                ("document", s.DOCUMENT_COLUMNS),
+                ("file", s.FILE_COLUMNS),
             )
             for row in self._catalog.rows(f"SELECT {columns} FROM {name}s LIMIT {_SAMPLE}")
         ]
         return bool(found) and not any(found)
 
-    def state(self) -> tuple[State | None, State]:
+    def state(self) -> tuple[s.State | None, s.State]:
         """Return the state, None if its row is damaged, and what it must be for the other rows."""
         state = self._catalog.state()
         return state, counted_state(self._catalog, 0 if state is None else state.generation)
@@ -419,49 +384,49 @@ class Stored:
         """
         found: dict[Any, list[int]] = {}
         for row, source, length in self._catalog.scan("row, source, length(contexts)"):
-            if not is_alone or length in (0, len(FORGOTTEN)):
+            if not is_alone or length in (0, len(s.FORGOTTEN)):
                 found.setdefault(source, []).append(row)
         return found
 
-    def chunks(self, rows: Sequence[int] | None = None) -> Iterator[StoredChunk]:
+    def chunks(self, rows: Sequence[int] | None = None) -> Iterator[s.StoredChunk]:
         """Yield what the readable chunk rows hold, all of them or some."""
-        catalog, columns = self._catalog, ALL_CHUNK_COLUMNS
+        catalog, columns = self._catalog, s.ALL_CHUNK_COLUMNS
         checksums = catalog.checksums
         found = catalog.scan(columns) if rows is None else catalog.select_in(columns, "row", rows)
         for *values, keys, embedding, vector_checksum in found:
             vector = (*values[:2], embedding, vector_checksum)
             chunk: Chunk | None = None
             with contextlib.suppress(IndexFormatError):
-                chunk = sound_chunk(values, checksums, catalog.path)
-            yield StoredChunk(
-                packed=PackedChunk(*values[:-1]),
+                chunk = s.sound_chunk(values, checksums, catalog.path)
+            yield s.StoredChunk(
+                packed=s.PackedChunk(*values[:-1]),
                 keys=keys,
                 chunk=chunk,
-                checksums=joined(values[-1], vector_checksum, ""),
+                checksums=s.joined(values[-1], vector_checksum, ""),
                 embedding=embedding if checksums.is_right("vector", vector) else None,
             )
 
-    def documents(self, sources: Iterable[Any] = ()) -> list[tuple[StoredDocument, bool]]:
+    def documents(self, sources: Iterable[Any] = ()) -> list[tuple[s.StoredDocument, bool]]:
         """Return the readable documents, and whether each row is what was written.
 
         Documents with the given sources are found even if the table cannot be read in order.
         """
-        select = f"SELECT {DOCUMENT_COLUMNS} FROM documents"
+        select = f"SELECT {s.DOCUMENT_COLUMNS} FROM documents"
         rows = {row[0]: row for row in self._catalog.readable(select)}
         for source in sources:
             if source not in rows:
                 for row in self._catalog.rows(f"{select} WHERE source = ?", (source,)):
                     rows[source] = row
         return [
-            (StoredDocument(*row[:-1]), self._catalog.checksums.is_right("document", row))
+            (s.StoredDocument(*row[:-1]), self._catalog.checksums.is_right("document", row))
             for row in rows.values()
         ]
 
-    def files(self) -> list[tuple[FileState, bool]]:
+    def files(self) -> list[tuple[s.FileState, bool]]:
         """Return the readable states of files, and whether each row is what was written."""
-        rows = self._catalog.readable(f"SELECT {FILE_COLUMNS} FROM files")
+        rows = self._catalog.readable(f"SELECT {s.FILE_COLUMNS} FROM files")
         return [
-            (FileState(*row[:-1]), self._catalog.checksums.is_right("file", row)) for row in rows
+            (s.FileState(*row[:-1]), self._catalog.checksums.is_right("file", row)) for row in rows
         ]
 
     @checked
@@ -470,9 +435,9 @@ class Stored:
 
         The number is 0 where it is damaged.
         """
-        names = f"SELECT kv_key, {NUM_TOKENS} FROM chunks"
+        names = f"SELECT kv_key, {s.NUM_TOKENS} FROM chunks"
         others = (
-            f"SELECT o.kv_key, {NUM_TOKENS} FROM other_keys o JOIN chunks ON chunks.row = o.row"
+            f"SELECT o.kv_key, {s.NUM_TOKENS} FROM other_keys o JOIN chunks ON chunks.row = o.row"
         )
         return dict([*self._catalog.rows(names), *self._catalog.rows(others)])
 
@@ -485,19 +450,20 @@ class Stored:
         )
 
     @checked
-    def chunk_with(self, key: ChunkKey, key_of: KeyOf) -> Chunk:
+    def chunk_with(self, key: ChunkKey, key_of: s.KeyOf) -> Chunk:
         """Return a sound chunk whose KV has a given name, with only the context of that KV;
         `audit` has found one.
         """
         catalog = self._catalog
         for row in catalog.rows(
-            f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE {_HAS_KEY} ORDER BY row", {"key": key.digest}
+            f"SELECT {s.CHUNK_COLUMNS} FROM chunks WHERE {_HAS_KEY} ORDER BY row",
+            {"key": key.digest},
         ):
             if catalog.checksums.is_right("chunk", row):
-                for one in sound_chunk(row, catalog.checksums, catalog.path).encodings():
+                for one in s.sound_chunk(row, catalog.checksums, catalog.path).encodings():
                     if key_of(one) == key:
                         return one
-        raise damaged(self._catalog.path, f"no chunk has the KV {key}")
+        raise s.damaged(self._catalog.path, f"no chunk has the KV {key}")
 
     @checked
     def num_vectors(self, dim: int) -> int:
@@ -556,7 +522,7 @@ class Catalog(CatalogFile):
         All rows, sound or not, for upkeep.
     """
 
-    encoding: Encoding | None = None
+    encoding: s.Encoding | None = None
 
     def __init__(
         self, path: Path, *, checksum_key: bytes = b"", cipher_key: bytes | None = None
@@ -587,7 +553,7 @@ class Catalog(CatalogFile):
         wanted = list(dict.fromkeys(chunk_ids))
         found = {
             values[1]: self._sound_chunk(values)
-            for values in self.select_in(CHUNK_COLUMNS, "chunk_id", wanted)
+            for values in self.select_in(s.CHUNK_COLUMNS, "chunk_id", wanted)
         }
         return [chunk for chunk_id in chunk_ids if (chunk := found.get(chunk_id)) is not None]
 
@@ -601,7 +567,7 @@ class Catalog(CatalogFile):
         found: dict[str, Chunk | None] = {one: kept[one][0] for one in wanted if one in kept}
         read: dict[str, tuple[Chunk, int]] = {}
         missing = [one for one in wanted if one not in kept]
-        for values in self.select_in(CHUNK_COLUMNS, "chunk_id", missing):
+        for values in self.select_in(s.CHUNK_COLUMNS, "chunk_id", missing):
             found[values[1]] = chunk = self._sound_chunk(values)
             if chunk is not None:
                 size = sum(len(value) for value in values if isinstance(value, str | bytes))
@@ -628,7 +594,7 @@ class Catalog(CatalogFile):
         """Return chunks by row number; leaves out unknown and damaged chunks."""
         found = {
             values[0]: self._sound_chunk(values)
-            for values in self.select_in(CHUNK_COLUMNS, "row", rows)
+            for values in self.select_in(s.CHUNK_COLUMNS, "row", rows)
         }
         return {row: chunk for row, chunk in found.items() if chunk is not None}
 
@@ -657,9 +623,9 @@ class Catalog(CatalogFile):
         IndexFormatError
             When the chunk differs from what was written.
         """
-        where = f"SELECT {CHUNK_COLUMNS}, {KEYS} FROM chunks WHERE chunk_id = ?"
+        where = f"SELECT {s.CHUNK_COLUMNS}, {s.KEYS} FROM chunks WHERE chunk_id = ?"
         for *row, keys in self.rows(where, (chunk_id,)):
-            return sound_chunk(row, self.checksums, self.path), str(keys).split(" ")
+            return s.sound_chunk(row, self.checksums, self.path), str(keys).split(" ")
         return None
 
     @checked
@@ -669,7 +635,7 @@ class Catalog(CatalogFile):
         return [chunk_id for (chunk_id,) in rows if isinstance(chunk_id, str)]
 
     @checked
-    def vectors(self, dim: int, known: NDArray[np.uint64] | None = None) -> VectorRows:
+    def vectors(self, dim: int, known: NDArray[np.uint64] | None = None) -> s.VectorRows:
         """Return the vectors of the chunks, in order of row number.
 
         Leaves out vectors that differ from what was written.
@@ -683,12 +649,12 @@ class Catalog(CatalogFile):
 
         with self.snapshot():
             present, num_rows = np.empty(0, np.uint64), 0
-            found = self.scan(VECTOR_COLUMNS)
+            found = self.scan(s.VECTOR_COLUMNS)
             if known is not None:
                 rows, present = self.texts.marks()
                 num_rows = len(rows)
                 new = np.sort(rows[~np.isin(present, known)])
-                found = self.select_in(VECTOR_COLUMNS, "row", new.tolist())
+                found = self.select_in(s.VECTOR_COLUMNS, "row", new.tolist())
             owners: list[tuple[int, int, int]] = []
             vectors: list[NDArray[np.float32]] = [np.empty((0, dim), np.float32)]
             for values in found:
@@ -696,7 +662,7 @@ class Catalog(CatalogFile):
                 sound = self.checksums.is_right("vector", values)
                 num, rest = divmod(len(values[2]), 4 * dim) if sound else (0, 0)
                 if num and not rest:
-                    owners.append((values[0], vector_mark(*values[:2]), num))
+                    owners.append((values[0], s.vector_mark(*values[:2]), num))
                     vectors.append(np.frombuffer(values[2], dtype="<f4").reshape(num, dim))
                 else:
                     self.note(f"the vector of chunk {values[0]} is not what was written")
@@ -705,7 +671,7 @@ class Catalog(CatalogFile):
                 # Or a cache of what is left would count as that of all, once they are back.
                 self.note(f"{num_rows} chunks are there, documents have {expected[0][0]}")
             counts = [num for *_, num in owners]
-            return VectorRows(
+            return s.VectorRows(
                 self.version()[1],
                 present,
                 np.repeat(np.array([row for row, *_ in owners], np.int64), counts),
@@ -714,7 +680,7 @@ class Catalog(CatalogFile):
             )
 
     @checked
-    def write(self, change: Change) -> int:
+    def write(self, change: s.Change) -> int:
         """Write a whole change to this file, or nothing; return the single chunks removed.
 
         `Storage.apply` writes it to the log of a shared index instead.
@@ -733,7 +699,7 @@ class Catalog(CatalogFile):
     def _sound_chunk(self, values: Sequence[Any]) -> Chunk | None:
         """Return the chunk of a row, or None and a note of the damage."""
         if self.checksums.is_right("chunk", values):
-            return sound_chunk(values, self.checksums, self.path)
+            return s.sound_chunk(values, self.checksums, self.path)
         self.note(f"chunk {shown(values[1])} of {shown(values[2])} is not what was written")
         return None
 
@@ -745,7 +711,7 @@ class Documents:
         self._catalog = catalog
 
     @checked
-    def file(self, path: str) -> FileState | None:
+    def file(self, path: str) -> s.FileState | None:
         """Return a file's state when it was last read, or None if it never was."""
         return next(iter(self._sound_files("WHERE path = ?", (path,))), None)
 
@@ -785,7 +751,7 @@ class Documents:
         return {one.source: one.digest if self._is_whole(one) else "" for one in documents}
 
     @checked
-    def listed(self, bytes_per_token: int, *, with_others: bool) -> list[DocumentRow]:
+    def listed(self, bytes_per_token: int, *, with_others: bool) -> list[s.DocumentRow]:
         """Return all documents with sound rows, ordered by source.
 
         `with_others` says whether all records of a chunk count, or only the first.
@@ -794,16 +760,16 @@ class Documents:
         numbers = {
             source: counts
             for source, *counts in self._catalog.rows(
-                f"SELECT source, COUNT(row), SUM({NUM_TOKENS}), SUM({NUM_TOKENS} "
+                f"SELECT source, COUNT(row), SUM({s.NUM_TOKENS}), SUM({s.NUM_TOKENS} "
                 f"* (1 + {others if with_others else 0})) FROM chunks GROUP BY source"
             )
         }
         found = []
         for one in self._sound_documents("ORDER BY source"):
             chunks, tokens, stored = numbers.get(one.source, (0, 0, 0))
-            metadata = unpack_json(one.metadata)
+            metadata = s.unpack_json(one.metadata)
             found.append(
-                DocumentRow(
+                s.DocumentRow(
                     one.source, one.file, chunks, tokens, stored * bytes_per_token, metadata
                 )
             )
@@ -814,8 +780,8 @@ class Documents:
         """Return the numbers of documents, chunks and tokens."""
         documents = self._catalog.rows("SELECT COUNT(*) FROM documents") or [(0,)]
         chunks = self._catalog.rows(
-            f"SELECT COUNT(*), COALESCE(SUM({NUM_TOKENS}), 0), "
-            f"COALESCE(SUM({NUM_TOKENS} IS NOT num_tokens), 0) FROM chunks"
+            f"SELECT COUNT(*), COALESCE(SUM({s.NUM_TOKENS}), 0), "
+            f"COALESCE(SUM({s.NUM_TOKENS} IS NOT num_tokens), 0) FROM chunks"
         ) or [(0, 0, 0)]
         num_chunks, num_tokens, num_damaged = chunks[0]
         if num_damaged:
@@ -827,23 +793,23 @@ class Documents:
         """Return the documents that are incomplete, or not known to be complete."""
         return [one.source for one in self._sound_documents("WHERE digest = '' ORDER BY source")]
 
-    def _sound_documents(self, where: str, values: Sequence[Any] = ()) -> list[StoredDocument]:
+    def _sound_documents(self, where: str, values: Sequence[Any] = ()) -> list[s.StoredDocument]:
         """Return the documents with sound rows; damage in the others is noted."""
-        return [StoredDocument(*row) for row in self._sound("document", where, values)]
+        return [s.StoredDocument(*row) for row in self._sound("document", where, values)]
 
-    def _sound_files(self, where: str, values: Sequence[Any] = ()) -> list[FileState]:
+    def _sound_files(self, where: str, values: Sequence[Any] = ()) -> list[s.FileState]:
         """Return the file states with sound rows; damage in the others is noted."""
-        return [FileState(*row) for row in self._sound("file", where, values)]
+        return [s.FileState(*row) for row in self._sound("file", where, values)]
 
     def _sound(self, name: str, where: str, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        columns = {"document": DOCUMENT_COLUMNS, "file": FILE_COLUMNS}[name]
+        columns = {"document": s.DOCUMENT_COLUMNS, "file": s.FILE_COLUMNS}[name]
         for row in self._catalog.rows(f"SELECT {columns} FROM {name}s {where}", values):
             if self._catalog.checksums.is_right(name, row):
                 yield row[:-1]
             else:
                 self._catalog.note(f"the entry of {name} {shown(row[0])} is not what was written")
 
-    def _is_whole(self, document: StoredDocument) -> bool:
+    def _is_whole(self, document: s.StoredDocument) -> bool:
         """Return whether all chunks of a document are present and unchanged."""
         if not self._has_its_chunks(document):
             source = shown(document.source)
@@ -851,11 +817,11 @@ class Documents:
             return False
         return True
 
-    def _has_its_chunks(self, document: StoredDocument) -> bool:
+    def _has_its_chunks(self, document: s.StoredDocument) -> bool:
         checksums = self._catalog.checksums
         parts = []
         for *chunk, keys, embedding, vector_checksum, found in self._catalog.rows(
-            f"SELECT {ALL_CHUNK_COLUMNS}, {_IS_FOUND} FROM chunks "
+            f"SELECT {s.ALL_CHUNK_COLUMNS}, {_IS_FOUND} FROM chunks "
             # By row, so that the table is compared and not its index.
             "NOT INDEXED WHERE row IN (SELECT row FROM chunks WHERE source = ?) ORDER BY ordinal",
             (document.source,),
@@ -864,7 +830,7 @@ class Documents:
             is_right = checksums.is_right
             if not (found and is_right("chunk", chunk) and is_right("vector", vector)):
                 return False
-            parts.append(joined(chunk[-1], vector_checksum, keys))
+            parts.append(s.joined(chunk[-1], vector_checksum, keys))
         return (len(parts), checksums.whole(parts)) == (document.num_chunks, document.chunks)
 
 
@@ -974,7 +940,7 @@ class Texts:
         # By the index of ids, which is far smaller than the table.
         places = self._catalog.rows("SELECT row, chunk_id FROM chunks ORDER BY chunk_id")
         rows = np.fromiter((row for row, _ in places), np.int64, len(places))
-        marks = np.fromiter((vector_mark(*one) for one in places), np.uint64, len(places))
+        marks = np.fromiter((s.vector_mark(*one) for one in places), np.uint64, len(places))
         return rows, marks
 
 

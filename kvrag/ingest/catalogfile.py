@@ -14,18 +14,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
+from kvrag.ingest import schema as s
 from kvrag.ingest.config import WORDS_NAME, newer_error
-from kvrag.ingest.schema import (
-    APPLICATION_ID,
-    NAMES,
-    NO_GENERATION,
-    NO_ROWS,
-    SCHEMA,
-    SCHEMA_VERSION,
-    STATE_COLUMNS,
-    Checksums,
-    State,
-)
 from kvrag.regularfile import open_regular, require_regular
 from kvrag.sqlitefile import (
     FileStamp,
@@ -102,13 +92,13 @@ class CatalogFile:
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self.checksums = Checksums(checksum_key)
+        self.checksums = s.Checksums(checksum_key)
         self.checksum_key = checksum_key
         self.cipher_key = cipher_key
         self._sql = library(cipher_key)
         self.on_damage: Callable[[str], None] = lambda _: None
         self.num_noted = 0
-        self._state_now: State | None = None  # while a transaction is open
+        self._state_now: s.State | None = None  # while a transaction is open
         self._connection: sqlite3.Connection
         self._stamp: FileStamp | None
         self._inode: int | None
@@ -131,13 +121,13 @@ class CatalogFile:
                 raise
         except (self._sql.Error, OSError) as error:
             raise catalog_error(path, error) from error
-        if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+        if (application, version) != (s.APPLICATION_ID, s.SCHEMA_VERSION):
             self._connection.close()
-            if application == APPLICATION_ID and version > SCHEMA_VERSION:
-                raise newer_error(path, f"at most schema {SCHEMA_VERSION}", version)
+            if application == s.APPLICATION_ID and version > s.SCHEMA_VERSION:
+                raise newer_error(path, f"at most schema {s.SCHEMA_VERSION}", version)
             raise IndexFormatError(
                 f"{path} is not a catalog of this version of kvrag: expected schema "
-                f"{SCHEMA_VERSION}, found application {application:#x} schema {version}; "
+                f"{s.SCHEMA_VERSION}, found application {application:#x} schema {version}; "
                 "ingest into a new folder"
             )
 
@@ -159,10 +149,10 @@ class CatalogFile:
             try:
                 unlock(connection, cipher_key)
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
-                State(generation).write(connection, Checksums(checksum_key))
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                connection.executescript(f"BEGIN;{s.SCHEMA}COMMIT;")
+                s.State(generation).write(connection, s.Checksums(checksum_key))
+                connection.execute(f"PRAGMA application_id = {s.APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {s.SCHEMA_VERSION}")
             finally:
                 connection.close()
         except (sql.Error, OSError) as error:
@@ -182,7 +172,7 @@ class CatalogFile:
         contents; -1 and nothing if that row is damaged.
         """
         state = self.state()
-        return (NO_GENERATION, b"") if state is None else state.version
+        return (s.NO_GENERATION, b"") if state is None else state.version
 
     def _reopen_if_changed(self) -> bool:
         """Reopen the file if this connection cannot see what other processes have written."""
@@ -247,7 +237,7 @@ class CatalogFile:
                 self.on_damage = noted
 
     @contextmanager
-    def _transaction(self) -> Iterator[State]:
+    def _transaction(self) -> Iterator[s.State]:
         """Write everything or nothing; the state is updated in the same transaction."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -264,11 +254,11 @@ class CatalogFile:
         finally:
             self._state_now = None
 
-    def state(self) -> State | None:
+    def state(self) -> s.State | None:
         """Return the state, or None if its row is damaged or missing."""
-        rows = self.rows(f"SELECT {STATE_COLUMNS} FROM state")
+        rows = self.rows(f"SELECT {s.STATE_COLUMNS} FROM state")
         is_sound = len(rows) == 1 and self.checksums.is_right("state", rows[0])
-        return State.of_row(rows[0]) if is_sound else None
+        return s.State.of_row(rows[0]) if is_sound else None
 
     def note(self, what: str) -> None:
         """Count damage, and report it."""
@@ -377,9 +367,9 @@ def damage_of(catalog: CatalogFile) -> list[str]:
     """Return the problems that SQLite's own check finds in the file; empty if it is sound."""
     try:
         there = {name for (name,) in catalog._connection.execute("SELECT name FROM sqlite_master")}
-        if missing := [name for name in NAMES if name not in there]:
+        if missing := [name for name in s.NAMES if name not in there]:
             return [f"it has no {name}" for name in missing]
-        for statement in NO_ROWS:
+        for statement in s.NO_ROWS:
             catalog._connection.execute(statement)
         rows = catalog._connection.execute("PRAGMA integrity_check(10)").fetchall()
     except catalog._sql.DatabaseError as error:  # too damaged for the check itself
@@ -388,9 +378,9 @@ def damage_of(catalog: CatalogFile) -> list[str]:
     return [str(text) for (text,) in rows if text != "ok"]
 
 
-def counted_state(catalog: CatalogFile, generation: int) -> State:
+def counted_state(catalog: CatalogFile, generation: int) -> s.State:
     """Return the state computed from the existing rows."""
-    state = State(generation)
+    state = s.State(generation)
     for (checksum,) in catalog.rows("SELECT seal FROM documents"):
         state.count_document(checksum, 1)
     for (checksum,) in catalog.rows("SELECT seal FROM files"):
@@ -425,8 +415,8 @@ def write_copy(catalog: CatalogFile, path: Path, cipher_key: bytes | None) -> No
                 key = "" if cipher_key is None else f"x'{cipher_key.hex()}'"
                 connection.execute("ATTACH DATABASE ? AS fresh KEY ?", (str(path), key))
                 connection.execute("SELECT sqlcipher_export('fresh')").fetchall()
-                connection.execute(f"PRAGMA fresh.application_id = {APPLICATION_ID}")
-                connection.execute(f"PRAGMA fresh.user_version = {SCHEMA_VERSION}")
+                connection.execute(f"PRAGMA fresh.application_id = {s.APPLICATION_ID}")
+                connection.execute(f"PRAGMA fresh.user_version = {s.SCHEMA_VERSION}")
                 connection.execute("PRAGMA fresh.journal_mode = WAL")
             finally:
                 connection.close()

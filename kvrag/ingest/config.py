@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import COMPRESSION_GONE, expected_bytes_per_token
-from kvrag.errors import (
-    IndexFormatError,
-    IndexLockedError,
-    IndexNotFoundError,
-    StoreError,
-)
+from kvrag.errors import IndexFormatError, IndexLockedError, IndexNotFoundError, StoreError
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import checksum, other_kind, read_regular

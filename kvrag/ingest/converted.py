@@ -305,10 +305,7 @@ _KINDS = {
     ".xls": "Excel file",
     ".ipynb": "notebook",
 }
-_CONVERTERS = {
-    ".pptx": "PptxConverter",
-    ".ipynb": "IpynbConverter",
-}
+_CONVERTERS = {".pptx": "PptxConverter", ".ipynb": "IpynbConverter"}
 CONVERTED_SUFFIXES = frozenset(_KINDS)
 """The suffixes of the files that `converted_to_text` reads."""
 

@@ -273,10 +273,7 @@ class FrameworkEmbedding(Embedding):
 
 
 # The methods that embed documents and a question: LangChain's, and LlamaIndex's.
-_SHAPES = (
-    ("embed_documents", "embed_query"),
-    ("get_text_embedding_batch", "get_query_embedding"),
-)
+_SHAPES = (("embed_documents", "embed_query"), ("get_text_embedding_batch", "get_query_embedding"))
 
 
 def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:

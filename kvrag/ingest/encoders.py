@@ -127,10 +127,7 @@ class Encoders:
         with self._loading:
             config = self._config
             model = KVModel.load(
-                self._model_source(),
-                dtype=config.dtype,
-                device=self._device,
-                compute=self._compute,
+                self._model_source(), dtype=config.dtype, device=self._device, compute=self._compute
             )
             check_device(self._device, model)
             if model.fingerprint != config.model_fingerprint:

@@ -22,11 +22,7 @@ from typing import Any
 
 from kvrag import arguments
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.ingest.limits import (
-    MAX_METADATA_CHARACTERS,
-    MAX_METADATA_DEPTH,
-    MAX_METADATA_VALUES,
-)
+from kvrag.ingest.limits import MAX_METADATA_CHARACTERS, MAX_METADATA_DEPTH, MAX_METADATA_VALUES
 
 # ISO 8601, also with a space where T belongs, as databases and `str(datetime)` write it.
 _ZONE = r"(?: ?(?:[Zz]|UTC|[+-]\d\d(?::?\d\d)?))?"

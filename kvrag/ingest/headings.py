@@ -11,12 +11,7 @@ from typing import Any
 
 from kvrag.chunk import PAGE_BREAK, Mark, normalise_text
 from kvrag.errors import DocumentError
-from kvrag.ingest.limits import (
-    MAX_LEVEL,
-    MAX_MARKS,
-    MAX_MARKS_CHARACTERS,
-    MAX_TITLE_CHARACTERS,
-)
+from kvrag.ingest.limits import MAX_LEVEL, MAX_MARKS, MAX_MARKS_CHARACTERS, MAX_TITLE_CHARACTERS
 
 # Finds headings, and the fences and markup inside which there are none. A full parser of Markdown
 # (markdown-it-py) takes 2.5 s and 250,000 objects for 0.2 MB of "- a" lines. The

@@ -77,11 +77,7 @@ class Index(Search):
 
     @classmethod
     def create(
-        cls,
-        path: str | Path,
-        *,
-        model: KVModel | PreTrainedModel | str | Path,
-        **options: Any,
+        cls, path: str | Path, *, model: KVModel | PreTrainedModel | str | Path, **options: Any
     ) -> Index:
         """Create an empty index in a new or empty folder.
 

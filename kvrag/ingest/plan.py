@@ -19,16 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest import files as f
 from kvrag.ingest.catalog import Documents
 from kvrag.ingest.chunker import Cutter
-from kvrag.ingest.files import (
-    check_regular,
-    check_source,
-    find_files,
-    printable,
-    read_file,
-    resolve_path,
-)
+from kvrag.ingest.files import read_file
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
 from kvrag.ingest.loaders import AsCut, NoTextError, to_document
 from kvrag.ingest.parsing import Parser
@@ -196,38 +190,38 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
                 source = document.source
                 if documents.get(source, document) != document:
                     reasons.append(
-                        f"{printable(source)}: a later document in this call has the same source "
+                        f"{f.printable(source)}: a later document in this call has the same source "
                         "and is used instead; give each document a different source"
                     )
                 documents[source] = document
             shown = _shown_source(value, number) if reasons else ""
             failed.extend(FailedDocument(shown, reason) for reason in reasons)
             continue
-        path, status = resolve_path(value)
+        path, status = f.resolve_path(value)
         is_folder = stat.S_ISDIR(status.st_mode)
         try:
-            check_source(str(path))
+            f.check_source(str(path))
             if not is_folder:
-                check_regular(str(path), status.st_mode)
+                f.check_regular(str(path), status.st_mode)
         except DocumentError as error:
-            failed.append(FailedDocument(printable(str(path)), str(error)))
+            failed.append(FailedDocument(f.printable(str(path)), str(error)))
             continue
         found = [str(path)]
         if is_folder:
             folders.append(str(path))
-            inside = find_files(path, index_folder, suffixes)
+            inside = f.find_files(path, index_folder, suffixes)
             found = inside.files
             unlisted.extend(inside.unlisted)
             failed.extend(
-                FailedDocument(printable(place), f"{printable(place)}: {reason}")
+                FailedDocument(f.printable(place), f"{f.printable(place)}: {reason}")
                 for place, reason in inside.unlisted.items()
             )
         for name in found:
             try:
-                check_source(name)
+                f.check_source(name)
                 files[name] = None
             except DocumentError as error:
-                failed.append(FailedDocument(printable(name), str(error)))
+                failed.append(FailedDocument(f.printable(name), str(error)))
     return Sources(list(files), folders, documents, failed, unlisted)
 
 
@@ -236,7 +230,7 @@ def _shown_source(value: Any, number: int) -> str:
     for name in ("source", "id", "node_id"):
         with contextlib.suppress(Exception):  # foreign objects may raise anything
             if source := getattr(value, name, None):
-                return printable(str(source))
+                return f.printable(str(source))
     return f"input {number} ({type(value).__name__})"
 
 

@@ -289,10 +289,7 @@ def _template_places(
         for prompt in {rendered, bare, f"{begin or ''}{bare}"}:
             pieces = prompt.split(_CONTENT)
             for number, piece in enumerate(pieces):
-                edges = (
-                    _EDGE if number == 0 else "",
-                    _EDGE if number == len(pieces) - 1 else "",
-                )
+                edges = (_EDGE if number == 0 else "", _EDGE if number == len(pieces) - 1 else "")
                 for string, place in _places_in(piece, edges, control.find(piece)):
                     places.setdefault(string, set()).add(place)
     return places

@@ -207,12 +207,7 @@ class Search(OfProcess):
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
 
     def search(
-        self,
-        query: str,
-        k: int = 4,
-        *,
-        filter: Wanted = None,
-        reranker: Reranker | None = None,
+        self, query: str, k: int = 4, *, filter: Wanted = None, reranker: Reranker | None = None
     ) -> list[SearchHit]:
         """Return the `k` chunks that best match a question, best first.
 

@@ -228,11 +228,7 @@ def _vectors(embedding: Embedding, texts: list[str]) -> dict[str, NDArray[np.flo
 
 
 def lacking(
-    documents: Iterable[PlannedDocument],
-    key_of: KeyOf,
-    store: Store,
-    *,
-    by_context: bool = False,
+    documents: Iterable[PlannedDocument], key_of: KeyOf, store: Store, *, by_context: bool = False
 ) -> list[tuple[ChunkKey, Chunk]]:
     """Return the KV that documents need and a store lacks.
 

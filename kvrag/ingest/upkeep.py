@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
-from kvrag.errors import (
-    IndexFormatError,
-    IndexMismatchError,
-    ParameterError,
-    StoreError,
-)
+from kvrag.errors import IndexFormatError, IndexMismatchError, ParameterError, StoreError
+from kvrag.ingest import maintenance as m
 from kvrag.ingest.catalogfile import next_path, write_copy
 from kvrag.ingest.config import (
     FILE_NAME,
@@ -33,25 +29,6 @@ from kvrag.ingest.config import (
 from kvrag.ingest.encoders import Encoders, check_lasting, check_limit
 from kvrag.ingest.encryption import catalog_key, key_check
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.maintenance import (
-    Guest,
-    MoveReport,
-    audit_catalog,
-    audit_rows,
-    check_room,
-    clear_left,
-    collect_garbage,
-    copy_records,
-    first_of,
-    held_by,
-    is_same_store,
-    kept_keys,
-    lost_since,
-    mend_catalog,
-    recode_records,
-    remove_others,
-    verify_records,
-)
 from kvrag.ingest.report import GcReport, RecodeReport, VerifyReport
 from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer
@@ -162,13 +139,10 @@ class Upkeep:
         self._encoders = encoders
         self._fitter = fitter
         self._writer = writer
-        self.guests: weakref.WeakSet[Guest] = weakref.WeakSet()
+        self.guests: weakref.WeakSet[m.Guest] = weakref.WeakSet()
 
     def verify(
-        self,
-        *,
-        repair: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
+        self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
         """Read every layer of every record, compare checksums, and check the catalog's rows.
 
@@ -280,13 +254,13 @@ class Upkeep:
                 config = storage.config
                 check_profile(profile, codec, config.spec, config.model_fingerprint)
             if not storage.config.store:
-                check_room(storage, needed, choice.label)
+                m.check_room(storage, needed, choice.label)
             profile_hash = ""
             if profile is not None:
                 storage.profiles.add(profile)
                 profile_hash = profile.hash
             storage.save_config({"codec": choice.label, "profile": profile_hash})
-            return recode_records(storage, needed, fitter.compute, on_progress)
+            return m.recode_records(storage, needed, fitter.compute, on_progress)
 
     def codec_for(self, chunks: list[Chunk]) -> Codec:
         """Return the codec for records of chunks; fits its profile to them if necessary.
@@ -298,7 +272,7 @@ class Upkeep:
 
     def move(
         self, store: str, *, on_progress: Callable[[int, int], None] | None = None
-    ) -> MoveReport:
+    ) -> m.MoveReport:
         """Move the index's KV to another store: copy sound records there and use it from now on.
 
         Records in the index's own folder are then removed. Records elsewhere stay, since others may
@@ -334,12 +308,12 @@ class Upkeep:
             try:
                 check_lasting(target)
                 needed = {ChunkKey(one) for one in self._needed_keys()}
-                optional = audit_rows(storage.catalog, storage.config.key_of).optional
-                report = copy_records(needed, storage.store, target, on_progress, optional)
+                optional = m.audit_rows(storage.catalog, storage.config.key_of).optional
+                report = m.copy_records(needed, storage.store, target, on_progress, optional)
                 own = f"file:{storage.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
                 left = self._left_by_moving(own, report.num_lost) if url else None
-                if left is not None and is_same_store(left, target):
+                if left is not None and m.is_same_store(left, target):
                     left = None
                 config = replace(storage.config, store=url, key_check=key_check(target))
                 _use_key_of(target, storage, config)
@@ -353,7 +327,7 @@ class Upkeep:
             num_removed = 0
             if left is not None:
                 num_removed = sum(map(left.delete, needed))
-                remove_others(left, ())  # nobody needs them there
+                m.remove_others(left, ())  # nobody needs them there
                 left.collect_garbage()  # reclaims their space
                 left.close()
             source.close()
@@ -388,7 +362,7 @@ class Upkeep:
                 )
             needed = self._needed_keys()
             keeps_unknown = bool(storage.config.store) and not delete_shared
-            report = collect_garbage(storage, needed, keeps_unknown=keeps_unknown)
+            report = m.collect_garbage(storage, needed, keeps_unknown=keeps_unknown)
             if storage.config.store:
                 report = self._tidy_left(report, needed)
             storage.refresh_vectors()
@@ -412,28 +386,28 @@ class Upkeep:
         storage = self._storage
         storage.refresh()
         storage.reload_codec()
-        audit = audit_catalog(storage)
+        audit = m.audit_catalog(storage)
         found = audit.problems
         of_store = [] if storage.log is None else storage.log.damage()
         not_healed: tuple[str, ...] = ()
         if repair:
             self._fitter.replace_lost_profile()
             if found:
-                before = held_by(storage, audit)
-                paths = mend_catalog(storage, self._encoders)
+                before = m.held_by(storage, audit)
+                paths = m.mend_catalog(storage, self._encoders)
                 failed = self._writer.read_again(paths).failed
                 not_healed = (
-                    *lost_since(before, storage),
+                    *m.lost_since(before, storage),
                     *(f"{one.source}: {one.reason}" for one in failed),
                 )
-                audit = audit_catalog(storage)
+                audit = m.audit_catalog(storage)
             if storage.log is not None and of_store and not audit.problems:
                 storage.log.mend()
-        report = verify_records(
+        report = m.verify_records(
             storage, audit, self._fitter.repair if repair else None, on_progress
         )
         is_mended = repair and (storage.log is None or not storage.log.damage())
-        report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
+        report = replace(report, store_problems=m.first_of(of_store), is_store_mended=is_mended)
         words = storage.catalog.words
         if not report.catalog_problems and (damage := words.damage()):
             if repair:
@@ -446,7 +420,7 @@ class Upkeep:
             return replace(report, not_healed=not_healed)
         return replace(
             report,
-            catalog_problems=first_of(found),
+            catalog_problems=m.first_of(found),
             not_healed=not_healed,
             is_healed=not audit.problems,
         )
@@ -455,9 +429,9 @@ class Upkeep:
         """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
         noted = set(filter(is_key, catalog.stored.keys()))
-        audit = audit_rows(catalog, self._storage.config.key_of)
+        audit = m.audit_rows(catalog, self._storage.config.key_of)
         must_be = {key.digest for key in (*audit.needed, *audit.optional)}
-        return noted | must_be | kept_keys(self._storage.path).keys()
+        return noted | must_be | m.kept_keys(self._storage.path).keys()
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
         """Return the store in the index folder if its records are not needed any more."""
@@ -475,7 +449,7 @@ class Upkeep:
         if left is None:
             return report
         with contextlib.closing(left):
-            num_records, size_bytes = clear_left(left, self._storage.store, needed)
+            num_records, size_bytes = m.clear_left(left, self._storage.store, needed)
         return replace(
             report,
             num_records=report.num_records + num_records,

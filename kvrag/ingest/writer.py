@@ -21,13 +21,7 @@ from kvrag.ingest.contexts import SIMILAR, require_text
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import is_storable
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.maintenance import (
-    Held,
-    audit_catalog,
-    held_by,
-    lost_since,
-    mend_catalog,
-)
+from kvrag.ingest.maintenance import Held, audit_catalog, held_by, lost_since, mend_catalog
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
 from kvrag.ingest.report import IngestProgress, IngestReport

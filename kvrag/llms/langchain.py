@@ -47,10 +47,7 @@ try:
     )
     from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
     from langchain_core.tools import BaseTool
-    from langchain_core.utils.function_calling import (
-        convert_to_json_schema,
-        convert_to_openai_tool,
-    )
+    from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
     from langchain_core.utils.pydantic import is_basemodel_subclass
 except ImportError as error:
     raise ImportError(
@@ -395,10 +392,7 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         )
         return ChatResult(
             generations=[ChatGeneration(message=message)],
-            llm_output={
-                "token_usage": token_usage(answer),
-                "model_name": details["model_name"],
-            },
+            llm_output={"token_usage": token_usage(answer), "model_name": details["model_name"]},
         )
 
     def _stream(

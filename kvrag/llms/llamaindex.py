@@ -11,21 +11,9 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 try:
+    from llama_index.core.base.llms import types as t
     from llama_index.core.base.llms.generic_utils import (
         messages_to_prompt as generic_messages_to_prompt,
-    )
-    from llama_index.core.base.llms.types import (
-        ChatMessage,
-        ChatResponse,
-        ChatResponseAsyncGen,
-        ChatResponseGen,
-        CompletionResponse,
-        CompletionResponseAsyncGen,
-        CompletionResponseGen,
-        LLMMetadata,
-        MessageRole,
-        TextBlock,
-        ToolCallBlock,
     )
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.llms.function_calling import FunctionCallingLLM
@@ -84,9 +72,9 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         return "KVRagLLM"
 
     @property
-    def metadata(self) -> LLMMetadata:
+    def metadata(self) -> t.LLMMetadata:
         """The model's limits, from which LlamaIndex plans its prompts."""
-        return LLMMetadata(
+        return t.LLMMetadata(
             context_window=self.context_window(),
             num_output=self.max_tokens,
             is_chat_model=self._asks_in_messages(),
@@ -95,28 +83,28 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         )
 
     @llm_completion_callback()
-    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> t.CompletionResponse:
         """Answer one prompt."""
         (answer,) = self.answers([self._formatted(prompt, formatted)], kwargs)
-        return CompletionResponse(text=answer.text, raw=self._raw(answer, kwargs))
+        return t.CompletionResponse(text=answer.text, raw=self._raw(answer, kwargs))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponseGen:
+    ) -> t.CompletionResponseGen:
         """Answer one prompt piece by piece."""
         to_response = self._completions(kwargs)
         deltas = self.deltas(self._formatted(prompt, formatted), kwargs)
         return (to_response(delta) for delta in deltas)
 
     @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    def chat(self, messages: Sequence[t.ChatMessage], **kwargs: Any) -> t.ChatResponse:
         """Answer a conversation."""
         (answer,) = self.answers([self._turns(messages)], kwargs)
         return self._response(answer, kwargs)
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    def stream_chat(self, messages: Sequence[t.ChatMessage], **kwargs: Any) -> t.ChatResponseGen:
         """Answer a conversation piece by piece."""
         to_response = self._responses(kwargs)
         return (to_response(delta) for delta in self.deltas(self._turns(messages), kwargs))
@@ -124,40 +112,40 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponse:
+    ) -> t.CompletionResponse:
         """Answer one prompt while the event loop runs on."""
         answer = await self.aanswer(self._formatted(prompt, formatted), kwargs)
-        return CompletionResponse(text=answer.text, raw=self._raw(answer, kwargs))
+        return t.CompletionResponse(text=answer.text, raw=self._raw(answer, kwargs))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponseAsyncGen:
+    ) -> t.CompletionResponseAsyncGen:
         """Answer one prompt piece by piece while the event loop runs on."""
         prompt = self._formatted(prompt, formatted)
         return self._responding(prompt, kwargs, self._completions(kwargs))
 
     @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    async def achat(self, messages: Sequence[t.ChatMessage], **kwargs: Any) -> t.ChatResponse:
         """Answer a conversation while the event loop runs on."""
         answer = await self.aanswer(self._turns(messages), kwargs)
         return self._response(answer, kwargs)
 
     @llm_chat_callback()
     async def astream_chat(
-        self, messages: Sequence[ChatMessage], **kwargs: Any
-    ) -> ChatResponseAsyncGen:
+        self, messages: Sequence[t.ChatMessage], **kwargs: Any
+    ) -> t.ChatResponseAsyncGen:
         """Answer a conversation piece by piece while the event loop runs on."""
         return self._responding(self._turns(messages), kwargs, self._responses(kwargs))
 
     def get_tool_calls_from_response(
         self,
-        response: ChatResponse,
+        response: t.ChatResponse,
         error_on_no_tool_call: bool = True,
         **kwargs: Any,  # noqa: ARG002
     ) -> list[ToolSelection]:
         """Return the calls in a response; without any, raise ValueError or return none."""
-        calls = [one for one in response.message.blocks if isinstance(one, ToolCallBlock)]
+        calls = [one for one in response.message.blocks if isinstance(one, t.ToolCallBlock)]
         if error_on_no_tool_call and not calls:
             raise ValueError(f"the answer calls no tool: {response.message.content!r:.200}")
         return [
@@ -172,8 +160,8 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
     def _prepare_chat_with_tools(
         self,
         tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
+        user_msg: str | t.ChatMessage | None = None,
+        chat_history: list[t.ChatMessage] | None = None,
         verbose: bool = False,  # noqa: ARG002
         allow_parallel_tool_calls: bool = False,  # noqa: ARG002 - the response is cut instead
         tool_required: bool = False,
@@ -182,7 +170,7 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         """Return the arguments of `chat`; `tool_choice` names a tool that must be called."""
         messages = list(chat_history or ())
         if isinstance(user_msg, str):
-            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+            user_msg = t.ChatMessage(role=t.MessageRole.USER, content=user_msg)
         if user_msg is not None:
             messages.append(user_msg)
         choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
@@ -196,45 +184,45 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
             async for delta in deltas:
                 yield to_response(delta)
 
-    def _completions(self, call: dict[str, Any]) -> Callable[[AnswerDelta], CompletionResponse]:
+    def _completions(self, call: dict[str, Any]) -> Callable[[AnswerDelta], t.CompletionResponse]:
         """Return what makes the completions of one answer of its pieces."""
         text = ""
 
-        def response(delta: AnswerDelta) -> CompletionResponse:
+        def response(delta: AnswerDelta) -> t.CompletionResponse:
             nonlocal text
             text += delta.text
             raw = None if delta.answer is None else self._raw(delta.answer, call)
-            return CompletionResponse(text=text, delta=delta.text, raw=raw)
+            return t.CompletionResponse(text=text, delta=delta.text, raw=raw)
 
         return response
 
     def _validate_chat_with_tools_response(
         self,
-        response: ChatResponse,
+        response: t.ChatResponse,
         tools: Sequence[BaseTool],  # noqa: ARG002
         allow_parallel_tool_calls: bool = False,
         **kwargs: Any,  # noqa: ARG002
-    ) -> ChatResponse:
+    ) -> t.ChatResponse:
         if not allow_parallel_tool_calls:
             blocks = response.message.blocks
-            calls = [one for one in blocks if isinstance(one, ToolCallBlock)]
+            calls = [one for one in blocks if isinstance(one, t.ToolCallBlock)]
             response.message.blocks = [one for one in blocks if one not in calls[1:]]
         return response
 
-    def _response(self, answer: Answer, call: dict[str, Any]) -> ChatResponse:
+    def _response(self, answer: Answer, call: dict[str, Any]) -> t.ChatResponse:
         piece = self.parser(call).whole(answer.text)
-        return ChatResponse(message=to_message(piece), raw=self._raw(answer, call))
+        return t.ChatResponse(message=to_message(piece), raw=self._raw(answer, call))
 
-    def _responses(self, call: dict[str, Any]) -> Callable[[AnswerDelta], ChatResponse]:
+    def _responses(self, call: dict[str, Any]) -> Callable[[AnswerDelta], t.ChatResponse]:
         """Return what makes the responses of one answer of its pieces."""
         whole, parser = Piece(), self.parser(call)
 
-        def response(delta: AnswerDelta) -> ChatResponse:
+        def response(delta: AnswerDelta) -> t.ChatResponse:
             nonlocal whole
             piece = parser.read(delta)
             whole += piece
             raw = None if delta.answer is None else self._raw(delta.answer, call)
-            return ChatResponse(message=to_message(whole), delta=piece.text, raw=raw)
+            return t.ChatResponse(message=to_message(whole), delta=piece.text, raw=raw)
 
         return response
 
@@ -260,13 +248,13 @@ class KVRagLLM(EngineSettings, FunctionCallingLLM):
         to_prompt = self.completion_to_prompt
         return prompt if formatted or to_prompt is None else to_prompt(prompt)
 
-    def _turns(self, messages: Sequence[ChatMessage]) -> Prompt:
+    def _turns(self, messages: Sequence[t.ChatMessage]) -> Prompt:
         if self._renders():
             return to_turns(messages)
         return (self.messages_to_prompt or generic_messages_to_prompt)(messages)
 
 
-def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def to_turns(messages: Sequence[t.ChatMessage]) -> list[dict[str, Any]]:
     """Return messages in the form of OpenAI's API; neighbours of one role become one turn.
 
     Raises
@@ -277,24 +265,24 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return merged(map(_turn, messages))
 
 
-def to_message(piece: Piece) -> ChatMessage:
+def to_message(piece: Piece) -> t.ChatMessage:
     """Return what a model has said and called as one message."""
-    blocks: list[Any] = [TextBlock(text=piece.text)] if piece.text or not piece.calls else []
+    blocks: list[Any] = [t.TextBlock(text=piece.text)] if piece.text or not piece.calls else []
     blocks += [
-        ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=one.arguments)
+        t.ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=one.arguments)
         for one in piece.calls
     ]
-    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
+    return t.ChatMessage(role=t.MessageRole.ASSISTANT, blocks=blocks)
 
 
-def _turn(message: ChatMessage) -> dict[str, Any]:
-    calls = [_call(block) for block in message.blocks if isinstance(block, ToolCallBlock)]
-    said = [block for block in message.blocks if not isinstance(block, ToolCallBlock)]
+def _turn(message: t.ChatMessage) -> dict[str, Any]:
+    calls = [_call(block) for block in message.blocks if isinstance(block, t.ToolCallBlock)]
+    said = [block for block in message.blocks if not isinstance(block, t.ToolCallBlock)]
     given = message.additional_kwargs
     turn: dict[str, Any] = {
         "role": message.role.value,
         "content": [
-            block.text if isinstance(block, TextBlock) else {"type": block.block_type}
+            block.text if isinstance(block, t.TextBlock) else {"type": block.block_type}
             for block in said
         ],
     }
@@ -307,7 +295,7 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     }
 
 
-def _call(block: ToolCallBlock) -> dict[str, Any]:
+def _call(block: t.ToolCallBlock) -> dict[str, Any]:
     call = ToolCall(block.tool_call_id or "", block.tool_name, {}).to_dict()
     call["function"]["arguments"] = block.tool_kwargs
     return call

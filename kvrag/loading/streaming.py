@@ -19,16 +19,8 @@ from typing import Any
 import torch
 
 from kvrag.codec.base import EncodedChunk
+from kvrag.loading import stream_plan as p
 from kvrag.loading.pace import Pace
-from kvrag.loading.stream_plan import (
-    TEXT,
-    ComputeSeconds,
-    LinkState,
-    Step,
-    StreamedChunk,
-    StreamPlan,
-    StreamReport,
-)
 
 # What requests know about the link that they share: its speed, and the other requests on it.
 
@@ -103,14 +95,14 @@ class NetworkLink:
                 self._shares.remove(share)
 
     @property
-    def state(self) -> LinkState:
+    def state(self) -> p.LinkState:
         """What is currently known about the link."""
         with self._lock:
             left = [share.num_left for share in self._shares]
             speed = None
             if self._last_speed is not None:
                 speed = 2.0 / (1.0 / self._last_speed + self._lately_seconds / self._lately_bytes)
-            return LinkState(
+            return p.LinkState(
                 speed,
                 self._request_seconds or 0.0,
                 lambda ahead: max(1, sum(one > ahead for one in left)),
@@ -191,14 +183,14 @@ class Streaming:
     started: float
     estimates: StreamEstimates
     load_seconds_per_token: float | None = None
-    make_plan: Callable[[Sequence[tuple[int, ...]], ComputeSeconds], StreamPlan] = StreamPlan
+    make_plan: Callable[[Sequence[tuple[int, ...]], p.ComputeSeconds], p.StreamPlan] = p.StreamPlan
 
     @property
     def deadline(self) -> float:
         """When the first token is due, on the clock of `time.perf_counter`."""
         return self.started + self.ttft
 
-    def closing(self, report: StreamReport, compute_seconds: float) -> StreamReport:
+    def closing(self, report: p.StreamReport, compute_seconds: float) -> p.StreamReport:
         """Return the report with the final times, once the first token exists, and count it."""
         seconds = time.perf_counter() - self.started
         closed = replace(report, seconds=seconds, compute_seconds=compute_seconds)
@@ -251,7 +243,7 @@ class ChunkStream:
         self,
         items: Sequence[StreamItem],
         streaming: Streaming,
-        compute_seconds: ComputeSeconds,
+        compute_seconds: p.ComputeSeconds,
         errors: tuple[type[Exception], ...],
         device: torch.device,
     ) -> None:
@@ -262,14 +254,14 @@ class ChunkStream:
             [item.chunk.plane_bytes for item in items], compute_seconds
         )
         self._rows = [
-            StreamedChunk(item.chunk_id, TEXT, len(item.chunk.plane_bytes), 0, 0.0, 0.0, None)
+            p.StreamedChunk(item.chunk_id, p.TEXT, len(item.chunk.plane_bytes), 0, 0.0, 0.0, None)
             for item in items
         ]
         self._decoder = _Decoder(items, streaming.estimates.decoding, errors, device)
         self.computed: set[int] = set()
         self.lost: dict[int, Exception] = {}
 
-    def run(self) -> tuple[StreamedChunk, ...]:
+    def run(self) -> tuple[p.StreamedChunk, ...]:
         """Stream, and return what was streamed, in order, without lost items."""
         link, plan, decoder = self._streaming.estimates.link, self._plan, self._decoder
         with (
@@ -293,7 +285,7 @@ class ChunkStream:
             finally:
                 decoder.finish()
             decoding.result()
-        self.computed = {n for n, planes in enumerate(plan.num_planes) if planes == TEXT}
+        self.computed = {n for n, planes in enumerate(plan.num_planes) if planes == p.TEXT}
         # Damage is known only after decoding.
         self.lost |= {n: error for n, error in decoder.lost.items() if n not in self.computed}
         for number, planes in decoder.num_placed.items():
@@ -308,13 +300,13 @@ class ChunkStream:
         due = self._streaming.deadline - time.perf_counter()
         return due - self._decoder.expected_seconds()
 
-    def _take(self, step: Step, state: LinkState, fetcher: ThreadPoolExecutor) -> bool:
+    def _take(self, step: p.Step, state: p.LinkState, fetcher: ThreadPoolExecutor) -> bool:
         """Do one step; return whether there is time for another."""
         number = step.chunk
-        if step.num_planes == TEXT:
+        if step.num_planes == p.TEXT:
             self._decoder.leave_out(number)
             self._plan.done(step)
-            self._rows[number] = replace(self._rows[number], num_planes=TEXT)
+            self._rows[number] = replace(self._rows[number], num_planes=p.TEXT)
             return True
         row = self._rows[number]
         begin, started = row.num_planes, time.perf_counter()
@@ -345,7 +337,7 @@ class ChunkStream:
         with self._streaming.estimates.link.carrying(num_bytes):
             self._items[number].chunk.fetch(num_planes)
 
-    def _wait(self, future: Future[None], step: Step) -> bool:
+    def _wait(self, future: Future[None], step: p.Step) -> bool:
         """Wait for a request; if it is not needed, only as long as there is time."""
         if step.is_needed:
             future.result()

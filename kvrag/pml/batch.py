@@ -253,11 +253,7 @@ class _Rows:
 
 
 def _place(layout: Layout, span: ReusedSpan) -> _Place:
-    return (
-        span.chunk_id,
-        span.context_ids,
-        layout.position(span.prompt_start) - span.chunk_start,
-    )
+    return (span.chunk_id, span.context_ids, layout.position(span.prompt_start) - span.chunk_start)
 
 
 def _without(layout: Layout, lost: Collection[RecordId]) -> Layout:

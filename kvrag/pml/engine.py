@@ -381,11 +381,7 @@ def as_layout(
 
 
 def _filled(
-    number: int,
-    stretch: Stretch,
-    found: Import,
-    schema: Schema,
-    ids_of: IdsOf,
+    number: int, stretch: Stretch, found: Import, schema: Schema, ids_of: IdsOf
 ) -> list[Piece]:
     """Return the pieces of one stretch, with arguments instead of placeholders."""
     pieces: list[Piece] = []
@@ -413,11 +409,7 @@ def _filled(
 
 
 def _place_texts(
-    layout: SchemaLayout,
-    body: Import,
-    limit: int,
-    pieces: list[Piece],
-    ids_of: IdsOf,
+    layout: SchemaLayout, body: Import, limit: int, pieces: list[Piece], ids_of: IdsOf
 ) -> None:
     """Put the texts between a module's imports into gaps, and add them to `pieces` in order."""
     lower = layout.extents[body.path][0]
@@ -542,9 +534,7 @@ class PMLEngine(OfProcess):
         return found
 
     def encode(
-        self,
-        schema: Schema | str | FilePath,
-        on_progress: Callable[[int, int], None] | None = None,
+        self, schema: Schema | str | FilePath, on_progress: Callable[[int, int], None] | None = None
     ) -> KeepReport:
         """Compute and store what is missing of a schema. `gc` keeps it from now on.
 

@@ -21,19 +21,7 @@ from kvrag.models import templates
 from kvrag.models.chat import HiddenStrings, PromptText, hide_message
 from kvrag.models.control import ControlTokens
 from kvrag.models.tokens import encode, num_equal
-from kvrag.pml.schema import (
-    Location,
-    Module,
-    Node,
-    Parameter,
-    Path,
-    Schema,
-    Text,
-    Turn,
-    Union,
-    flat,
-    turns,
-)
+from kvrag.pml import schema as s
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,10 +57,10 @@ class Conversation:
         If the template refuses the turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schema: Schema) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schema: s.Schema) -> None:
         self._tokenizer = tokenizer
         self._schema = schema
-        self._turns = list(turns(schema.children))
+        self._turns = list(s.turns(schema.children))
         self._around: dict[int, tuple[str, str]] = {}
         # The text that begins every conversation is not part of the first turn, which may be
         # missing, or follow a text.
@@ -84,19 +72,19 @@ class Conversation:
             if number not in self._around:
                 self._learn(number)
 
-    def spread(self) -> list[Node]:
+    def spread(self) -> list[s.Node]:
         """Return the schema's nodes; each turn becomes its contents inside the template's text."""
         numbers = iter(range(len(self._turns)))
         nodes = list(self._spread(self._schema.children, numbers))
         if self._opening:
-            nodes.insert(0, Text(self._opening, self._schema.location))
+            nodes.insert(0, s.Text(self._opening, self._schema.location))
         return nodes
 
     def tail(
         self,
-        imported: Container[Path],
+        imported: Container[s.Path],
         own: Sequence[tuple[str, str]],
-        location: Location,
+        location: s.Location,
         control: ControlTokens | None = None,
     ) -> PromptText:
         """Return the text after the schema's turns: the prompt's own, and the answer's beginning.
@@ -177,18 +165,18 @@ class Conversation:
                     raise
         raise AssertionError
 
-    def _spread(self, children: Sequence[Node], numbers: Iterator[int]) -> Iterator[Node]:
+    def _spread(self, children: Sequence[s.Node], numbers: Iterator[int]) -> Iterator[s.Node]:
         for node in children:
-            if isinstance(node, Turn):
+            if isinstance(node, s.Turn):
                 before, after = self._around[next(numbers)]
                 if before:
-                    yield Text(before, node.location)
+                    yield s.Text(before, node.location)
                 yield from node.children
                 if after:
-                    yield Text(after, node.location)
-            elif isinstance(node, Module):
+                    yield s.Text(after, node.location)
+            elif isinstance(node, s.Module):
                 yield replace(node, children=tuple(self._spread(node.children, numbers)))
-            elif isinstance(node, Union):
+            elif isinstance(node, s.Union):
                 members = tuple(self._spread(node.members, numbers))
                 yield replace(node, members=members)  # type: ignore[arg-type]
             else:
@@ -198,7 +186,7 @@ class Conversation:
         self,
         numbers: Sequence[int],
         own: Sequence[dict[str, str]],
-        location: Location,
+        location: s.Location,
         add_generation_prompt: bool,
     ) -> str:
         """Render some of the schema's turns, with marks as contents, and others after them."""
@@ -223,14 +211,14 @@ class Conversation:
         return rendered[len(self._opening) :]
 
 
-def _compatible(children: Sequence[Node], wanted: Path, path: Path = ()) -> Iterator[Path]:
+def _compatible(children: Sequence[s.Node], wanted: s.Path, path: s.Path = ()) -> Iterator[s.Path]:
     """Yield modules that can be imported together, including `wanted` and those around it."""
     yield path
-    for node in flat(tuple(children)):
-        if isinstance(node, Union):
+    for node in s.flat(tuple(children)):
+        if isinstance(node, s.Union):
             around = (one for one in node.members if (*path, one.name) == wanted[: len(path) + 1])
             node = next(around, node.members[0])
-        if isinstance(node, Module):
+        if isinstance(node, s.Module):
             yield from _compatible(node.children, wanted, (*path, node.name))
 
 
@@ -266,7 +254,7 @@ class Stretch:
         Whether it is stored. Otherwise every prompt computes it.
     """
 
-    path: Path
+    path: s.Path
     start: int
     token_ids: tuple[int, ...]
     slots: tuple[Slot, ...]
@@ -295,10 +283,10 @@ class SchemaLayout:
         Renders what follows the schema's turns; None if it has no turns.
     """
 
-    schema: Schema
+    schema: s.Schema
     prefix_ids: tuple[int, ...]
     stretches: tuple[Stretch, ...]
-    extents: Mapping[Path, tuple[int, int]]
+    extents: Mapping[s.Path, tuple[int, int]]
     conversation: Conversation | None
 
     @property
@@ -317,7 +305,7 @@ def placeholder_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def lay_out_schema(
-    schema: Schema,
+    schema: s.Schema,
     tokenizer: PreTrainedTokenizerBase,
     prefix_ids: Sequence[int],
     control: ControlTokens | None = None,
@@ -333,7 +321,7 @@ def lay_out_schema(
         If the chat template does not fit the schema's turns, or a scaffold its parameter.
     """
     conversation = Conversation(tokenizer, schema) if schema.has_turns else None
-    children: Sequence[Node] = schema.children
+    children: Sequence[s.Node] = schema.children
     if conversation is not None:
         children = conversation.spread()
     arranger = _Arranger(tokenizer, children, control)
@@ -354,11 +342,11 @@ class _Arranger:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        children: Sequence[Node],
+        children: Sequence[s.Node],
         control: ControlTokens | None,
     ) -> None:
         self.stretches: list[Stretch] = []
-        self.extents: dict[Path, tuple[int, int]] = {}
+        self.extents: dict[s.Path, tuple[int, int]] = {}
         self._taken = 0
         self._placeholder = placeholder_id(tokenizer)
         # All in one call: ten thousand calls of a tokenizer take seconds.
@@ -369,28 +357,28 @@ class _Arranger:
         files = list(dict.fromkeys(text for text, is_document in _texts(children) if is_document))
         self._file_ids = dict(zip(files, token_ids_of(tokenizer, files, control), strict=True))
 
-    def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> int:
+    def take_prefix(self, children: Sequence[s.Node], prefix: tuple[int, ...]) -> int:
         """Remove from the first text what it begins with of the prefix; return how many tokens."""
         first = next(iter(_groups(children)), None)
-        while isinstance(first, Module) and not first.name:
+        while isinstance(first, s.Module) and not first.name:
             first = next(iter(_groups(first.children)), None)
         head = first[0] if isinstance(first, list) else None
-        if isinstance(head, Text):
+        if isinstance(head, s.Text):
             self._taken = num_equal(self._ids_of(head), prefix)
         return self._taken
 
-    def _ids_of(self, text: Text) -> list[int]:
+    def _ids_of(self, text: s.Text) -> list[int]:
         return (self._file_ids if text.is_document else self._ids)[text.text]
 
     def arrange(
-        self, path: Path, children: Sequence[Node], start: int, is_cached: bool = True
+        self, path: s.Path, children: Sequence[s.Node], start: int, is_cached: bool = True
     ) -> int:
         """Lay out the contents of one module from a position on; return the first one after it."""
         position = start
         for group in _groups(children):
-            if isinstance(group, Module):
+            if isinstance(group, s.Module):
                 position = self._module(path, group, position)
-            elif isinstance(group, Union):
+            elif isinstance(group, s.Union):
                 begin = position
                 for member in group.members:
                     position = max(position, self._module(path, member, begin))
@@ -398,7 +386,7 @@ class _Arranger:
                 position = self._stretch(path, group, position, is_cached)
         return position
 
-    def _module(self, path: Path, module: Module, start: int) -> int:
+    def _module(self, path: s.Path, module: s.Module, start: int) -> int:
         inner = (*path, module.name) if module.name else path
         end = self.arrange(inner, module.children, start, module.is_cached)
         if module.name:
@@ -406,12 +394,12 @@ class _Arranger:
         return end
 
     def _stretch(
-        self, path: Path, nodes: Sequence[Text | Parameter], start: int, is_cached: bool
+        self, path: s.Path, nodes: Sequence[s.Text | s.Parameter], start: int, is_cached: bool
     ) -> int:
         ids: list[int] = []
         slots: list[Slot] = []
         for node in nodes:
-            if isinstance(node, Text):
+            if isinstance(node, s.Text):
                 # The prefix is the beginning of the first text.
                 taken, self._taken = self._taken, 0
                 ids += self._ids_of(node)[taken:]
@@ -423,7 +411,7 @@ class _Arranger:
         self.stretches.append(Stretch(path, start, tuple(ids), tuple(slots), is_cached))
         return start + len(ids)
 
-    def _room(self, parameter: Parameter) -> list[int]:
+    def _room(self, parameter: s.Parameter) -> list[int]:
         ids = list(self._ids[parameter.scaffold]) if parameter.scaffold else []
         if len(ids) > parameter.length:
             raise parameter.location.error(
@@ -435,9 +423,7 @@ class _Arranger:
 
 
 def token_ids_of(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    control: ControlTokens | None = None,
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], control: ControlTokens | None = None
 ) -> list[list[int]]:
     """Return each text's tokens, without adding special tokens.
 
@@ -451,36 +437,36 @@ def token_ids_of(
 
 
 def _groups(
-    children: Sequence[Node],
-) -> Iterable[Module | Union | list[Text | Parameter]]:
+    children: Sequence[s.Node],
+) -> Iterable[s.Module | s.Union | list[s.Text | s.Parameter]]:
     """Yield nested modules and unions, and the groups of text and parameters between them.
 
     Adjacent texts become one, so that they are tokenised as one text.
     """
-    group: list[Text | Parameter] = []
+    group: list[s.Text | s.Parameter] = []
     for node in children:
-        if isinstance(node, Module | Union):
+        if isinstance(node, s.Module | s.Union):
             if group:
                 yield group
             group = []
             yield node
-        elif isinstance(node, Text) and group and isinstance(group[-1], Text):
-            group[-1] = Text(group[-1].text + node.text, group[-1].location)
+        elif isinstance(node, s.Text) and group and isinstance(group[-1], s.Text):
+            group[-1] = s.Text(group[-1].text + node.text, group[-1].location)
         else:
-            assert not isinstance(node, Turn)
+            assert not isinstance(node, s.Turn)
             group.append(node)
     if group:
         yield group
 
 
-def _texts(children: Sequence[Node]) -> Iterable[tuple[str, bool]]:
+def _texts(children: Sequence[s.Node]) -> Iterable[tuple[str, bool]]:
     """Yield all texts, and whether each comes from a file."""
     for group in _groups(children):
         if isinstance(group, list):
             for node in group:
-                text = node.text if isinstance(node, Text) else node.scaffold
+                text = node.text if isinstance(node, s.Text) else node.scaffold
                 if text:
-                    yield text, isinstance(node, Text) and node.is_document
+                    yield text, isinstance(node, s.Text) and node.is_document
             continue
-        for module in group.members if isinstance(group, Union) else (group,):
+        for module in group.members if isinstance(group, s.Union) else (group,):
             yield from _texts(module.children)

@@ -21,24 +21,8 @@ from xml.sax.saxutils import escape
 from kvrag.arguments import shown
 from kvrag.chunk import normalise, normalise_text
 from kvrag.errors import ParameterError
-from kvrag.pml.schema import (
-    Element,
-    Location,
-    Module,
-    Node,
-    Parameter,
-    Path,
-    Run,
-    Scaffold,
-    Schema,
-    Text,
-    Turn,
-    Union,
-    flat,
-    read_bytes,
-    read_elements,
-    turns,
-)
+from kvrag.pml import schema as s
+from kvrag.pml.schema import turns
 
 ROLES = ("system", "user", "assistant")
 MAX_LENGTH = 65_536
@@ -49,7 +33,7 @@ RESERVED = {"schema", "prompt", "module", "union", "param", "parameter", "scaffo
 """Names that no module or parameter may have, since the markup uses them."""
 
 
-def parse_schema(source: str | FilePath) -> Schema:
+def parse_schema(source: str | FilePath) -> s.Schema:
     """Read a schema.
 
     Parameters
@@ -62,7 +46,7 @@ def parse_schema(source: str | FilePath) -> Schema:
     PMLError
         If the schema is wrong. The message names file, line, column and remedy.
     """
-    root = read_elements(source)
+    root = s.read_elements(source)
     folder = source.parent if isinstance(source, FilePath) else None
     return _SchemaParser(folder).schema(root)
 
@@ -71,41 +55,41 @@ class _SchemaParser:
     def __init__(self, folder: FilePath | None) -> None:
         self._folder = folder
         # The turn that is being parsed.
-        self._turn: Element | None = None
+        self._turn: s.Element | None = None
 
-    def schema(self, root: Element) -> Schema:
+    def schema(self, root: s.Element) -> s.Schema:
         if root.tag != "schema":
             raise root.location.error(f"<{root.tag}> is not a schema", "expected <schema name=...>")
         name = checked_name(root)
         check_attributes(root, {"name"})
         scaffolds = [one for one in root.elements if one.tag == "scaffold"]
-        body = Element(root.tag, root.attributes, root.location)
+        body = s.Element(root.tag, root.attributes, root.location)
         for part in root.content:
             before = body.content[-1] if body.content else None
-            if isinstance(part, Run) and isinstance(before, Run):
+            if isinstance(part, s.Run) and isinstance(before, s.Run):
                 # A scaffold was between them, which adds no text.
-                body.content[-1] = Run(before.text + part.text, before.location)
-            elif isinstance(part, Run) or part.tag != "scaffold":
+                body.content[-1] = s.Run(before.text + part.text, before.location)
+            elif isinstance(part, s.Run) or part.tag != "scaffold":
                 body.content.append(part)
         children = self._children(body)
-        schema = Schema(name, children, (), root.location)
+        schema = s.Schema(name, children, (), root.location)
         listed = [_scaffold(one, schema) for one in scaffolds]
         named = tuple(_named_members(children, ()))
         if len(named) > 1:
-            listed.append(Scaffold(named, root.location))
-        return Schema(name, children, tuple(listed), root.location)
+            listed.append(s.Scaffold(named, root.location))
+        return s.Schema(name, children, tuple(listed), root.location)
 
-    def _children(self, element: Element, *, is_cached: bool = True) -> tuple[Node, ...]:
-        nodes: list[Node] = []
+    def _children(self, element: s.Element, *, is_cached: bool = True) -> tuple[s.Node, ...]:
+        nodes: list[s.Node] = []
         for part in settled(element.content):
-            nodes.append(part if isinstance(part, Text) else self._node(part, is_cached))
+            nodes.append(part if isinstance(part, s.Text) else self._node(part, is_cached))
         if any(turns(tuple(nodes))):
             # The chat template decides what is between turns.
-            nodes = [one for one in nodes if not (isinstance(one, Text) and one.text.isspace())]
-        _check_unique(flat(tuple(nodes)))
+            nodes = [one for one in nodes if not (isinstance(one, s.Text) and one.text.isspace())]
+        _check_unique(s.flat(tuple(nodes)))
         return tuple(nodes)
 
-    def _node(self, element: Element, is_cached: bool) -> Node:
+    def _node(self, element: s.Element, is_cached: bool) -> s.Node:
         if element.tag == "module":
             return self._module(element, is_cached)
         if element.tag == "union":
@@ -122,7 +106,7 @@ class _SchemaParser:
             self._turn = element
             children = self._children(element, is_cached=is_cached)
             self._turn = None
-            return Turn(element.tag, children, element.location)
+            return s.Turn(element.tag, children, element.location)
         remedies = {
             "schema": "a file holds one schema: put the other into a separate file",
             "prompt": "put the prompt into a separate file or string",
@@ -137,7 +121,7 @@ class _SchemaParser:
             ),
         )
 
-    def _module(self, element: Element, is_cached: bool) -> Module:
+    def _module(self, element: s.Element, is_cached: bool) -> s.Module:
         # A module without a name is in every prompt (§3.2.1).
         name = checked_name(element) if "name" in element.attributes else ""
         check_attributes(element, {"name", "src", "cache"})
@@ -150,16 +134,16 @@ class _SchemaParser:
         is_cached = is_cached if cache is None else cache == "true"
         if "src" not in element.attributes:
             children = self._children(element, is_cached=is_cached)
-            return Module(name, children, element.location, is_cached)
+            return s.Module(name, children, element.location, is_cached)
         if settled(element.content):
             raise element.location.error(
                 f"{_called(name)} has src and contents", "give one of the two"
             )
         text = self._source_text(element.attributes["src"], element.location)
-        children = (Text(text, element.location, is_document=True),) if text else ()
-        return Module(name, children, element.location, is_cached)
+        children = (s.Text(text, element.location, is_document=True),) if text else ()
+        return s.Module(name, children, element.location, is_cached)
 
-    def _source_text(self, src: str, location: Location) -> str:
+    def _source_text(self, src: str, location: s.Location) -> str:
         remedy = "src names a text file beside the schema or in a folder below it"
         if self._folder is None:
             raise location.error("src in a schema that is not a file", "write the text out")
@@ -180,17 +164,17 @@ class _SchemaParser:
             found = "a folder" if path.is_dir() else "no file"
             raise location.error(f"src={shown(src)}: expected a file, found {found}", remedy)
         try:
-            return normalise_text(read_bytes(path, location).decode("utf-8-sig"))
+            return normalise_text(s.read_bytes(path, location).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise location.error(
                 f"src={shown(src)} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
             ) from error
 
-    def _union(self, element: Element, is_cached: bool) -> Union:
+    def _union(self, element: s.Element, is_cached: bool) -> s.Union:
         check_attributes(element, {"scaffold"})
-        members: list[Module] = []
+        members: list[s.Module] = []
         for part in element.content:
-            if isinstance(part, Run):
+            if isinstance(part, s.Run):
                 if part.text.strip():
                     raise part.location.error(
                         "text directly in <union>", "put it into one of its modules, or outside"
@@ -220,10 +204,10 @@ class _SchemaParser:
                 "a scaffold is stored: name another member, or let that one be cached",
             )
         _check_unique(members)
-        return Union(tuple(members), scaffold, element.location)
+        return s.Union(tuple(members), scaffold, element.location)
 
 
-def checked_name(element: Element) -> str:
+def checked_name(element: s.Element) -> str:
     """Return an element's name. Raises PMLError if it has none, or an invalid one."""
     name = element.attributes.get("name")
     if name is None:
@@ -232,7 +216,7 @@ def checked_name(element: Element) -> str:
     return name
 
 
-def check_name(name: str, location: Location) -> None:
+def check_name(name: str, location: s.Location) -> None:
     """Raise PMLError if `name` is not a valid name for a schema, module or parameter."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise location.error(
@@ -242,7 +226,7 @@ def check_name(name: str, location: Location) -> None:
         )
 
 
-def check_attributes(element: Element, known: set[str]) -> None:
+def check_attributes(element: s.Element, known: set[str]) -> None:
     """Raise PMLError if an element has an attribute that is not in `known`."""
     for name in element.attributes:
         if name not in known:
@@ -259,11 +243,11 @@ def listing(names: Iterable[str], most: int = 8) -> str:
     return (", ".join(names[:most]) or "none") + more
 
 
-def settled(content: list[Element | Run]) -> list[Element | Text]:
+def settled(content: list[s.Element | s.Run]) -> list[s.Element | s.Text]:
     """Return contents with white space treated as this module's docstring says."""
-    parts: list[Element | Text] = []
+    parts: list[s.Element | s.Text] = []
     for number, part in enumerate(content):
-        if isinstance(part, Element):
+        if isinstance(part, s.Element):
             parts.append(part)
             continue
         body = part.text.strip()
@@ -272,9 +256,9 @@ def settled(content: list[Element | Run]) -> list[Element | Text]:
         opening = "" if number == 0 else _joint(before)
         ending = "" if number == len(content) - 1 else _joint(after)
         if body:
-            parts.append(Text(normalise(opening + _dedented(part.text) + ending), part.location))
+            parts.append(s.Text(normalise(opening + _dedented(part.text) + ending), part.location))
         elif opening and ending:
-            parts.append(Text(opening, part.location))
+            parts.append(s.Text(opening, part.location))
     return parts
 
 
@@ -288,11 +272,11 @@ def _dedented(text: str) -> str:
     return (first + feed + textwrap.dedent(rest)).strip()
 
 
-def _parameter(element: Element) -> Parameter:
+def _parameter(element: s.Element) -> s.Parameter:
     name = checked_name(element)
     check_attributes(element, {"name", "len", "length", "scaffold"})
     if element.elements or any(
-        isinstance(part, Run) and part.text.strip() for part in element.content
+        isinstance(part, s.Run) and part.text.strip() for part in element.content
     ):
         raise element.location.error(
             f"parameter {shown(name)} has contents",
@@ -312,17 +296,17 @@ def _parameter(element: Element) -> Parameter:
             f"expected a whole number of tokens, 1 to {MAX_LENGTH}",
         )
     scaffold = normalise(element.attributes.get("scaffold", ""))
-    return Parameter(name, int(number), scaffold, element.location)
+    return s.Parameter(name, int(number), scaffold, element.location)
 
 
-def _check_unique(nodes: Iterable[Node]) -> None:
+def _check_unique(nodes: Iterable[s.Node]) -> None:
     """Raise PMLError if two sibling modules, or two sibling parameters, share a name."""
-    seen: dict[tuple[bool, str], Location] = {}
+    seen: dict[tuple[bool, str], s.Location] = {}
     for node in nodes:
-        for named in node.members if isinstance(node, Union) else (node,):
-            if not isinstance(named, Module | Parameter):
+        for named in node.members if isinstance(node, s.Union) else (node,):
+            if not isinstance(named, s.Module | s.Parameter):
                 continue
-            key = (isinstance(named, Module), named.name)
+            key = (isinstance(named, s.Module), named.name)
             if key in seen:
                 kind = "module" if key[0] else "parameter"
                 first = seen[key]
@@ -333,13 +317,13 @@ def _check_unique(nodes: Iterable[Node]) -> None:
             seen[key] = named.location
 
 
-def _named_members(children: tuple[Node, ...], path: Path) -> Iterable[Path]:
-    for node in flat(children):
-        if isinstance(node, Union) and node.scaffold:
+def _named_members(children: tuple[s.Node, ...], path: s.Path) -> Iterable[s.Path]:
+    for node in s.flat(children):
+        if isinstance(node, s.Union) and node.scaffold:
             member = next(one for one in node.members if one.name == node.scaffold)
             yield (*path, member.name)
             yield from _named_members(member.children, (*path, member.name))
-        elif isinstance(node, Module):
+        elif isinstance(node, s.Module):
             yield from _named_members(node.children, (*path, node.name))
 
 
@@ -347,7 +331,7 @@ def _called(name: str) -> str:
     return f"module {shown(name)}" if name else "<module>"
 
 
-def _scaffold(element: Element, schema: Schema) -> Scaffold:
+def _scaffold(element: s.Element, schema: s.Schema) -> s.Scaffold:
     check_attributes(element, {"modules"})
     if settled(element.content):
         raise element.location.error(
@@ -369,10 +353,10 @@ def _scaffold(element: Element, schema: Schema) -> Scaffold:
                 "a scaffold is stored: leave the module out, or let it be cached",
             )
     ordered = tuple(path for path in schema.modules if path in paths)
-    return Scaffold(ordered, element.location)
+    return s.Scaffold(ordered, element.location)
 
 
-def check_module(schema: Schema, path: Path, location: Location) -> None:
+def check_module(schema: s.Schema, path: s.Path, location: s.Location) -> None:
     """Raise PMLError if a schema has no module of that path."""
     if path in schema.modules:
         return
@@ -383,12 +367,12 @@ def check_module(schema: Schema, path: Path, location: Location) -> None:
     )
 
 
-def check_exclusive(schema: Schema, named: Iterable[tuple[Path, Location]]) -> None:
+def check_exclusive(schema: s.Schema, named: Iterable[tuple[s.Path, s.Location]]) -> None:
     """Raise PMLError if two modules, or those around them, exclude each other.
 
     The error names the location of the second one.
     """
-    chosen: dict[int, Path] = {}
+    chosen: dict[int, s.Path] = {}
     for path, location in named:
         for depth in range(1, len(path) + 1):
             number = schema.exclusions.get(path[:depth])
@@ -423,10 +407,10 @@ class Import:
         Imports inside it, and text between them.
     """
 
-    path: Path
+    path: s.Path
     arguments: Mapping[str, str]
-    parts: tuple[Import | Text, ...]
-    location: Location
+    parts: tuple[Import | s.Text, ...]
+    location: s.Location
 
     def all(self) -> Iterator[Import]:
         """Yield this import and all imports inside it."""
@@ -450,11 +434,11 @@ class Prompt:
         The text at its end, for a schema without turns.
     """
 
-    schema: Schema
+    schema: s.Schema
     body: Import
     turns: tuple[tuple[str, str], ...]
     ending: str
-    location: Location
+    location: s.Location
 
 
 def schema_name(source: str | FilePath) -> str:
@@ -462,7 +446,7 @@ def schema_name(source: str | FilePath) -> str:
     return _root(source).attributes["schema"]
 
 
-def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
+def parse_prompt(source: str | FilePath, schema: s.Schema) -> Prompt:
     """Read a prompt and check it against its schema.
 
     Parameters
@@ -485,10 +469,10 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     has_turns = any(part.tag in ROLES for part in root.elements)
     turns = _turns(root) if has_turns else ()
     parts = [
-        part for part in settled(root.content) if isinstance(part, Text) or part.tag not in ROLES
+        part for part in settled(root.content) if isinstance(part, s.Text) or part.tag not in ROLES
     ]
     text = ""
-    if parts and isinstance(parts[-1], Text):
+    if parts and isinstance(parts[-1], s.Text):
         text = parts[-1].text
         parts.pop()
     if schema.has_turns:
@@ -507,8 +491,8 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     return Prompt(schema, body, turns, text, root.location)
 
 
-def _root(source: str | FilePath) -> Element:
-    root = read_elements(source)
+def _root(source: str | FilePath) -> s.Element:
+    root = s.read_elements(source)
     if root.tag != "prompt":
         raise root.location.error(f"<{root.tag}> is not a prompt", "expected <prompt schema=...>")
     if "schema" not in root.attributes:
@@ -516,26 +500,26 @@ def _root(source: str | FilePath) -> Element:
     return root
 
 
-def _turns(root: Element) -> tuple[tuple[str, str], ...]:
+def _turns(root: s.Element) -> tuple[tuple[str, str], ...]:
     turns: list[tuple[str, str]] = []
     for part in root.content:
-        if isinstance(part, Element) and part.tag in ROLES:
+        if isinstance(part, s.Element) and part.tag in ROLES:
             check_attributes(part, set())
             if part.elements:
                 raise part.elements[0].location.error(
                     f"<{part.elements[0].tag}> in <{part.tag}> of a prompt",
                     "import modules directly in <prompt>; they appear where the schema has them",
                 )
-            text = "".join(one.text for one in settled(part.content) if isinstance(one, Text))
+            text = "".join(one.text for one in settled(part.content) if isinstance(one, s.Text))
             turns.append((part.tag, text))
-        elif turns and (isinstance(part, Element) or part.text.strip()):
+        elif turns and (isinstance(part, s.Element) or part.text.strip()):
             raise part.location.error(
                 "something after a turn of the prompt", "put turns at the prompt's end"
             )
     return tuple(turns)
 
 
-def _import(schema: Schema, around: Path, element: Element) -> Import:
+def _import(schema: s.Schema, around: s.Path, element: s.Element) -> Import:
     path = (*around, element.tag)
     check_module(schema, path, element.location)
     parts = settled(element.content)
@@ -545,12 +529,12 @@ def _import(schema: Schema, around: Path, element: Element) -> Import:
 
 
 def _checked(
-    schema: Schema,
-    path: Path,
+    schema: s.Schema,
+    path: s.Path,
     attributes: Mapping[str, str],
-    contents: list[Element | Text],
-    location: Location,
-) -> tuple[Mapping[str, str], tuple[Import | Text, ...]]:
+    contents: list[s.Element | s.Text],
+    location: s.Location,
+) -> tuple[Mapping[str, str], tuple[Import | s.Text, ...]]:
     known = schema.parameters(path)
     for name in attributes:
         if name not in known:
@@ -558,10 +542,10 @@ def _checked(
             raise location.error(
                 f"{owner} has no parameter {shown(name)}", f"expected one of {listing(known)}"
             )
-    parts: list[Import | Text] = []
-    seen: dict[Path, Location] = {}
+    parts: list[Import | s.Text] = []
+    seen: dict[s.Path, s.Location] = {}
     for part in contents:
-        if isinstance(part, Text):
+        if isinstance(part, s.Text):
             # A line feed between imports is formatting: the schema decides what separates modules.
             if part.text.strip():
                 parts.append(part)

@@ -33,12 +33,7 @@ from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
 from kvrag.codec.config import choose_codec
 from kvrag.engine.shared import place_of, shared_index
-from kvrag.errors import (
-    DocumentError,
-    IndexMismatchError,
-    IndexNotFoundError,
-    ParameterError,
-)
+from kvrag.errors import DocumentError, IndexMismatchError, IndexNotFoundError, ParameterError
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.filters import on_metadata
 from kvrag.ingest.index import Index

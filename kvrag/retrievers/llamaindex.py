@@ -73,10 +73,7 @@ class KVRagRetriever(BaseRetriever):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # An opened index holds locks and open files: shared, not copied.
         return type(self)(
-            self._index,
-            k=self._k,
-            filters=self._filters,
-            callback_manager=self.callback_manager,
+            self._index, k=self._k, filters=self._filters, callback_manager=self.callback_manager
         )
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -40,12 +40,7 @@ from kvrag.server.metrics import ServerMetrics
 from kvrag.server.ollama import add_ollama
 from kvrag.server.problems import OLLAMA, RequestError, as_problem, validation_problem
 from kvrag.server.queue import MAX_STREAMS, MAX_WAITING, AnswerQueue
-from kvrag.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RerankRequest,
-)
+from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
 from kvrag.server.service import Service
 
 # The page at ``/``, and what it reads: the index in figures, and chunks in their documents.
@@ -227,11 +222,7 @@ def make_app(
 
     # The pages that FastAPI would add load scripts from other sites.
     app = FastAPI(
-        title="kvrag",
-        version=kvrag.__version__,
-        docs_url=None,
-        redoc_url=None,
-        lifespan=lifespan,
+        title="kvrag", version=kvrag.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
     accounts = Accounts(options.keys)
     _add_routes(app, service, metrics, accounts)

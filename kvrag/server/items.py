@@ -10,47 +10,33 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.server import requests as q
 from kvrag.server import responses as r
 from kvrag.server.problems import RequestError
-from kvrag.server.requests import (
-    MAX_MESSAGES,
-    MAX_NAME,
-    MAX_TOKENS,
-    MAX_TOOLS,
-    Asked,
-    ChatRequest,
-    False_,
-    Function,
-    NamedFunction,
-    Object,
-    Strict,
-    few_pieces,
-    of_other_form,
-)
 from kvrag.server.shapes import ChatShape, finish_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 _LOGPROBS = "message.output_text.logprobs"
 
-_Name = Annotated[str, Field(max_length=MAX_NAME)]
+_Name = Annotated[str, Field(max_length=q.MAX_NAME)]
 
 
-class ItemPart(Strict):
+class ItemPart(q.Strict):
     """A part of a message's content, or of a tool's output; perhaps of an earlier answer."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Object] | None = None
-    logprobs: list[Object] | None = None
+    annotations: list[q.Object] | None = None
+    logprobs: list[q.Object] | None = None
 
 
 _Content = (
-    str | Annotated[list[ItemPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    str | Annotated[list[ItemPart], Field(min_length=1, max_length=q.MAX_MESSAGES, fail_fast=True)]
 )
 
 
-class MessageItem(Strict):
+class MessageItem(q.Strict):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -64,7 +50,7 @@ class MessageItem(Strict):
         messages.append({"role": self.role, "content": _text(self.content)})
 
 
-class CallItem(Strict):
+class CallItem(q.Strict):
     """A call of a tool in an earlier answer."""
 
     type: Literal["function_call"]
@@ -84,7 +70,7 @@ class CallItem(Strict):
         messages[-1].setdefault("tool_calls", []).append(call)
 
 
-class ResultItem(Strict):
+class ResultItem(q.Strict):
     """What a call has returned."""
 
     type: Literal["function_call_output"]
@@ -98,44 +84,44 @@ class ResultItem(Strict):
         messages.append(result)
 
 
-class FunctionTool(Function):
+class FunctionTool(q.Function):
     """A function that the model may call."""
 
     type: Literal["function"]
 
 
-class NamedFunctionTool(NamedFunction):
+class NamedFunctionTool(q.NamedFunction):
     """The function that must be called."""
 
     type: Literal["function"]
 
 
-class TextFormat(Strict):
+class TextFormat(q.Strict):
     """The form of the text; the types ``regex`` and ``lark`` are kvrag's own."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     name: _Name | None = None
     description: str | None = None
-    schema_: Object | None = Field(default=None, alias="schema")
+    schema_: q.Object | None = Field(default=None, alias="schema")
     strict: bool | None = None
     regex: str | None = None
     lark: str | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(q.Strict):
     """``text``."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class EventOptions(Strict):
+class EventOptions(q.Strict):
     """``stream_options``."""
 
-    include_obfuscation: False_ = None
+    include_obfuscation: q.False_ = None
 
 
-class NoReasoning(Strict):
+class NoReasoning(q.Strict):
     """``reasoning`` of a model that writes only its answer."""
 
     effort: Literal["none"] | None = None
@@ -143,37 +129,39 @@ class NoReasoning(Strict):
     generate_summary: None = None
 
 
-class ItemsRequest(Asked):
+class ItemsRequest(q.Asked):
     """The body of ``POST /v1/responses``."""
 
     input: Annotated[
         str
         | Annotated[
             list[MessageItem | CallItem | ResultItem],
-            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+            Field(min_length=1, max_length=q.MAX_MESSAGES, fail_fast=True),
         ],
-        few_pieces,
+        q.few_pieces,
     ]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_output_tokens: int | None = Field(default=None, ge=1, le=q.MAX_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=q.MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_tool_calls: int | None = Field(default=None, ge=1, le=q.MAX_TOKENS)
     text: TextOptions | None = None
     include: list[_Name] | None = Field(default=None, max_length=16)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream_options: EventOptions | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
-    background: False_ = None
+    background: q.False_ = None
     reasoning: NoReasoning | None = None
     conversation: None = None
     prompt: None = None
 
-    _chat: ChatRequest = PrivateAttr()
+    _chat: q.ChatRequest = PrivateAttr()
 
     @field_validator("previous_response_id", mode="after")
     @classmethod
@@ -185,11 +173,11 @@ class ItemsRequest(Asked):
 
     @model_validator(mode="after")
     def _is_a_chat_request(self) -> Self:
-        self._chat = of_other_form(ChatRequest, self._as_chat())
+        self._chat = q.of_other_form(q.ChatRequest, self._as_chat())
         return self
 
     @property
-    def chat(self) -> ChatRequest:
+    def chat(self) -> q.ChatRequest:
         """The same request for ``/v1/chat/completions``."""
         return self._chat
 
@@ -402,7 +390,7 @@ def _text(content: str | list[ItemPart]) -> str | list[dict[str, Any]]:
 
 
 def _dumped(value: Any) -> Any:
-    if isinstance(value, Strict):
+    if isinstance(value, q.Strict):
         return value.model_dump(mode="json", exclude_none=True, by_alias=True)
     return value
 

@@ -10,40 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
-from pydantic import (
-    BaseModel,
-    Field,
-    PrivateAttr,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PrivateAttr, create_model, field_validator, model_validator
 from starlette.responses import JSONResponse, Response
 
 import kvrag
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.options import MAX_LOGPROBS
 from kvrag.llms.tool_calls import Piece
+from kvrag.server import requests as q
 from kvrag.server import responses as r
 from kvrag.server.problems import RequestError
-from kvrag.server.requests import (
-    MAX_INPUTS,
-    MAX_MESSAGES,
-    MAX_NAME,
-    MAX_TOKENS,
-    MAX_TOOLS,
-    SAMPLING_FIELDS,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    False_,
-    KVRagOptions,
-    Object,
-    Strict,
-    Tool,
-    few_pieces,
-    of_other_form,
-)
 from kvrag.server.service import Service
 from kvrag.server.shapes import ChatShape, finish_of
 
@@ -62,17 +38,17 @@ _TURNED_OFF: dict[str, tuple[Any, ...]] = {
     "penalize_newline": (True, False),
 }
 _MIROSTATS = ("mirostat_tau", "mirostat_eta")  # nothing without it
-_Name = Annotated[str, Field(max_length=MAX_NAME)]
+_Name = Annotated[str, Field(max_length=q.MAX_NAME)]
 _Nothing = Annotated[list[str] | None, Field(max_length=0)]
 
 
 # kvrag's options by Ollama's names; a negative seed is Ollama's own.
-_FIELDS = {name: field for name, field in SAMPLING_FIELDS.items() if name != "seed"}
+_FIELDS = {name: field for name, field in q.SAMPLING_FIELDS.items() if name != "seed"}
 _FIELDS["repeat_penalty"] = _FIELDS.pop("repetition_penalty")
 if TYPE_CHECKING:
-    _Sampling = Strict
+    _Sampling = q.Strict
 else:
-    _Sampling = create_model("_Sampling", __base__=Strict, **_FIELDS)
+    _Sampling = create_model("_Sampling", __base__=q.Strict, **_FIELDS)
 
 
 class OllamaOptions(_Sampling):
@@ -90,7 +66,7 @@ class OllamaOptions(_Sampling):
 
     repeat_last_n: int | None = None
     seed: int | None = Field(default=None, le=2**53 - 1)
-    num_predict: int | None = Field(default=None, le=MAX_TOKENS)
+    num_predict: int | None = Field(default=None, le=q.MAX_TOKENS)
     stop: str | list[str] | None = None
 
     @model_validator(mode="before")
@@ -130,7 +106,7 @@ class OllamaOptions(_Sampling):
         }
 
 
-class OfOllama(Strict):
+class OfOllama(q.Strict):
     """The fields that all of Ollama's requests share."""
 
     model: str = Field(max_length=500)
@@ -153,16 +129,16 @@ class Answered(OfOllama):
     """The fields of requests for answers."""
 
     stream: bool | None = None
-    format: Literal["", "json"] | Object | None = None
-    think: False_ = None
+    format: Literal["", "json"] | q.Object | None = None
+    think: q.False_ = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    kvrag: KVRagOptions = KVRagOptions()
+    kvrag: q.KVRagOptions = q.KVRagOptions()
 
-    _chat: ChatRequest | None = PrivateAttr(default=None)
+    _chat: q.ChatRequest | None = PrivateAttr(default=None)
 
     @property
-    def chat(self) -> ChatRequest | None:
+    def chat(self) -> q.ChatRequest | None:
         """The same request for ``/v1/chat/completions``.
 
         None: it asks for no answer, only that the model be in memory.
@@ -175,7 +151,7 @@ class Answered(OfOllama):
     @model_validator(mode="after")
     def _is_a_chat_request(self) -> Answered:
         if messages := self._messages():
-            self._chat = self._valid(ChatRequest, messages=messages, tools=self._tools())
+            self._chat = self._valid(q.ChatRequest, messages=messages, tools=self._tools())
         return self
 
     def _tools(self) -> list[dict[str, Any]] | None:
@@ -188,22 +164,22 @@ class Answered(OfOllama):
         elif self.format:
             named = {"name": "answer", "schema": self.format}
             form = {"type": "json_schema", "json_schema": named}
-        if kind is ChatRequest:
+        if kind is q.ChatRequest:
             fields |= {"response_format": form, "top_logprobs": self.top_logprobs}
             fields["logprobs"] = self.logprobs
         given = {**self.options.sampling, **fields, "model": self.model, "kvrag": self.kvrag}
-        return of_other_form(kind, given | {"stream": self.stream is not False})
+        return q.of_other_form(kind, given | {"stream": self.stream is not False})
 
 
-class OllamaFunction(Strict):
+class OllamaFunction(q.Strict):
     """The function of an earlier call."""
 
     name: _Name
-    arguments: Object
+    arguments: q.Object
     index: int | None = None
 
 
-class OllamaCall(Strict):
+class OllamaCall(q.Strict):
     """A call in an earlier answer."""
 
     function: OllamaFunction
@@ -211,13 +187,13 @@ class OllamaCall(Strict):
     type: Literal["function"] | None = None
 
 
-class OllamaMessage(Strict):
+class OllamaMessage(q.Strict):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     images: _Nothing = None
-    tool_calls: list[OllamaCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_calls: list[OllamaCall] | None = Field(default=None, max_length=q.MAX_TOOLS)
     tool_name: _Name | None = None
     tool_call_id: _Name | None = None
     # The model does not see it again.
@@ -228,9 +204,9 @@ class OllamaChat(Answered):
     """The body of ``POST /api/chat``."""
 
     messages: Annotated[
-        list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES, fail_fast=True), few_pieces
+        list[OllamaMessage] | None, Field(max_length=q.MAX_MESSAGES, fail_fast=True), q.few_pieces
     ] = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[q.Tool], Field(max_length=q.MAX_TOOLS, fail_fast=True)] | None = None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -278,10 +254,10 @@ class OllamaGenerate(Answered):
     images: _Nothing = None
     context: Annotated[list[int] | None, Field(max_length=0)] = None
 
-    _completion: CompletionRequest = PrivateAttr()
+    _completion: q.CompletionRequest = PrivateAttr()
 
     @property
-    def completion(self) -> CompletionRequest:
+    def completion(self) -> q.CompletionRequest:
         """The same request for ``/v1/completions``: the prompt is what the model reads."""
         return self._completion
 
@@ -297,16 +273,16 @@ class OllamaGenerate(Answered):
             if self.system or self.format:
                 raise ValueError("raw: a raw prompt has no system text and no format; leave it out")
             num = (self.top_logprobs or 0) if self.logprobs else None
-            self._completion = self._valid(CompletionRequest, prompt=self.prompt, logprobs=num)
+            self._completion = self._valid(q.CompletionRequest, prompt=self.prompt, logprobs=num)
         return self
 
 
 class OllamaEmbed(OfOllama):
     """The body of ``POST /api/embed``. Long texts are read by windows, not cut."""
 
-    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    input: str | Annotated[list[str], Field(max_length=q.MAX_INPUTS, fail_fast=True)]
     truncate: bool | None = None
-    dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    dimensions: int | None = Field(default=None, ge=1, le=q.MAX_TOKENS)
 
 
 class OllamaEmbedding(OfOllama):
@@ -315,7 +291,7 @@ class OllamaEmbedding(OfOllama):
     prompt: str
 
 
-class OllamaShow(Strict):
+class OllamaShow(q.Strict):
     """The body of ``POST /api/show``."""
 
     model: str = Field(max_length=500)
@@ -454,13 +430,13 @@ def add_ollama(app: FastAPI, service: Service) -> None:
         if not asked.input:
             service.require(asked.model, service.names.embedding)
             return Response(written([], 0), media_type="application/json")
-        wanted = EmbeddingRequest(**asked.model_dump(include={"model", "input", "dimensions"}))
+        wanted = q.EmbeddingRequest(**asked.model_dump(include={"model", "input", "dimensions"}))
         return await service.embed(wanted, http, written)
 
     @app.post("/api/embeddings", responses=_ERRORS)
     async def embeddings(asked: OllamaEmbedding, http: Request) -> Response:
         """Return the vector of one text."""
-        wanted = EmbeddingRequest(model=asked.model, input=asked.prompt)
+        wanted = q.EmbeddingRequest(model=asked.model, input=asked.prompt)
         return await service.embed(
             wanted, http, lambda vectors, _: json.dumps({"embedding": vectors[0].tolist()})
         )

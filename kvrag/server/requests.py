@@ -371,9 +371,7 @@ class ChatRequest(Generating):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[
-        list[Message],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        few_pieces,
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), few_pieces
     ]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None

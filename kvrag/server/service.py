@@ -36,20 +36,13 @@ from kvrag.llms.tool_calls import Shape as Form
 from kvrag.models.chat import merged
 from kvrag.models.tokens import encode
 from kvrag.models.tools import tool_format
+from kvrag.server import requests as q
 from kvrag.server import responses as r
 from kvrag.server.access import Account
 from kvrag.server.answering import PREFIX, Generation, choices, request_options
 from kvrag.server.gate import Record
 from kvrag.server.problems import BusyError, RequestError, as_problem
 from kvrag.server.queue import AnswerQueue, Batches, Pool, left
-from kvrag.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    Generating,
-    RankedText,
-    RerankRequest,
-)
 from kvrag.server.shapes import ChatShape, Shape, TextShape
 
 # Shares of the stored tokens to compute again, between the default and full prefill.
@@ -233,7 +226,7 @@ class Service:
 
     async def chat(
         self,
-        asked: ChatRequest,
+        asked: q.ChatRequest,
         http: HttpRequest,
         make_shape: Callable[..., ChatShape] | None = None,
     ) -> Response:
@@ -252,7 +245,7 @@ class Service:
         return await self._answer([request], asked, http, shape)
 
     async def _conversation(
-        self, asked: ChatRequest, http: HttpRequest
+        self, asked: q.ChatRequest, http: HttpRequest
     ) -> tuple[Request, float | None]:
         """Return the engine's request, and the seconds of the search, if there was one."""
         self.require(asked.model, self.names.model, self.names.rag)
@@ -271,7 +264,7 @@ class Service:
         _refuse_retrieving(asked)
         return Request(turns, **options), None
 
-    async def verify(self, asked: ChatRequest, http: HttpRequest) -> r.Verification:
+    async def verify(self, asked: q.ChatRequest, http: HttpRequest) -> r.Verification:
         """Answer a conversation, and hold the answer against full prefill if nobody else asks."""
         if (asked.n or 1) > 1:
             raise RequestError(400, "n: one answer is verified at a time", param="n")
@@ -310,7 +303,7 @@ class Service:
 
     async def complete(
         self,
-        asked: CompletionRequest,
+        asked: q.CompletionRequest,
         http: HttpRequest,
         make_shape: Callable[..., Shape] | None = None,
     ) -> Response:
@@ -326,7 +319,7 @@ class Service:
 
     async def embed(
         self,
-        asked: EmbeddingRequest,
+        asked: q.EmbeddingRequest,
         http: HttpRequest,
         write: Callable[[Vectors, int], str] | None = None,
     ) -> Response:
@@ -348,7 +341,7 @@ class Service:
         body = await self._batches.run(http, lambda: written(embedding.embed(texts), num_tokens))
         return Response(body, media_type="application/json")
 
-    async def rerank(self, asked: RerankRequest, http: HttpRequest) -> r.Ranking:
+    async def rerank(self, asked: q.RerankRequest, http: HttpRequest) -> r.Ranking:
         """Order texts by how well they fit a question."""
         self.require(asked.model, self.names.ranker)
         texts = asked.texts
@@ -364,7 +357,7 @@ class Service:
             r.Ranked(
                 index=number,
                 relevance_score=scores[number],
-                document=RankedText(text=texts[number]) if asked.return_documents else None,
+                document=q.RankedText(text=texts[number]) if asked.return_documents else None,
             )
             for number in best
         ]
@@ -412,11 +405,7 @@ class Service:
         return await (threads or self._threads).run(call)
 
     async def _answer(
-        self,
-        asked_for: Sequence[Request],
-        asked: Generating,
-        http: HttpRequest,
-        shape: Shape,
+        self, asked_for: Sequence[Request], asked: q.Generating, http: HttpRequest, shape: Shape
     ) -> Response:
         record = record_of(http)
         account = record.account
@@ -447,7 +436,7 @@ class Service:
         return len(self._engine.prompt_ids(one.prompt, hints=one.hints, tools=one.tools))
 
 
-def _embedding_list(asked: EmbeddingRequest, vectors: Vectors, num_tokens: int) -> str:
+def _embedding_list(asked: q.EmbeddingRequest, vectors: Vectors, num_tokens: int) -> str:
     """Return the body of OpenAI's API."""
     usage = r.TextUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
     rest = r.EmbeddingList(data=[], model=asked.model, usage=usage).model_dump_json()
@@ -507,7 +496,7 @@ def record_of(http: HttpRequest) -> Record:
     return record
 
 
-def _options(asked: Generating, http: HttpRequest, form: Form = _ANY_FORM) -> dict[str, Any]:
+def _options(asked: q.Generating, http: HttpRequest, form: Form = _ANY_FORM) -> dict[str, Any]:
     """Note who asks; return the fields of the engine's request that the client gives."""
     record = record_of(http)
     record.user = asked.user
@@ -528,7 +517,7 @@ def _check_texts(texts: Sequence[str], param: str) -> None:
             )
 
 
-def _refuse_retrieving(asked: Generating) -> None:
+def _refuse_retrieving(asked: q.Generating) -> None:
     for name in ("k", "filter"):
         if getattr(asked.kvrag, name) is not None:
             raise RequestError(

@@ -269,11 +269,7 @@ class TextShape(Shape):
         yield self._event([self._choice(number, delta.text, delta.logprobs, finish)])
 
     def _choice(
-        self,
-        number: int,
-        text: str,
-        tokens: Sequence[TokenLogprob],
-        finish: r.FinishReason | None,
+        self, number: int, text: str, tokens: Sequence[TokenLogprob], finish: r.FinishReason | None
     ) -> r.TextChoice:
         is_asked = self._asked.num_logprobs is not None
         likely = text_logprobs(self._tokenizer, tokens) if is_asked else None

@@ -348,10 +348,7 @@ _VALUES: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((Path,), "a pathlib.Path"),
     "tiers": ((list, tuple), "a list or tuple of stores"),
 }
-_METHODS = (
-    *("admits", "check_writable", "derive", "flush"),
-    *("pin", "unpin"),
-)
+_METHODS = (*("admits", "check_writable", "derive", "flush"), *("pin", "unpin"))
 _KEY_BYTES = 32
 
 

@@ -22,13 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
-from kvrag.errors import (
-    KVRagError,
-    ParameterError,
-    RecordError,
-    StoreError,
-    StoreUnreachableError,
-)
+from kvrag.errors import KVRagError, ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.plugins import require
 from kvrag.recordformat import piece_ends
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics

@@ -22,17 +22,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.recordformat import check_record
 from kvrag.sqlitefile import open_connection
-from kvrag.store.base import (
-    Admits,
-    Pins,
-    Store,
-    StoredRecord,
-    capability,
-    check_range,
-    is_in_memory,
-    read_whole,
-    room_for,
-)
+from kvrag.store import base as b
 from kvrag.store.file import make_folder
 from kvrag.store.metrics import StoreCounts
 
@@ -214,10 +204,10 @@ class Uploader:
         When the list cannot be used.
     """
 
-    def __init__(self, disk: Store, home: Store, folder: Path, check: Check) -> None:
+    def __init__(self, disk: b.Store, home: b.Store, folder: Path, check: Check) -> None:
         self._disk = disk
         self._home = home
-        self._pins = capability(disk, Pins)
+        self._pins = b.capability(disk, b.Pins)
         self._check = check
         self._outbox = _Outbox(folder)
         self._wake = threading.Condition()
@@ -342,7 +332,7 @@ class Uploader:
             record = self._disk.open(entry.key)
             if record is not None:
                 with contextlib.closing(record):
-                    content = read_whole(record)
+                    content = b.read_whole(record)
                 self._check(entry.key, content)
         except RecordError:
             # Damaged, so there is nothing to upload: the next reader computes it again.
@@ -377,7 +367,7 @@ class Uploader:
             self._pins.pin(keys)
 
 
-def write_to(store: Store, key: ChunkKey, record: bytes, is_replacing: bool) -> None:
+def write_to(store: b.Store, key: ChunkKey, record: bytes, is_replacing: bool) -> None:
     """Put a record into a store, or replace the one there."""
     if is_replacing:
         store.replace(key, record)
@@ -417,12 +407,12 @@ class Fetch:
     """
 
     def __init__(
-        self, key: ChunkKey, source: StoredRecord, on_complete: Callable[[Fetch, bytearray], None]
+        self, key: ChunkKey, source: b.StoredRecord, on_complete: Callable[[Fetch, bytearray], None]
     ) -> None:
         self.key = key
         self._source = source
         self._on_complete = on_complete
-        self._content = room_for(source)
+        self._content = b.room_for(source)
         num_granules = -(-source.size_bytes // _GRANULE_BYTES)
         self._states = bytearray(num_granules)
         self._changed = threading.Condition()
@@ -436,7 +426,7 @@ class Fetch:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on; raises as `StoredRecord.read_into` does."""
-        check_range(self.key, self.size_bytes, offset, buffer.nbytes)
+        b.check_range(self.key, self.size_bytes, offset, buffer.nbytes)
         end = offset + buffer.nbytes
         granules = range(offset // _GRANULE_BYTES, -(-end // _GRANULE_BYTES))
         while (run := self._claim(granules)) is not None:
@@ -531,10 +521,10 @@ class _Copy:
 
     key: ChunkKey
     content: bytes
-    tiers: Sequence[Store]
+    tiers: Sequence[b.Store]
 
 
-class TieredStore(Store):
+class TieredStore(b.Store):
     """Several stores as one.
 
     Parameters
@@ -562,7 +552,7 @@ class TieredStore(Store):
 
     def __init__(
         self,
-        tiers: Sequence[Store],
+        tiers: Sequence[b.Store],
         *,
         outbox_folder: Path | None = None,
         check: Check = check_record,
@@ -572,7 +562,7 @@ class TieredStore(Store):
         self.tiers = tuple(tiers)
         self._check = check
         # Looked up once: `admits` is called for every record that is opened.
-        self._admits = [capability(tier, Admits) for tier in self.tiers]
+        self._admits = [b.capability(tier, b.Admits) for tier in self.tiers]
         # Held while the faster tiers' copies of a record change, never while a slow tier is read.
         self._changing = threading.Condition()
         self._fetches: dict[ChunkKey, Fetch] = {}
@@ -600,7 +590,7 @@ class TieredStore(Store):
         """Write a record in place of the existing one; no tier keeps the old one."""
         self._write(key, record, is_replacing=True)
 
-    def open(self, key: ChunkKey) -> StoredRecord | None:
+    def open(self, key: ChunkKey) -> b.StoredRecord | None:
         """Open a record for reading, or return None if there is none.
 
         Raises
@@ -662,7 +652,7 @@ class TieredStore(Store):
                     if record is None:
                         continue
                     with contextlib.closing(record):
-                        self._check(key, read_whole(record))
+                        self._check(key, b.read_whole(record))
                 except RecordError:
                     self._give_up(tier, key)
                     return
@@ -694,7 +684,7 @@ class TieredStore(Store):
 
     # -- reading -----------------------------------------------------------------------------
 
-    def _join(self, key: ChunkKey) -> StoredRecord | None:
+    def _join(self, key: ChunkKey) -> b.StoredRecord | None:
         """Return a reader of the fetch under way, if there is one."""
         with self._changing:
             fetch = self._fetches.get(key)
@@ -703,7 +693,7 @@ class TieredStore(Store):
             fetch.join()
         return FetchReader(fetch, self._leave)
 
-    def _shared(self, key: ChunkKey, record: StoredRecord, number: int) -> StoredRecord:
+    def _shared(self, key: ChunkKey, record: b.StoredRecord, number: int) -> b.StoredRecord:
         """Return a record whose other readers wait for the same bytes."""
         above = zip(self.tiers[:number], self._admits[:number], strict=True)
         wanting = [
@@ -736,7 +726,7 @@ class TieredStore(Store):
             if fetch.leave() and self._fetches.get(fetch.key) is fetch:
                 del self._fetches[fetch.key]
 
-    def _give_up(self, tier: Store, key: ChunkKey) -> None:
+    def _give_up(self, tier: b.Store, key: ChunkKey) -> None:
         """Remove a tier's damaged copy of a record; the tiers below have others."""
         tier.note_damage(key)
         with contextlib.suppress(StoreError, RecordError):
@@ -750,13 +740,13 @@ class TieredStore(Store):
             # A copy being written would arrive after the change the caller is about to make.
             self._changing.wait_for(lambda: self._copied_now != key)
 
-    def _keep(self, fetch: Fetch, content: bytes, tiers: Sequence[Store]) -> None:
+    def _keep(self, fetch: Fetch, content: bytes, tiers: Sequence[b.Store]) -> None:
         """Copy a record that has been read whole to faster tiers."""
         try:
             self._check(fetch.key, content)
         except RecordError:
             return  # the reader finds the same damage and reports it
-        at_once = [tier for tier in tiers if is_in_memory(tier)]
+        at_once = [tier for tier in tiers if b.is_in_memory(tier)]
         copy = _Copy(fetch.key, content, [tier for tier in tiers if tier not in at_once])
         with self._changing:
             if self._fetches.get(fetch.key) is not fetch:

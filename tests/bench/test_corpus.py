@@ -6,32 +6,23 @@ from collections import Counter
 
 import pytest
 
-from kvrag_corpus import (
-    SPLITS,
-    TYPE_SHARES,
-    UNKNOWN_ANSWER,
-    Corpus,
-    QuestionType,
-    generate_corpus,
-    names_of_split,
-    split_of_name,
-)
+import kvrag_corpus
 from kvrag_corpus.names import name_heads, name_tails
 
 ANSWERABLE = {
-    QuestionType.INSIDE,
-    QuestionType.CARRIED_OVER,
-    QuestionType.TWO_HOP,
-    QuestionType.SUPERSEDED,
+    kvrag_corpus.QuestionType.INSIDE,
+    kvrag_corpus.QuestionType.CARRIED_OVER,
+    kvrag_corpus.QuestionType.TWO_HOP,
+    kvrag_corpus.QuestionType.SUPERSEDED,
 }
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return generate_corpus(seed=7, split="test", num_questions=1000)
+def corpus() -> kvrag_corpus.Corpus:
+    return kvrag_corpus.generate_corpus(seed=7, split="test", num_questions=1000)
 
 
-def names_in(corpus: Corpus) -> set[str]:
+def names_in(corpus: kvrag_corpus.Corpus) -> set[str]:
     words = {
         word.strip(".,")
         for document in corpus.documents
@@ -43,43 +34,43 @@ def names_in(corpus: Corpus) -> set[str]:
     return words & every
 
 
-def test_same_seed_gives_the_same_corpus(corpus: Corpus) -> None:
-    assert generate_corpus(seed=7, split="test", num_questions=1000) == corpus
-    assert generate_corpus(seed=8, split="test", num_questions=1000) != corpus
+def test_same_seed_gives_the_same_corpus(corpus: kvrag_corpus.Corpus) -> None:
+    assert kvrag_corpus.generate_corpus(seed=7, split="test", num_questions=1000) == corpus
+    assert kvrag_corpus.generate_corpus(seed=8, split="test", num_questions=1000) != corpus
     # Its labels were checked by type: who is carried over, who stands between, what is superseded.
     assert hashlib.sha256(repr(corpus).encode()).hexdigest()[:16] == "ae288e60f6ce1f4f"
 
 
 def test_splits_share_no_names() -> None:
-    names = [set(names_of_split(split)) for split in SPLITS]
+    names = [set(kvrag_corpus.names_of_split(split)) for split in kvrag_corpus.SPLITS]
     assert sum(map(len, names)) == len(set.union(*names)) == len(name_heads()) * len(name_tails())
-    for split in SPLITS:
-        used = names_in(generate_corpus(seed=1, split=split, num_questions=100))
+    for split in kvrag_corpus.SPLITS:
+        used = names_in(kvrag_corpus.generate_corpus(seed=1, split=split, num_questions=100))
         assert len(used) > 100
-        assert {split_of_name(name) for name in used} == {split}
+        assert {kvrag_corpus.split_of_name(name) for name in used} == {split}
 
 
-def test_types_come_in_the_promised_shares(corpus: Corpus) -> None:
+def test_types_come_in_the_promised_shares(corpus: kvrag_corpus.Corpus) -> None:
     counts = Counter(question.type for question in corpus.questions)
     assert sum(counts.values()) == 1000
-    assert set(counts) == set(TYPE_SHARES)
-    assert counts[QuestionType.CARRIED_OVER] >= 400
-    for kind in ANSWERABLE | {QuestionType.UNANSWERABLE}:
+    assert set(counts) == set(kvrag_corpus.TYPE_SHARES)
+    assert counts[kvrag_corpus.QuestionType.CARRIED_OVER] >= 400
+    for kind in ANSWERABLE | {kvrag_corpus.QuestionType.UNANSWERABLE}:
         assert counts[kind] >= 60
 
 
-def test_answers_are_copied_from_a_supporting_chunk(corpus: Corpus) -> None:
+def test_answers_are_copied_from_a_supporting_chunk(corpus: kvrag_corpus.Corpus) -> None:
     for question in corpus.questions:
         texts = [chunk.text for chunk in question.chunks]
         if question.type in ANSWERABLE:
             assert any(question.answers[0] in texts[index] for index in question.supporting)
         else:
-            assert question.answers == (UNKNOWN_ANSWER,)
+            assert question.answers == (kvrag_corpus.UNKNOWN_ANSWER,)
 
 
-def test_files_read_back_as_written(corpus: Corpus, tmp_path) -> None:
+def test_files_read_back_as_written(corpus: kvrag_corpus.Corpus, tmp_path) -> None:
     corpus.write(tmp_path)
-    assert Corpus.read(tmp_path) == corpus
+    assert kvrag_corpus.Corpus.read(tmp_path) == corpus
     rows = json.loads((tmp_path / "questions.json").read_text("utf-8"))
     assert {"question", "answers", "ctxs", "type", "id"} <= set(rows[0])
     assert {"title", "text"} <= set(rows[0]["ctxs"][0])

@@ -10,35 +10,27 @@ import pytest
 from kvrag.errors import ParameterError
 from kvrag_bench import shapes
 from kvrag_bench.regress import quality, speed
+from kvrag_bench.regress import results as r
 from kvrag_bench.regress.compare import Verdict, compare
-from kvrag_bench.regress.results import (
-    QUALITY,
-    SPEED,
-    Entry,
-    Results,
-    last_before,
-    read_releases,
-    write_results,
-)
 from tests.cli.conftest import Run, run
 from tools.releases import PICTURES, RELEASES
 
 __all__ = ["run"]
 
-TIMED = Entry(SPEED, "fused", "of plain prefill's time", (0.10, 0.11, 0.12, 0.10, 0.11, 0.12))
-LOST = Entry(QUALITY, "tiny, none", "nats", tuple(0.01 * n for n in range(1, 21)))
+TIMED = r.Entry(r.SPEED, "fused", "of plain prefill's time", (0.10, 0.11, 0.12, 0.10, 0.11, 0.12))
+LOST = r.Entry(r.QUALITY, "tiny, none", "nats", tuple(0.01 * n for n in range(1, 21)))
 
 
-def results(*entries: Entry, version: str = "0.2.0", processor: str = "fast") -> Results:
-    return Results(version, processor, {"torch": "2.9"}, entries)
+def results(*entries: r.Entry, version: str = "0.2.0", processor: str = "fast") -> r.Results:
+    return r.Results(version, processor, {"torch": "2.9"}, entries)
 
 
-def verdict(before: Entry, now: Entry, processor: str = "fast") -> Verdict:
+def verdict(before: r.Entry, now: r.Entry, processor: str = "fast") -> Verdict:
     (change,) = compare(results(before), results(now, processor=processor))
     return change.verdict
 
 
-def scaled(entry: Entry, factor: float) -> Entry:
+def scaled(entry: r.Entry, factor: float) -> r.Entry:
     return replace(entry, values=tuple(factor * value for value in entry.values))
 
 
@@ -87,13 +79,13 @@ class TestCompare:
 class TestFiles:
     def test_results_come_back_in_the_order_of_releases(self, tmp_path: Path) -> None:
         for version in ("0.10.0", "0.2.0", "0.9.1"):
-            write_results(results(TIMED, LOST, version=version), tmp_path / f"{version}.json")
-        found = read_releases(tmp_path)
+            r.write_results(results(TIMED, LOST, version=version), tmp_path / f"{version}.json")
+        found = r.read_releases(tmp_path)
         assert [one.version for one in found] == ["0.2.0", "0.9.1", "0.10.0"]
         assert found[0] == results(TIMED, LOST)
-        assert last_before(found, None) == found[2]
-        assert last_before(found, "0.10.0") == found[1]
-        assert last_before(found, "0.2.0") is None
+        assert r.last_before(found, None) == found[2]
+        assert r.last_before(found, "0.10.0") == found[1]
+        assert r.last_before(found, "0.2.0") is None
 
     @pytest.mark.parametrize(
         ("change", "expected"),
@@ -109,17 +101,17 @@ class TestFiles:
     )
     def test_a_file_that_is_no_results(self, tmp_path: Path, change: Any, expected: str) -> None:
         path = tmp_path / "0.2.0.json"
-        write_results(results(TIMED), path)
+        r.write_results(results(TIMED), path)
         said = json.loads(path.read_text())
         change(said)
         path.write_text(json.dumps(said))
         with pytest.raises(ParameterError, match=rf"0\.2\.0\.json.*{expected}.*--save 0\.2\.0"):
-            read_releases(tmp_path)
+            r.read_releases(tmp_path)
 
 
 class TestCommand:
     @pytest.fixture(autouse=True)
-    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[r.Entry]:
         """Stand in for minutes of measuring; return what is found instead."""
         found = [TIMED, LOST]
         monkeypatch.setattr(speed, "speed_entries", lambda options, say: found[:1])
@@ -129,12 +121,12 @@ class TestCommand:
         return found
 
     def test_a_run_is_compared_with_the_last_release(
-        self, run: Run, tmp_path: Path, measured: list[Entry]
+        self, run: Run, tmp_path: Path, measured: list[r.Entry]
     ) -> None:
         first = run("bench", "regress", "--releases", tmp_path, "--save", "0.2.0")
         assert (first.code, [path.name for path in tmp_path.iterdir()]) == (0, ["0.2.0.json"])
         assert "no earlier release" in first.out
-        assert read_releases(tmp_path)[0].version == "0.2.0"
+        assert r.read_releases(tmp_path)[0].version == "0.2.0"
         assert run("bench", "regress", "--releases", tmp_path).out.count("within noise") == 2
         measured[0] = scaled(TIMED, 1.5)
         done = run("bench", "regress", "--releases", tmp_path)
@@ -158,7 +150,7 @@ def test_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = list(speed.speed_entries(options, lambda _: None))
     assert len({entry.name for entry in entries}) == len(entries) == 9
     for entry in entries:
-        assert (entry.group, len(entry.values)) == (SPEED, 2)
+        assert (entry.group, len(entry.values)) == (r.SPEED, 2)
         assert min(entry.values) > 0
     starts = [entry.value for entry in entries if entry.name.startswith("start-up")]
     assert min(starts) > 1  # kvrag takes longer than Python alone
@@ -185,7 +177,7 @@ def test_quality_is_measured() -> None:
 
 
 def test_the_pictures_show_every_release() -> None:
-    releases = read_releases(RELEASES)
+    releases = r.read_releases(RELEASES)
     assert releases
     for group, path in PICTURES.items():
         picture = path.read_text()

@@ -10,25 +10,17 @@ import pytest
 
 from kvrag.errors import EngineError, ParameterError
 from kvrag.server.app import ServerOptions
+from kvrag_bench.serving import throughput as t
 from kvrag_bench.serving.clients import StartedServer
 from kvrag_bench.serving.streams import StreamsRow, _ask_for
 from kvrag_bench.serving.streams import _row as streams_row
-from kvrag_bench.serving.throughput import (
-    BESIDE,
-    FULL,
-    ThroughputOptions,
-    _Asking,
-    _round,
-    _row,
-    _Seen,
-)
 from tests.cli.conftest import Run, run
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag, rag
 
 __all__ = ["rag", "run"]
 
-OPTIONS = ThroughputOptions("", num_requests=6, num_chunks=2, max_tokens=4)
+OPTIONS = t.ThroughputOptions("", num_requests=6, num_chunks=2, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +29,9 @@ def served(rag: Rag) -> Iterator[Served]:
         yield running
 
 
-def asked(served: Served, way: str, options: ThroughputOptions = OPTIONS) -> _Seen:
-    asking, seen = _Asking(served.engine.index, list(PASSAGES), options), _Seen()
-    asyncio.run(_round(StartedServer(served.url, os.getpid()), way, 3, asking, seen))
+def asked(served: Served, way: str, options: t.ThroughputOptions = OPTIONS) -> t._Seen:
+    asking, seen = t._Asking(served.engine.index, list(PASSAGES), options), t._Seen()
+    asyncio.run(t._round(StartedServer(served.url, os.getpid()), way, 3, asking, seen))
     return seen
 
 
@@ -49,12 +41,12 @@ def streamed(served: Served, answers: dict[str, str], seconds: float) -> Streams
 
 
 def test_answers_of_each_way(served: Served) -> None:
-    reused, full = (asked(served, way) for way in ("kvrag", FULL))
+    reused, full = (asked(served, way) for way in ("kvrag", t.FULL))
     for seen in (reused, full):
         assert (len(seen.told), seen.num_failed) == (6, 0)
         for one in seen.told:
             assert one.usage["completion_tokens"] <= 4 < one.usage["prompt_tokens"]
-    row = _row("kvrag", 3, reused, 7.0)
+    row = t._row("kvrag", 3, reused, 7.0)
     assert row.of_full == row.requests_per_minute / 7.0 > 0
     assert 0 < row.ttft_p50_seconds <= row.ttft_p95_seconds
     assert row.processor_ms > 0 < row.megabytes[-1]
@@ -64,10 +56,10 @@ def test_answers_of_each_way(served: Served) -> None:
 
 
 def test_a_server_that_runs_already(served: Served) -> None:
-    options = replace(OPTIONS, ways=("kvrag", BESIDE), beside=served.url)
-    asking, seen = _Asking(served.engine.index, list(PASSAGES), options), _Seen()
-    asyncio.run(_round(StartedServer(served.url, None), BESIDE, 3, asking, seen))
-    row = _row(BESIDE, 3, seen, 7.0)
+    options = replace(OPTIONS, ways=("kvrag", t.BESIDE), beside=served.url)
+    asking, seen = t._Asking(served.engine.index, list(PASSAGES), options), t._Seen()
+    asyncio.run(t._round(StartedServer(served.url, None), t.BESIDE, 3, asking, seen))
+    row = t._row(t.BESIDE, 3, seen, 7.0)
     assert (row.num_answers, row.num_failed, row.processor_ms, row.megabytes) == (6, 0, None, [])
     assert row.requests_per_minute > 0
     # It searches nothing itself.
@@ -79,8 +71,8 @@ def test_a_server_that_runs_already(served: Served) -> None:
 
 
 def test_questions_are_never_asked_twice(served: Served) -> None:
-    asking = _Asking(served.engine.index, ["Who?"], OPTIONS)
-    bodies = [asking.next(way) for way in ("kvrag", FULL, "llama.cpp", "kvrag")]
+    asking = t._Asking(served.engine.index, ["Who?"], OPTIONS)
+    bodies = [asking.next(way) for way in ("kvrag", t.FULL, "llama.cpp", "kvrag")]
     said = [body["messages"][0]["content"] for body in bodies]
     assert len(set(said)) == 4
     reuse = {"k": 2}
@@ -90,10 +82,10 @@ def test_questions_are_never_asked_twice(served: Served) -> None:
 
 
 def test_failed_requests(served: Served) -> None:
-    seen = asked(served, "kvrag", ThroughputOptions("", num_requests=3, num_chunks=10**6))
+    seen = asked(served, "kvrag", t.ThroughputOptions("", num_requests=3, num_chunks=10**6))
     assert (seen.told, seen.num_failed) == ([], 3)
     with pytest.raises(EngineError, match="none of 3 requests"):
-        _row("kvrag", 1, seen, None)
+        t._row("kvrag", 1, seen, None)
 
 
 def test_right_mixed_up_and_lost_streams(served: Served) -> None:
@@ -113,7 +105,7 @@ def test_right_mixed_up_and_lost_streams(served: Served) -> None:
 
 def test_an_unknown_way() -> None:
     with pytest.raises(ParameterError, match="way 'none': expected kvrag, kvrag none"):
-        ThroughputOptions("", ways=("none",))
+        t.ThroughputOptions("", ways=("none",))
 
 
 @pytest.mark.slow
@@ -121,7 +113,7 @@ def test_the_commands(run: Run) -> None:
     ways = ("--ways", "kvrag,full prefill", "--clients", "2", "--requests", "2", "--rounds", "1")
     done = run("bench", "throughput", "--model", "kvrag-tiny", *ways, "--json")
     assert done.code == 0, done.err
-    assert [row["way"] for row in done.json] == ["kvrag", FULL]
+    assert [row["way"] for row in done.json] == ["kvrag", t.FULL]
     assert done.json[1]["of_full"] == 1.0
     done = run("bench", "serve", "--clients", "3", "--seconds", "2", "--prompts", "5", "--json")
     assert done.code == 0, done.err

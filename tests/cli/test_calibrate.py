@@ -9,16 +9,7 @@ from kvrag.fusion.controller import Calibration
 from tests.cli.conftest import Run
 
 QUESTION = "Who keeps the harbour ledger?"
-SMALL = (
-    "--questions",
-    3,
-    "--ratios",
-    "0.1",
-    "--policies",
-    "none,query",
-    "--max-tokens",
-    "3",
-)
+SMALL = ("--questions", 3, "--ratios", "0.1", "--policies", "none,query", "--max-tokens", "3")
 
 
 def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:

@@ -108,11 +108,7 @@ def test_modes_exclude_each_other(run: Run, index_folder: Path) -> None:
 
 
 def test_a_custom_embedding_is_named_by_module_and_attribute(
-    run: Run,
-    documents: Path,
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, documents: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_vectors.py").write_text(
         "class Mine:\n"

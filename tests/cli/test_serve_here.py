@@ -67,10 +67,7 @@ def test_a_server_with_keys_from_start_to_stop(index_path: Path, tmp_path: Path)
     file.chmod(0o600)
     soon = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     options = ("--keys", str(file), "--grace", "20", "--trace", "http://127.0.0.1:9")
-    with (
-        running(index_path, *options, before=FEW_FILES, **soon) as process,
-        ExitStack() as silent,
-    ):
+    with running(index_path, *options, before=FEW_FILES, **soon) as process, ExitStack() as silent:
         assert process.url.endswith("/v1")
         address = httpx.URL(process.url)
         for _ in range(400):  # beyond the limit of descriptors

@@ -63,21 +63,13 @@ class TestWhatWins:
         [
             ('policy = "boundary"\nratio = 0.2', "--policy none", ("none", None, None)),
             ('policy = "boundary"\nratio = 0.2', "--boundary-tokens 3", ("boundary", None, 3)),
-            (
-                'policy = "boundary"\nboundary-tokens = 3',
-                "--ratio 0.4",
-                ("boundary", 0.4, None),
-            ),
+            ('policy = "boundary"\nboundary-tokens = 3', "--ratio 0.4", ("boundary", 0.4, None)),
             (
                 'policy = "boundary"\nratio = 0.2',
                 "--policy seam --boundary-tokens 3",
                 ("seam", None, 3),
             ),
-            (
-                'policy = "boundary"\nratio = 0.2',
-                "--policy boundary",
-                ("boundary", 0.2, None),
-            ),
+            ('policy = "boundary"\nratio = 0.2', "--policy boundary", ("boundary", 0.2, None)),
             ("ratio = 0.2", "--policy two_stage", ("two_stage", 0.2, None)),
             ("ratio = 0.2", "--policy none", ("none", None, None)),
             ("", "--policy seam --boundary-tokens 3", ("seam", None, 3)),

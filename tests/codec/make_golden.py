@@ -47,10 +47,7 @@ def main() -> None:
         kv.keys[1, :, 7] *= 300.0  # kept raw, or escaped
         record = codec.encode(KEY, kv)
         found = decode(codec, KEY, record, SPEC)
-        files = {
-            f"{name}-v2.profile": profile.content,
-            f"{name}-v2.kv": record,
-        }
+        files = {f"{name}-v2.profile": profile.content, f"{name}-v2.kv": record}
         for file, content in files.items():
             with (GOLDEN / file).open("xb") as out:
                 out.write(content)

@@ -165,11 +165,7 @@ def test_a_lie_costs_no_memory() -> None:
     """A header that promises four gigabytes a layer, in a record of two kilobytes."""
     spec = KVSpec(num_layers=3, num_kv_heads=64, head_dim=16, dtype=torch.float32)
     record = make_record()
-    for field, value in (
-        ("num_kv_heads", 64),
-        ("num_tokens", 2**19),
-        ("head_dim", 16),
-    ):
+    for field, value in (("num_kv_heads", 64), ("num_tokens", 2**19), ("head_dim", 16)):
         forge.set_field(record, field, value)
     block_bytes = spec.layer_bytes_per_token * 2**19
     for layer_index in range(3):

@@ -71,9 +71,7 @@ def target(name: str) -> Target:
 targets = st.sampled_from(["raw", *CONFIGS]).map(target)
 
 _settings = settings(
-    database=None,
-    derandomize=NUM_RECORDS <= 10_000,
-    suppress_health_check=[HealthCheck.too_slow],
+    database=None, derandomize=NUM_RECORDS <= 10_000, suppress_health_check=[HealthCheck.too_slow]
 )
 
 sizes = st.integers(0, 200)

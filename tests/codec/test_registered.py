@@ -14,13 +14,7 @@ from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
 from kvrag.errors import ParameterError, ProfileError, RecordError
-from kvrag_testing.codec_contract import (
-    KEY,
-    BytesSource,
-    random_kv,
-    same_bits,
-    spec_of,
-)
+from kvrag_testing.codec_contract import KEY, BytesSource, random_kv, same_bits, spec_of
 from tests.support.distributions import installed
 
 MIRROR = """

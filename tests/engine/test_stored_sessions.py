@@ -23,14 +23,7 @@ from kvrag.store.base import StoredRecord, StoreWrapper
 from kvrag.store.registry import open_store
 from kvrag_testing.bench_top import TEXTS
 from kvrag_testing.store_contract import stored
-from tests.engine.test_sessions import (
-    QUESTIONS,
-    Asked,
-    Conversations,
-    ask,
-    next_of,
-    root_of,
-)
+from tests.engine import test_sessions as s
 from tests.ingest.test_encryption import key_file
 from tests.support.properties import examples
 
@@ -56,9 +49,9 @@ def storing(index: Index, room: int = ROOM, **options: Any) -> KVEngine:
     )
 
 
-def tell(engine: KVEngine, prompt: str, **options: Any) -> Asked:
+def tell(engine: KVEngine, prompt: str, **options: Any) -> s.Asked:
     """Answer a prompt, and wait until what falls out of memory is stored."""
-    asked = ask(engine, prompt, **options)
+    asked = s.ask(engine, prompt, **options)
     engine._fuser.stored.flush()
     return asked
 
@@ -79,10 +72,10 @@ def chunk_keys(index: Index) -> set[ChunkKey]:
 # -- what is read back equals what stayed in memory ----------------------------------------------
 
 
-class _Stored(Conversations):
+class _Stored(s.Conversations):
     """Conversations with an engine that stores what some or all of them leave."""
 
-    def check(self, chain: tuple[str, ...]) -> Asked:
+    def check(self, chain: tuple[str, ...]) -> s.Asked:
         asked = super().check(chain)
         self.engine._fuser.stored.flush()
         return asked
@@ -111,7 +104,7 @@ def test_an_answer_is_that_of_a_conversation_in_memory(
 
 def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
     engine = storing(own)
-    tell(engine, root_of((1, 0, 2, 3), "Who? " * 60), session="ines")
+    tell(engine, s.root_of((1, 0, 2, 3), "Who? " * 60), session="ines")
     (kept,) = kept_of(engine)
     few = engine.prompt_ids("Use")
     assert 0 < len(few) < len(kept.token_ids) / module._READ_FOR_ONE
@@ -122,11 +115,11 @@ def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
 
 def test_two_engines_share_nothing(own: Index) -> None:
     one, other = storing(own), storing(own)
-    prompt = root_of((0, 1), QUESTIONS[0])
+    prompt = s.root_of((0, 1), s.QUESTIONS[0])
     first = tell(one, prompt)
     assert tell(other, prompt).report.num_kept == 0
     other._fuser.stored.close()
-    again = tell(one, next_of(prompt, first.text, (), QUESTIONS[1]))
+    again = tell(one, s.next_of(prompt, first.text, (), s.QUESTIONS[1]))
     assert again.report.num_kept > 50
     assert not again.report.misses
 
@@ -135,7 +128,9 @@ def test_two_engines_share_nothing(own: Index) -> None:
 
 
 def test_the_store_is_bounded_and_the_oldest_go_first(own: Index) -> None:
-    prompts = [root_of((i % 4, (i + 1) % 4), question) for i in range(4) for question in QUESTIONS]
+    prompts = [
+        s.root_of((i % 4, (i + 1) % 4), question) for i in range(4) for question in s.QUESTIONS
+    ]
     before = own.store.size_bytes()
     one = storing(own)
     tell(one, prompts[0])
@@ -153,7 +148,7 @@ def test_the_store_is_bounded_and_the_oldest_go_first(own: Index) -> None:
 def test_too_large_is_not_written(own: Index) -> None:
     own.store = store = _Counting(own.store)
     engine = storing(own, 1000)
-    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
     assert (engine.stored_bytes, store.num_put) == (0, 0)
 
 
@@ -162,7 +157,7 @@ def test_no_more_waits_than_is_said(own: Index) -> None:
     stored_ones = engine._fuser.stored
     with stored_ones._working:  # as if a record were being written
         for number in range(5):
-            ask(engine, root_of((number % 4,), f"{number}?"))
+            s.ask(engine, s.root_of((number % 4,), f"{number}?"))
     stored_ones.flush()
     assert len(kept_of(engine)) == module._MAX_WAITING
 
@@ -170,7 +165,7 @@ def test_no_more_waits_than_is_said(own: Index) -> None:
 def test_by_default_nothing_is_written(own: Index) -> None:
     own.store = store = _Counting(own.store)
     engine = KVEngine(own, max_tokens=4, session_bytes=1)
-    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
     assert store.num_put == 0
 
 
@@ -222,9 +217,9 @@ def _refuse(store: Any, key: ChunkKey) -> None:
 def test_a_lost_record_is_a_counted_miss(own: Index, harm: Callable[..., Any]) -> None:
     own.store = store = _Counting(own.store)
     engine = storing(own)
-    prompt = root_of((1, 0), QUESTIONS[0])
+    prompt = s.root_of((1, 0), s.QUESTIONS[0])
     first = tell(engine, prompt)
-    longer = next_of(prompt, first.text, (2,), QUESTIONS[1])
+    longer = s.next_of(prompt, first.text, (2,), s.QUESTIONS[1])
     (kept,) = kept_of(engine)
     harm(store, kept.key)
     asked = tell(engine, longer)
@@ -234,7 +229,7 @@ def test_a_lost_record_is_a_counted_miss(own: Index, harm: Callable[..., Any]) -
     assert torch.equal(asked.logits, plain.logits)
     assert kept.key not in set(own.store.keys())
     # It is counted once, and the conversation goes on.
-    again = tell(engine, next_of(longer, asked.text, (), QUESTIONS[2])).report
+    again = tell(engine, s.next_of(longer, asked.text, (), s.QUESTIONS[2])).report
     assert again.num_kept > 50
     assert not again.misses
 
@@ -245,7 +240,7 @@ def test_a_store_that_refuses_costs_what_computing_costs(
     own.store = store = _Counting(own.store)
     store.refuses_put = True
     engine = storing(own)
-    prompt = root_of((0, 1), QUESTIONS[0])
+    prompt = s.root_of((0, 1), s.QUESTIONS[0])
     with caplog.at_level(logging.WARNING, "kvrag"):
         reports = [tell(engine, prompt).report for _ in range(3)]
     assert all(report.num_kept == 0 and not report.misses for report in reports)
@@ -269,8 +264,8 @@ def test_a_full_store_gives_room_to_either(tmp_path: Path, model: KVModel) -> No
     with Index.open(index.path, model=model, store=f"{index.store.url}?limit={limit}") as limited:
         engine, plain = storing(limited), KVEngine(limited, max_tokens=5, session_bytes=0)
         for number in range(12):
-            prompt = root_of((number % 4, (number + 1) % 4), QUESTIONS[number % 3])
-            assert tell(engine, prompt, ratio=1.0).text == ask(plain, prompt, ratio=1.0).text
+            prompt = s.root_of((number % 4, (number + 1) % 4), s.QUESTIONS[number % 3])
+            assert tell(engine, prompt, ratio=1.0).text == s.ask(plain, prompt, ratio=1.0).text
             assert limited.store.size_bytes() <= limit
         assert limited.store.counts()[0].evictions > 0
 
@@ -283,8 +278,8 @@ def test_the_end_removes_everything(tmp_path: Path, model: KVModel, how: str) ->
     index = make(tmp_path / "index", model)
     engine = storing(index)
     for number in range(3):
-        tell(engine, root_of((number,), QUESTIONS[number]))
-    ask(engine, root_of((3,), QUESTIONS[0]))  # perhaps not written yet
+        tell(engine, s.root_of((number,), s.QUESTIONS[number]))
+    s.ask(engine, s.root_of((3,), s.QUESTIONS[0]))  # perhaps not written yet
     assert len(set(index.store.keys()) - chunk_keys(index)) >= 3
     if how == "index":
         index.close()
@@ -298,13 +293,13 @@ def test_the_end_removes_everything(tmp_path: Path, model: KVModel, how: str) ->
 
 def test_what_a_killed_process_left_is_garbage_and_no_damage(own: Index) -> None:
     engine = storing(own)
-    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
     assert own.upkeep.verify().ok
     assert len(list(own.store.keys())) == len(chunk_keys(own)) + 1
     assert own.upkeep.gc().num_records == 1
     assert set(own.store.keys()) == chunk_keys(own)
     # A process that is still there takes it for lost.
-    assert dict(tell(engine, root_of((0, 1), QUESTIONS[0])).report.misses) == {MISS_LOST: 1}
+    assert dict(tell(engine, s.root_of((0, 1), s.QUESTIONS[0])).report.misses) == {MISS_LOST: 1}
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -313,7 +308,7 @@ def test_a_move_in_the_same_process(tmp_path: Path, model: KVModel, is_own: bool
     elsewhere = {} if is_own else {"store": f"file:{tmp_path / 'old'}"}
     with make(tmp_path / "index", model, **elsewhere) as index:
         old, engine = index.store.url, storing(index)
-        prompt = root_of((0, 1), QUESTIONS[0])
+        prompt = s.root_of((0, 1), s.QUESTIONS[0])
         first = tell(engine, prompt)
         keys, (_kept,) = chunk_keys(index), kept_of(engine)
         index.upkeep.move(f"file:{tmp_path / 'new'}")
@@ -321,11 +316,11 @@ def test_a_move_in_the_same_process(tmp_path: Path, model: KVModel, is_own: bool
         assert left == (set() if is_own else keys)
         assert set(index.store.keys()) == keys
         assert engine.stored_bytes == 0
-        second = next_of(prompt, first.text, (), QUESTIONS[1])
+        second = s.next_of(prompt, first.text, (), s.QUESTIONS[1])
         moved = tell(engine, second)
         # It is not lost: it was given up.
         assert (moved.report.num_kept, moved.report.misses) == (0, {})
-        assert moved.text == ask(KVEngine(index, max_tokens=5), second).text
+        assert moved.text == s.ask(KVEngine(index, max_tokens=5), second).text
         assert tell(engine, second).report.num_kept > 50
         assert len(set(index.store.keys()) - keys) >= 1
     assert set(open_store(f"file:{tmp_path / 'new'}").keys()) == keys
@@ -335,15 +330,15 @@ def test_a_move_by_another_process_and_a_kill(tmp_path: Path, model: KVModel) ->
     make(tmp_path / "index", model).close()
     served = Index.open(tmp_path / "index", model=model)
     engine = storing(served)
-    prompt = root_of((0, 1), QUESTIONS[0])
+    prompt = s.root_of((0, 1), s.QUESTIONS[0])
     first = tell(engine, prompt)
     own = served.store.url
     with Index.open(tmp_path / "index", model=model) as other:
         other.upkeep.move(f"file:{tmp_path / 'new'}")
     # The process goes on in the old store: what it had there is lost, and the answer is right.
-    second = next_of(prompt, first.text, (), QUESTIONS[1])
+    second = s.next_of(prompt, first.text, (), s.QUESTIONS[1])
     lost = tell(engine, second, ratio=1.0)
-    assert lost.text == ask(KVEngine(served, max_tokens=5), second, ratio=1.0).text
+    assert lost.text == s.ask(KVEngine(served, max_tokens=5), second, ratio=1.0).text
     assert lost.report.misses[MISS_LOST] == 1
     assert tell(engine, second, ratio=1.0).report.num_kept > 50
     assert len(list(open_store(own).keys())) == len(kept_of(engine)) >= 1
@@ -361,11 +356,11 @@ def test_a_fork_leaves_the_records_of_its_parent(
     own: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = storing(own)
-    tell(engine, root_of((0, 1), QUESTIONS[0]))
+    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: -1)
         engine._fuser.stored.close()
-    assert tell(engine, root_of((0, 1), QUESTIONS[0])).report.num_kept > 50
+    assert tell(engine, s.root_of((0, 1), s.QUESTIONS[0])).report.num_kept > 50
 
 
 def test_an_encrypted_index_holds_no_number_of_a_conversation(
@@ -378,7 +373,7 @@ def test_an_encrypted_index_holds_no_number_of_a_conversation(
         store = f"file:{tmp_path / name / 'kv'}{end}"
         with make(tmp_path / name / "index", model, store=store) as index:
             engine = KVEngine(index, max_tokens=5, session_bytes=ROOM, session_store_bytes=ROOM)
-            ask(engine, root_of((0, 1), QUESTIONS[0]))
+            s.ask(engine, s.root_of((0, 1), s.QUESTIONS[0]))
             ((_, kept),) = engine._fuser.sessions._kept
             values = kept.kv.values[0][0, 0, : len(kept.token_ids)].clone()
             engine._fuser.sessions._kept.clear()
@@ -388,13 +383,13 @@ def test_an_encrypted_index_holds_no_number_of_a_conversation(
             content = b"".join(one.read_bytes() for one in files)
             rows = [row.numpy().tobytes() for row in values]
             found[name] = sum(row in content for row in rows) / len(rows)
-            assert tell(engine, root_of((0, 1), QUESTIONS[0])).report.num_kept > 50
+            assert tell(engine, s.root_of((0, 1), s.QUESTIONS[0])).report.num_kept > 50
     assert found == {"plain": 1.0, "encrypted": 0.0}
 
 
 def test_sessions_share_nothing(own: Index) -> None:
     engine = storing(own)
-    prompt = root_of((0, 1), QUESTIONS[0])
+    prompt = s.root_of((0, 1), s.QUESTIONS[0])
     for session in ("ines", "tomas", None):
         assert tell(engine, prompt, session=session).report.num_kept == 0
     assert len({kept.key for kept in kept_of(engine)}) == 3

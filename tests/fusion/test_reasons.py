@@ -1,19 +1,8 @@
 from __future__ import annotations
 
 from kvrag.chunk import Chunk
+from kvrag.fusion import runs as r
 from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.runs import (
-    ABSENT,
-    BORDER,
-    ESCAPES,
-    PREFIX,
-    SHORT,
-    SPACE,
-    Run,
-    Stretch,
-    counted,
-    why_fresh,
-)
 
 # Token n stands for PIECES[n].
 PIECES = [*map(chr, range(97, 111)), "\n", " ", "\\n", ".", ".\n\n", "bos", "ab"]
@@ -29,8 +18,8 @@ def reasons(token_ids: list[int], spans: list[ReusedSpan], chunk: list[int], run
     starts = tuple(range(len(chunk)))
     chunks = {"c": Chunk("c", "text", tuple(chunk), starts, "source", 0)}
     layout = Layout(tuple(token_ids), tuple(spans), 1, True)
-    found = why_fresh(layout, chunks, runs, decode)
-    assert sum(counted(found).values()) == len(token_ids) - layout.num_reused
+    found = r.why_fresh(layout, chunks, runs, decode)
+    assert sum(r.counted(found).values()) == len(token_ids) - layout.num_reused
     return [(one.start, one.end, one.reason) for one in found]
 
 
@@ -43,31 +32,31 @@ def between(here: int, there: int) -> str:
 
 
 def test_what_stands_between_two_parts_of_a_chunk() -> None:
-    assert between(LINE, SPACE_ID) == SPACE
-    assert between(ESCAPE, LINE) == ESCAPES
-    assert between(12, 13) == ABSENT
+    assert between(LINE, SPACE_ID) == r.SPACE
+    assert between(ESCAPE, LINE) == r.ESCAPES
+    assert between(12, 13) == r.ABSENT
 
 
 def test_same_text_in_other_tokens() -> None:
     chunk = [5, 6, 7, 8, A, B, 9, 10, 11, 12]
     spans = [ReusedSpan("c", 1, 0, 4), ReusedSpan("c", 6, 6, 4)]
     found = reasons([BOS, 5, 6, 7, 8, AB, 9, 10, 11, 12, 13], spans, chunk)
-    assert (5, 6, BORDER) in found
+    assert (5, 6, r.BORDER) in found
 
 
 def test_a_last_token_that_the_next_text_changed() -> None:
     found = reasons(
         [BOS, A, B, C, D, DOT_LINES, 12, 13], [ReusedSpan("c", 1, 0, 4)], [0, 1, 2, 3, DOT]
     )
-    assert found == [(0, 1, PREFIX), (5, 6, BORDER), (6, 8, ABSENT)]
+    assert found == [(0, 1, r.PREFIX), (5, 6, r.BORDER), (6, 8, r.ABSENT)]
 
 
 def test_short_runs_and_the_rest() -> None:
-    runs = [Run("other", 2, 5, 0, 3)]
+    runs = [r.Run("other", 2, 5, 0, 3)]
     assert reasons([BOS, A, B, C, D, 4, 5], [], [0], runs) == [
-        (0, 1, PREFIX),
-        (1, 2, ABSENT),
-        (2, 5, SHORT),
-        (5, 7, ABSENT),
+        (0, 1, r.PREFIX),
+        (1, 2, r.ABSENT),
+        (2, 5, r.SHORT),
+        (5, 7, r.ABSENT),
     ]
-    assert counted([Stretch(0, 2, ABSENT), Stretch(4, 5, ABSENT)]) == {ABSENT: 3}
+    assert r.counted([r.Stretch(0, 2, r.ABSENT), r.Stretch(4, 5, r.ABSENT)]) == {r.ABSENT: 3}

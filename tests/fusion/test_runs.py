@@ -8,20 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import Chunk
+from kvrag.fusion import runs as r
 from kvrag.fusion.layout import MISS_OWNER_UNCLEAR, Layout, ReusedSpan
-from kvrag.fusion.runs import (
-    MIN_RUN,
-    NGRAM,
-    ChosenRun,
-    Fingerprints,
-    Run,
-    choose_runs,
-    fill,
-    find_runs,
-    ngram_hashes,
-    same_words,
-    window_minima,
-)
 from tests.support.properties import examples
 
 
@@ -33,10 +21,10 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(chr(ord("a") + one % 26) for one in token_ids)
 
 
-def found(prompt: np.ndarray, chunks: dict[str, np.ndarray], gaps=None) -> list[Run]:
+def found(prompt: np.ndarray, chunks: dict[str, np.ndarray], gaps=None) -> list[r.Run]:
     gaps = [(0, len(prompt))] if gaps is None else gaps
-    _, usable = find_runs(prompt, gaps, chunks, text_of)
-    return [one.run for one in choose_runs(usable)]
+    _, usable = r.find_runs(prompt, gaps, chunks, text_of)
+    return [one.run for one in r.choose_runs(usable)]
 
 
 def longest_first(prompt: list[int], chunks: dict[str, list[int]]) -> list[int]:
@@ -58,7 +46,7 @@ def longest_first(prompt: list[int], chunks: dict[str, list[int]]) -> list[int]:
                         length += 1
                     if length > best:
                         best, place = length, start
-        if best < MIN_RUN:
+        if best < r.MIN_RUN:
             return taken
         taken.append(best)
         free[place : place + best] = [False] * best
@@ -108,10 +96,10 @@ def test_runs_against_a_naive_search(case):
 def test_fingerprints_name_every_chunk_that_shares_a_long_run(case):
     prompt, chunks = case
     names = sorted(chunks)
-    table = Fingerprints()
+    table = r.Fingerprints()
     for row, name in enumerate(names):
         table = table.with_chunks([(row, ids(*chunks[name]))])
-    hashes = np.unique(window_minima(ngram_hashes(ids(*prompt))))
+    hashes = np.unique(r.window_minima(r.ngram_hashes(ids(*prompt))))
     _, rows = table.look_up(hashes, 100)
     for row, name in enumerate(names):
         if longest_first(prompt, {name: chunks[name]}):
@@ -121,9 +109,9 @@ def test_fingerprints_name_every_chunk_that_shares_a_long_run(case):
 def test_a_table_in_one_go_has_what_one_made_in_steps_has():
     random = np.random.default_rng(3)
     chunks = [(row, random.integers(0, 9000, 40 + row).astype(np.int32)) for row in range(300)]
-    hashes = np.unique(window_minima(ngram_hashes(np.concatenate([one for _, one in chunks]))))
-    at_once = Fingerprints().with_chunks(chunks)
-    steps = Fingerprints()
+    hashes = np.unique(r.window_minima(r.ngram_hashes(np.concatenate([one for _, one in chunks]))))
+    at_once = r.Fingerprints().with_chunks(chunks)
+    steps = r.Fingerprints()
     for one in chunks:
         steps = steps.with_chunks([one])
     assert steps.size_bytes == at_once.size_bytes
@@ -134,17 +122,17 @@ def test_a_table_in_one_go_has_what_one_made_in_steps_has():
 
 def test_a_table_with_more_chunks_leaves_the_old_one_as_it_was():
     chunk = np.arange(100, dtype=np.int32)
-    empty = Fingerprints()
+    empty = r.Fingerprints()
     assert empty.with_chunks([(0, chunk)]).size_bytes > 0
     assert empty.size_bytes == 0
-    assert empty.with_chunks([(0, chunk[: MIN_RUN - 1])]).size_bytes == 0
-    assert empty.with_chunks([(0, chunk[:MIN_RUN])]).size_bytes == 8
+    assert empty.with_chunks([(0, chunk[: r.MIN_RUN - 1])]).size_bytes == 0
+    assert empty.with_chunks([(0, chunk[: r.MIN_RUN])]).size_bytes == 8
 
 
 def test_a_hash_of_very_many_chunks_names_only_some():
     chunk = np.arange(100, dtype=np.int32)
-    table = Fingerprints().with_chunks((row, chunk) for row in range(50))
-    hashes = np.unique(window_minima(ngram_hashes(chunk)))
+    table = r.Fingerprints().with_chunks((row, chunk) for row in range(50))
+    hashes = np.unique(r.window_minima(r.ngram_hashes(chunk)))
     places, rows = table.look_up(hashes, 7)
     assert np.bincount(places).tolist() == [7] * len(hashes)
     assert set(rows.tolist()) == set(range(7))
@@ -153,7 +141,7 @@ def test_a_hash_of_very_many_chunks_names_only_some():
 def test_equal_hashes_of_other_tokens_are_no_run(monkeypatch):
     monkeypatch.setattr(
         "kvrag.fusion.runs.ngram_hashes",
-        lambda token_ids: np.zeros(max(0, len(token_ids) - NGRAM + 1), np.uint64),
+        lambda token_ids: np.zeros(max(0, len(token_ids) - r.NGRAM + 1), np.uint64),
     )
     monkeypatch.setattr("kvrag.fusion.runs._MAX_REPEATS", 10_000)
     chunk = np.arange(100, 160, dtype=np.int32)
@@ -163,7 +151,7 @@ def test_equal_hashes_of_other_tokens_are_no_run(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(("length", "is_found"), [(MIN_RUN - 1, False), (MIN_RUN, True)])
+@pytest.mark.parametrize(("length", "is_found"), [(r.MIN_RUN - 1, False), (r.MIN_RUN, True)])
 def test_least_length(length, is_found):
     chunk = np.arange(100, 200, dtype=np.int32)
     prompt = np.concatenate([ids(1, 2), chunk[20 : 20 + length], ids(3, 4)])
@@ -203,7 +191,7 @@ def test_short_runs_count_together_only_with_the_same_words_between():
     ],
 )
 def test_same_words(text, other, are_same):
-    assert same_words(text, other) is are_same
+    assert r.same_words(text, other) is are_same
 
 
 def chunk_of(name: str, token_ids: tuple[int, ...], contexts=((),), source: str = "") -> Chunk:
@@ -219,31 +207,31 @@ def test_a_run_of_several_chunks_is_taken_only_if_the_prompt_tells_which():
         name: chunk_of(name, (*seen, *SHARED)) for name, seen in (("a", (1, 2, 3)), ("b", (4,)))
     }
     layout = Layout((9, *SHARED, 9), (), 0, True)
-    run, other = Run("a", 1, 61, 3, 60), Run("b", 1, 61, 1, 60)
-    chosen = [ChosenRun(run, (other,))]
-    unclear = fill(layout, chosen, chunks)
+    run, other = r.Run("a", 1, 61, 3, 60), r.Run("b", 1, 61, 1, 60)
+    chosen = [r.ChosenRun(run, (other,))]
+    unclear = r.fill(layout, chosen, chunks)
     assert unclear.spans == ()
     assert unclear.misses == {MISS_OWNER_UNCLEAR: 1}
-    assert fill(layout, chosen, chunks, ["b"]).spans == (ReusedSpan("b", 1, 1, 60),)
+    assert r.fill(layout, chosen, chunks, ["b"]).spans == (ReusedSpan("b", 1, 1, 60),)
     # Other text of the document is in the prompt.
     more = {**chunks, "first": chunk_of("first", tuple(range(80, 90)), source="a")}
     there = Layout((*range(80, 90), 9, *SHARED, 9), (ReusedSpan("first", 0, 0, 10),), 0, True)
-    moved = [ChosenRun(Run("a", 11, 71, 3, 60), (Run("b", 11, 71, 1, 60),))]
-    assert fill(there, moved, more).spans[1] == ReusedSpan("a", 11, 3, 60)
+    moved = [r.ChosenRun(r.Run("a", 11, 71, 3, 60), (r.Run("b", 11, 71, 1, 60),))]
+    assert r.fill(there, moved, more).spans[1] == ReusedSpan("a", 11, 3, 60)
 
 
 def test_equal_chunks_are_interchangeable_and_a_context_is_kept():
     contexts = ((7, 7), ())
     chunks = {name: chunk_of(name, (1, 2, *SHARED), contexts) for name in "ab"}
     layout = Layout((9, *SHARED, 9), (), 0, True)
-    chosen = [ChosenRun(Run("a", 1, 61, 2, 60), (Run("b", 1, 61, 2, 60),))]
-    (span,) = fill(layout, chosen, chunks).spans
+    chosen = [r.ChosenRun(r.Run("a", 1, 61, 2, 60), (r.Run("b", 1, 61, 2, 60),))]
+    (span,) = r.fill(layout, chosen, chunks).spans
     assert span == ReusedSpan("a", 1, 2, 60, (7, 7))
 
 
 def test_a_run_whose_chunk_has_other_tokens_by_now_is_left_out():
     layout = Layout((9, *SHARED, 9), (), 0, True)
-    chosen = [ChosenRun(Run("a", 1, 61, 0, 60))]
-    assert fill(layout, chosen, {}).spans == ()
+    chosen = [r.ChosenRun(r.Run("a", 1, 61, 0, 60))]
+    assert r.fill(layout, chosen, {}).spans == ()
     changed = chunk_of("a", (*SHARED[:-1], 1))
-    assert fill(layout, chosen, {"a": changed}).spans == ()
+    assert r.fill(layout, chosen, {"a": changed}).spans == ()

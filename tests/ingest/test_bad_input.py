@@ -205,11 +205,7 @@ def test_a_missing_index(tmp_path: Path) -> None:
         ('"context": "none"', '"context": "later"', "'context' is 'later'"),
         ('"context_tokens": 0', '"context_tokens": -1', "'context_tokens' is -1"),
         ('"num_layers": 2', '"num_layers": -2', "'num_layers' is -2"),
-        (
-            '"compression": "none"',
-            '"compression": "drop:0.5"',
-            "'drop:0.5'. Compression by drop",
-        ),
+        ('"compression": "none"', '"compression": "drop:0.5"', "'drop:0.5'. Compression by drop"),
         ('"float32"', '"float8"', "'dtype' is 'float8'"),
         ('"tenant_salt": "', '"tenant_salt": "zz', "not hexadecimal"),
         ('"num_layers": 2', '"num_layers": 3', r"index\.json was altered or damaged"),

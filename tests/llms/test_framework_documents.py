@@ -67,11 +67,7 @@ def test_llamaindex_nodes_with_metadata(index: Index) -> None:
     [
         ("kvrag.llms.langchain", "langchain_core.callbacks", "kvrag[langchain]"),
         ("kvrag.retrievers.langchain", "langchain_core.callbacks", "kvrag[langchain]"),
-        (
-            "kvrag.llms.llamaindex",
-            "llama_index.core.base.llms.generic_utils",
-            "kvrag[llama-index]",
-        ),
+        ("kvrag.llms.llamaindex", "llama_index.core.base.llms.generic_utils", "kvrag[llama-index]"),
         (
             "kvrag.retrievers.llamaindex",
             "llama_index.core.base.base_retriever",

@@ -238,12 +238,7 @@ def test_langchain_index_keeps_the_store_up_to_date(store: KVRagVectorStore, cle
     def run(*texts: str) -> dict[str, int]:
         found = [Document(text, metadata={"source": "notes", "n": 1}) for text in texts]
         done = index(
-            found,
-            manager,
-            store,
-            cleanup=cleanup,
-            source_id_key="source",
-            key_encoder="blake2b",
+            found, manager, store, cleanup=cleanup, source_id_key="source", key_encoder="blake2b"
         )
         return {name: count for name, count in done.items() if count}  # type: ignore[misc]
 

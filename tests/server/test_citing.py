@@ -101,10 +101,7 @@ def test_the_question_says_whose_passage_a_short_answer_is_from() -> None:
 def test_passages_that_say_the_same_are_all_named() -> None:
     assert [
         one.passage for one in supports("Taxis are paid at night.", [TRAVEL, LEAVE, TRAVEL])
-    ] == [
-        0,
-        2,
-    ]
+    ] == [0, 2]
 
 
 def test_nothing_is_said_of_nothing() -> None:

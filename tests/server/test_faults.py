@@ -39,11 +39,7 @@ def metric(served: Served, name: str) -> float:
 
 
 def raw(
-    served: Served,
-    content: bytes,
-    *,
-    length: int | None = None,
-    path: str = "/v1/chat/completions",
+    served: Served, content: bytes, *, length: int | None = None, path: str = "/v1/chat/completions"
 ) -> socket.socket:
     """Send a request over a socket of its own."""
     connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=20)

@@ -394,10 +394,7 @@ def test_what_went_wrong_is_in_sight_and_is_told_again(new_page: NewPage, rag: R
 
 @pytest.mark.slow
 def test_an_index_without_documents(new_page: NewPage, tmp_path: Path) -> None:
-    with (
-        make_index(tmp_path) as index,
-        serving(index) as served,
-    ):
+    with make_index(tmp_path) as index, serving(index) as served:
         page = new_page()
         page.goto(f"{served.server.url}/")
         page.get_by_role("heading", name="This index has no documents yet").wait_for()
@@ -614,10 +611,7 @@ def test_conversations_are_kept_found_renamed_exported_and_deleted(
 def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Path) -> None:
     (tmp_path / "geese.md").write_text("The keeper feeds three grey geese at noon.")
     (tmp_path / "broken.pdf").write_text("no PDF")
-    with (
-        make_index(tmp_path) as index,
-        serving(index, ServerOptions(can_upload=True)) as served,
-    ):
+    with make_index(tmp_path) as index, serving(index, ServerOptions(can_upload=True)) as served:
         page = new_page()
         page.goto(f"{served.server.url}/")
         page.get_by_role("button", name="Documents").click()

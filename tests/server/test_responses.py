@@ -161,10 +161,7 @@ def test_forms_and_likelihoods(rag: Rag, client: OpenAI, monkeypatch: pytest.Mon
     parsed = client.responses.parse(**ASKED, max_output_tokens=80, text_format=Keeper)
     assert parsed.output_parsed == Keeper(name="Ines", year=1987)
     told = client.responses.create(
-        **ASKED,
-        max_output_tokens=8,
-        include=["message.output_text.logprobs"],
-        top_logprobs=2,
+        **ASKED, max_output_tokens=8, include=["message.output_text.logprobs"], top_logprobs=2
     )
     (message,) = told.output
     likely = message.content[0].logprobs  # type: ignore[union-attr]

@@ -177,10 +177,7 @@ def test_every_capability_is_checked_and_named_as_reserved() -> None:
     ],
 )
 def test_an_error_of_the_system_is_the_stores(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-    call: Callable[[Store], object],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, call: Callable[[Store], object]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise TimeoutError("no answer for 3 s")

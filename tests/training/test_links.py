@@ -208,13 +208,7 @@ def test_tuned_training_writes_a_model_with_its_links(tmp_path: Path) -> None:
     assert "loss/plain" in records[0]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"mode": "frozen", "way": "adapter"},
-    ],
-)
+@pytest.mark.parametrize("changed", [{}, {"mode": "frozen", "way": "adapter"}])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:

@@ -14,14 +14,7 @@ from kvrag_train.tiny import Trainer, TrainingOptions
 
 def small_run(folder: Path) -> Trainer:
     options = TrainingOptions(
-        folder,
-        rows=2,
-        questions=3,
-        copying_rows=2,
-        hidden_size=32,
-        num_layers=1,
-        steps=8,
-        twins="",
+        folder, rows=2, questions=3, copying_rows=2, hidden_size=32, num_layers=1, steps=8, twins=""
     )
     return Trainer(options)
 

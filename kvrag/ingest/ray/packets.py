@@ -27,6 +27,7 @@ from kvrag.codec.base import Codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
 from kvrag.errors import StoreError
+from kvrag.ingest import stages
 from kvrag.ingest.chunker import Cutter
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import SIMILAR
@@ -38,18 +39,6 @@ from kvrag.ingest.plan import Known, Plan, PlannedDocument, Planner, Sources, do
 from kvrag.ingest.ray.reading import Listed, each_row, read_listed
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.schema import Change, FileState, PackedChunk, pack_chunk, unpack_chunk
-from kvrag.ingest.stages import (
-    BackgroundWriter,
-    Committer,
-    CutAgain,
-    Outcome,
-    RecordMaker,
-    Run,
-    embed,
-    lacking,
-    refuse,
-    windows,
-)
 from kvrag.plugins import document_failures
 from kvrag.store.base import Store, tiers_of
 from kvrag.store.registry import open_store
@@ -71,11 +60,7 @@ _CHUNK = pa.struct(
     ]
 )
 _SCHEMA = pa.schema(
-    [
-        ("head", pa.large_string()),
-        ("chunks", pa.list_(_CHUNK)),
-        ("contexts", pa.list_(pa.binary())),
-    ]
+    [("head", pa.large_string()), ("chunks", pa.list_(_CHUNK)), ("contexts", pa.list_(pa.binary()))]
 )
 
 
@@ -97,7 +82,7 @@ class Packet:
     """
 
     plan: Plan = field(default_factory=Plan)
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: stages.Outcome = field(default_factory=stages.Outcome)
     stored: str = ""
     cpu_seconds: float = 0.0
 
@@ -150,7 +135,7 @@ def unpack(table: pa.Table) -> Iterator[Packet]:
             _fill(document, itertools.islice(rows, number), row["contexts"], dim)
             documents.append(document)
         plan = Plan(documents, **told)
-        yield Packet(plan, Outcome(**head.pop("outcome")), **head)
+        yield Packet(plan, stages.Outcome(**head.pop("outcome")), **head)
 
 
 def _fill(
@@ -233,12 +218,12 @@ class Collector:
         Whether rows come from a dataset, where two may have one source: the first is used.
     """
 
-    def __init__(self, run: Run, plan: Plan, is_dataset: bool) -> None:
+    def __init__(self, run: stages.Run, plan: Plan, is_dataset: bool) -> None:
         self._run = run
         self._plan = plan
         self._sources: dict[str, str] | None = {} if is_dataset else None
         self._is_encoded = run.config.context != SIMILAR  # when it comes
-        self._committer = Committer(run.storage, plan)
+        self._committer = stages.Committer(run.storage, plan)
         self._change = Change(
             forget_files=plan.gone_files[:], remove=plan.removed[:], put_files=plan.touched[:]
         )
@@ -258,7 +243,7 @@ class Collector:
             self._commit([])  # what is gone precedes nothing any more
             companions.write(self._whole(parts), self._write)
         else:
-            for window in windows(filter(self._note, assemble(parts))):
+            for window in stages.windows(filter(self._note, assemble(parts))):
                 self._commit(window)
             self._commit([])  # what the last packets say beside their documents
         self._committer.list_failures()
@@ -282,7 +267,7 @@ class Collector:
     def _write(
         self, documents: list[PlannedDocument], bad: dict[ChunkKey, str], change: Change
     ) -> None:
-        refuse(documents, self._run.storage.config.key_of, bad)
+        stages.refuse(documents, self._run.storage.config.key_of, bad)
         self._change.after = change.after
         self._commit(documents)
 
@@ -474,20 +459,20 @@ class Encoder:
 
     def _encoded(self, packet: Packet) -> pa.Table:
         started = time.process_time()
-        maker = RecordMaker(self._store, self._prefill, packet.outcome)
+        maker = stages.RecordMaker(self._store, self._prefill, packet.outcome)
         maker.codec = self._codec
         documents = packet.plan.documents
         sound = (one for one in documents if one.chunks and not one.reason)
         name = next((one.chunks[0].chunk_id for one in sound), "")
         is_careful = bool(name) and self._begin(name) > 0
         if not self._job.is_similar:
-            embed(self._job.encoders.embedding, documents)
+            stages.embed(self._job.encoders.embedding, documents)
         bad: dict[ChunkKey, str] = {}
         # Others may have stored some of it since it was planned.
-        missing = lacking(
+        missing = stages.lacking(
             documents, self._job.config.key_of, self._store, by_context=self._job.is_similar
         )
-        with BackgroundWriter() as writer:
+        with stages.BackgroundWriter() as writer:
             for key, chunk in missing:
                 if is_careful:
                     self._make_alone(key, chunk, maker, bad)
@@ -497,12 +482,12 @@ class Encoder:
         packet.stored = next((key.digest for key, _ in reversed(missing) if key not in bad), "")
         if name:
             self._end(name)
-        refuse(documents, self._job.config.key_of, bad)
+        stages.refuse(documents, self._job.config.key_of, bad)
         packet.cpu_seconds += time.process_time() - started
         return pack(packet, self._job.config.embedding_dim)
 
     def _make_alone(
-        self, key: ChunkKey, chunk: Chunk, maker: RecordMaker, bad: dict[ChunkKey, str]
+        self, key: ChunkKey, chunk: Chunk, maker: stages.RecordMaker, bad: dict[ChunkKey, str]
     ) -> None:
         if self._begin(key.digest) >= MAX_ENDS:
             bad[key] = (
@@ -510,7 +495,7 @@ class Encoder:
                 "did so; look at the logs of Ray, and split or leave out the document"
             )
             return
-        with BackgroundWriter() as writer:
+        with stages.BackgroundWriter() as writer:
             maker.make(key, chunk, writer, bad)
         self._end(key.digest)
 
@@ -646,7 +631,7 @@ class _Planning:
 
     def _cut_documents(self, plan: Plan) -> Iterator[PlannedDocument]:
         """Yield the documents of a plan; those whose chunks it has not kept are cut once more."""
-        cut_again = CutAgain(self._parser, self._cutter)
+        cut_again = stages.CutAgain(self._parser, self._cutter)
         for document in plan.documents:
             if self.job.dry_run:
                 document.chunks = []
@@ -727,7 +712,7 @@ def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table
     planning = _planning(job)
     for packet in planning.packets(table, planning.digests(known)):
         if job.is_similar and not job.dry_run:
-            embed(job.encoders.embedding, packet.plan.documents)
+            stages.embed(job.encoders.embedding, packet.plan.documents)
         packet.cpu_seconds = time.process_time() - started
         started = time.process_time()
         yield pack(packet, job.config.embedding_dim)

@@ -28,40 +28,11 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.ingest.catalogfile import next_path, write_copy
-from kvrag.ingest.config import (
-    RUNS_NAME,
-    VECTORS_NAME,
-    WORDS_NAME,
-    IndexConfig,
-    write_atomically,
-)
+from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, WORDS_NAME, IndexConfig, write_atomically
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.schema import Change
-from kvrag.ingest.shared.manifest import (
-    CHANGE,
-    CONFIG,
-    RUNNING,
-    VERSIONS_SECONDS,
-    Base,
-    Delta,
-    File,
-    Garbage,
-    Log,
-    Manifest,
-    applied,
-    build,
-    damage_of,
-    forget_applied,
-    get_bytes,
-    is_stored,
-    note_applied,
-    pack,
-    put_again,
-    put_bytes,
-    put_file,
-    unpack,
-)
+from kvrag.ingest.shared import manifest as m
 from kvrag.ingest.shared.place import Place, held, lock_path
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
@@ -70,7 +41,7 @@ logger = logging.getLogger("kvrag")
 
 MOST_DELTAS = 64
 """Changes since the base: with more, a writer publishes a new one."""
-_LIST_SECONDS = VERSIONS_SECONDS / 2
+_LIST_SECONDS = m.VERSIONS_SECONDS / 2
 _MOST_PAUSE_SECONDS = 0.05
 
 
@@ -89,14 +60,14 @@ class SharedLog:
         The opened view.
     """
 
-    def __init__(self, place: Place, log: Log, segments: Store, storage: Storage) -> None:
+    def __init__(self, place: Place, log: m.Log, segments: Store, storage: Storage) -> None:
         self.url = place.full_url
         self._place = place
         self._log = log
         self._segments = segments
         self._storage = storage
         self._lock = threading.RLock()
-        self._head: Manifest | None = None
+        self._head: m.Manifest | None = None
         self._listed = -_LIST_SECONDS
         self._is_held = False
         self._collecting: str | None = None
@@ -135,7 +106,7 @@ class SharedLog:
             self._build(self._newest(-1))
             self._refresh()
 
-    def _refresh(self, *, is_listed: bool = False) -> Manifest:
+    def _refresh(self, *, is_listed: bool = False) -> m.Manifest:
         """Bring the view up to date; list all versions if the next one alone would not do."""
         catalog = self._storage.catalog
         version = catalog.version()[0]
@@ -145,7 +116,7 @@ class SharedLog:
         if not self._leads_to(version, head):
             self._build(head)
             version = catalog.version()[0]
-        note_applied(self._storage.path, head.names())
+        m.note_applied(self._storage.path, head.names())
         for delta in [one for one in head.deltas if version < one.version]:
             if not self._carry_out(delta):
                 self._build(head)  # the view was damaged
@@ -161,7 +132,7 @@ class SharedLog:
         self._head = head
         return head
 
-    def _leads_to(self, version: int, head: Manifest) -> bool:
+    def _leads_to(self, version: int, head: m.Manifest) -> bool:
         """Return whether the view, which is at `version`, comes before the newest version.
 
         It does not if manifests were removed, and others written in their place.
@@ -169,7 +140,7 @@ class SharedLog:
         following = [one.version for one in head.deltas if version < one.version]
         if following != list(range(version + 1, head.version + 1)):
             return False
-        ours = applied(self._storage.path).get(version)
+        ours = m.applied(self._storage.path).get(version)
         if ours is None:
             return False  # killed while it was made, or made by a kvrag that did not note this
         if ours == head.names().get(version):
@@ -186,7 +157,7 @@ class SharedLog:
         )
         return False
 
-    def _newest(self, version: int, *, is_listed: bool = False) -> Manifest:
+    def _newest(self, version: int, *, is_listed: bool = False) -> m.Manifest:
         """Return the newest manifest; `version` is the view's."""
         known = self._head
         is_old = is_listed or time.monotonic() - self._listed >= _LIST_SECONDS
@@ -212,7 +183,7 @@ class SharedLog:
             )
         return head
 
-    def _carry_out(self, delta: Delta) -> bool:
+    def _carry_out(self, delta: m.Delta) -> bool:
         """Do to the view what made a version; return whether the view is at it."""
         catalog = self._storage.catalog
         change = self._change_of(delta)
@@ -222,37 +193,37 @@ class SharedLog:
             return False
         return catalog.version()[0] == delta.version
 
-    def _change_of(self, delta: Delta) -> Change:
+    def _change_of(self, delta: m.Delta) -> Change:
         if delta.content is None:
             return Change()
         where = f"the segment of version {delta.version} in {self._segments.url}"
-        return unpack(get_bytes(self._segments, delta.content), where)
+        return m.unpack(m.get_bytes(self._segments, delta.content), where)
 
-    def _adopt(self, head: Manifest) -> None:
+    def _adopt(self, head: m.Manifest) -> None:
         """Take over the settings and profiles of a version."""
         storage = self._storage
         folder = storage.profiles.folder
         for file in head.profiles:
             if file.name not in storage.profiles.hashes():
                 folder.mkdir(exist_ok=True)
-                content = get_bytes(self._segments, file)
+                content = m.get_bytes(self._segments, file)
                 write_atomically(folder / f"{file.name}.safetensors", content)
         with contextlib.suppress(IndexFormatError):  # damaged: the view's own are the same
             read_config(self._place, self._segments, head).save(storage.path)
         storage.reload_codec()
 
-    def _build(self, head: Manifest) -> None:
+    def _build(self, head: m.Manifest) -> None:
         """Replace the view's catalog by the newest whole one, with its caches."""
         storage, catalog = self._storage, self._storage.catalog
         with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=storage.path) as scratch:
             made = Path(scratch)
-            build(made, storage.config, head, self._segments, storage.store)
-            forget_applied(storage.path)
+            m.build(made, storage.config, head, self._segments, storage.store)
+            m.forget_applied(storage.path)
             (made / catalog.path.name).replace(next_path(catalog.path))
             catalog.use_next(catalog.cipher_key)
             for cache in made.iterdir():
                 cache.replace(storage.path / cache.name)
-        note_applied(storage.path, head.names())
+        m.note_applied(storage.path, head.names())
         storage.vectors.forget()
 
     # -- writing -----------------------------------------------------------------------------
@@ -278,9 +249,9 @@ class SharedLog:
             next ingestion completes it.
         """
         if change:
-            self._commit(pack(change))
+            self._commit(m.pack(change))
         collecting = self._log.collecting()
-        if collecting != self._collecting or collecting.startswith(RUNNING):
+        if collecting != self._collecting or collecting.startswith(m.RUNNING):
             key_of = self._storage.config.key_of
             for *_, rows in change.put:
                 self._in_doubt |= {key_of(one) for row in rows for one in row.chunk.required()}
@@ -296,9 +267,9 @@ class SharedLog:
         codec
             If given, nothing changes where another writer has chosen another codec.
         """
-        stored: list[File] = []
+        stored: list[m.File] = []
 
-        def alter(one: Manifest) -> Manifest:
+        def alter(one: m.Manifest) -> m.Manifest:
             config = self._settings(one)
             if codec in (None, config.codec):
                 config = replace(config, **changes)
@@ -308,7 +279,7 @@ class SharedLog:
             return replace(one, config=file, profiles=_with_profiles(one.profiles, new))
 
         self._commit(None, alter)
-        while not is_stored(self._segments, stored):  # this process slept, and gc removed them
+        while not m.is_stored(self._segments, stored):  # this process slept, and gc removed them
             self._commit(None, alter)
 
     def compact(self, *, is_forced: bool) -> None:
@@ -327,7 +298,7 @@ class SharedLog:
             base = self._put_base(head.version)
         self._commit(None, lambda one: _with_base(one, base, former))
         # This process may have slept, and gc removed them.
-        if not is_stored(self._segments, self._named(base.files)):
+        if not m.is_stored(self._segments, self._named(base.files)):
             self.mend()
 
     def mend(self) -> None:
@@ -343,7 +314,7 @@ class SharedLog:
         new = self._put_profiles(())
         base = self._put_base(head.version)
 
-        def alter(one: Manifest) -> Manifest:
+        def alter(one: m.Manifest) -> m.Manifest:
             config = file if one.config == head.config else one.config
             one = replace(one, config=config, profiles=_with_profiles(one.profiles, new))
             if one.base is not None and one.base.version > base.version:
@@ -352,13 +323,13 @@ class SharedLog:
             return replace(one, base=base, deltas=deltas)
 
         self._commit(None, alter)
-        return is_stored(self._segments, self._named([file, *new, *base.files]))
+        return m.is_stored(self._segments, self._named([file, *new, *base.files]))
 
     def _commit(
-        self, packed: bytes | None, alter: Callable[[Manifest], Manifest] = lambda one: one
+        self, packed: bytes | None, alter: Callable[[m.Manifest], m.Manifest] = lambda one: one
     ) -> None:
         """Create the next version; another writer may be faster, any number of times."""
-        content = None if packed is None else put_bytes(self._segments, CHANGE, packed)
+        content = None if packed is None else m.put_bytes(self._segments, m.CHANGE, packed)
         while True:
             with self._holding():
                 # Nobody may write to another index that has taken this one's place.
@@ -367,12 +338,12 @@ class SharedLog:
                 written = self._log.create(ours) or self._log.read(ours.version)
                 if written is not None and written == ours:
                     if content is not None and packed is not None:
-                        put_again(self._segments, content, packed)
+                        m.put_again(self._segments, content, packed)
                     if self._is_in_log(written):
                         return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
 
-    def _is_in_log(self, written: Manifest) -> bool:
+    def _is_in_log(self, written: m.Manifest) -> bool:
         """Return whether the newest version comes after a manifest that was written just now.
 
         It does not if this process slept so long that `gc` has removed the manifest that another
@@ -397,22 +368,22 @@ class SharedLog:
             )
         return False
 
-    def _named(self, files: Sequence[File]) -> list[File]:
+    def _named(self, files: Sequence[m.File]) -> list[m.File]:
         """Return those of some files that the newest version seen names."""
         named = set() if self._head is None else set(self._head.files())
         return [one for one in files if one in named]
 
-    def _settings(self, one: Manifest) -> IndexConfig:
+    def _settings(self, one: m.Manifest) -> IndexConfig:
         """Return a version's settings, or this view's copy of them if they are damaged."""
         try:
             return read_config(self._place, self._segments, one)
         except IndexFormatError:
             return IndexConfig.load(self._storage.path)
 
-    def _put_profiles(self, known: Sequence[File]) -> list[File]:
+    def _put_profiles(self, known: Sequence[m.File]) -> list[m.File]:
         return put_profiles(self._segments, self._storage.profiles, known)
 
-    def _put_base(self, version: int) -> Base:
+    def _put_base(self, version: int) -> m.Base:
         """Store the view's catalog and its caches, which are brought up to date first."""
         storage, catalog = self._storage, self._storage.catalog
         catalog.words.search("kvrag", 1)  # makes the index of words
@@ -424,8 +395,8 @@ class SharedLog:
             for name in (VECTORS_NAME, WORDS_NAME, RUNS_NAME):
                 with contextlib.suppress(FileNotFoundError):
                     os.link(storage.path / name, copy / name)  # it may be replaced meanwhile
-            return Base(
-                version, tuple(put_file(self._segments, one) for one in sorted(copy.iterdir()))
+            return m.Base(
+                version, tuple(m.put_file(self._segments, one) for one in sorted(copy.iterdir()))
             )
 
     # -- upkeep ------------------------------------------------------------------------------
@@ -434,7 +405,7 @@ class SharedLog:
         """Return what is wrong with the segments that the newest version names."""
         head = self._newest(-1)
         found: list[str] = []
-        damage_of(self._segments, head.files(), found.append)
+        m.damage_of(self._segments, head.files(), found.append)
         return found
 
     def collect_garbage(
@@ -459,8 +430,8 @@ class SharedLog:
             Whether records may be removed at all: other indexes may share their store.
         """
         records = self._storage.store if all_records else None
-        garbage = Garbage(self._log, self._segments, self._current, self._put_since)
-        self._log.note_collecting(RUNNING)
+        garbage = m.Garbage(self._log, self._segments, self._current, self._put_since)
+        self._log.note_collecting(m.RUNNING)
         try:
             return garbage.collect(records, needed, grace_seconds)
         finally:
@@ -496,11 +467,11 @@ class SharedLog:
                 f"{self._place}' on a machine that can"
             ) from lost[0]
 
-    def _current(self) -> Manifest:
+    def _current(self) -> m.Manifest:
         with self._holding():
             return self._refresh(is_listed=True)
 
-    def _put_since(self, version: int, head: Manifest) -> set[str] | None:
+    def _put_since(self, version: int, head: m.Manifest) -> set[str] | None:
         """Return the digests of the records that the versions after one put; None if unknown."""
         deltas = {one.version: one for one in head.deltas}
         found: set[str] = set()
@@ -537,7 +508,7 @@ class SharedLog:
                     self._is_held = False
 
 
-def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
+def _with_base(manifest: m.Manifest, base: m.Base, former: int) -> m.Manifest:
     """Return a manifest with a base, and the deltas since the former one for those who follow."""
     if manifest.base is not None and manifest.base.version >= base.version:
         return manifest  # another writer's
@@ -545,32 +516,32 @@ def _with_base(manifest: Manifest, base: Base, former: int) -> Manifest:
     return replace(manifest, base=base, deltas=deltas)
 
 
-def _with_profiles(known: Sequence[File], new: Sequence[File]) -> tuple[File, ...]:
+def _with_profiles(known: Sequence[m.File], new: Sequence[m.File]) -> tuple[m.File, ...]:
     """Return profiles with others, which replace those of the same name."""
     return tuple({one.name: one for one in (*known, *new)}.values())
 
 
 def put_profiles(
-    segments: Store, profiles: ProfileFolder, known: Sequence[File] = ()
-) -> list[File]:
+    segments: Store, profiles: ProfileFolder, known: Sequence[m.File] = ()
+) -> list[m.File]:
     """Store the profiles of a view that are not known; return them. A file's name is its hash."""
     names = {one.name for one in known}
     return [
-        replace(put_file(segments, profiles.folder / f"{one}.safetensors"), name=one)
+        replace(m.put_file(segments, profiles.folder / f"{one}.safetensors"), name=one)
         for one in profiles.hashes()
         if one not in names
     ]
 
 
-def put_config(place: Place, segments: Store, config: IndexConfig) -> File:
+def put_config(place: Place, segments: Store, config: IndexConfig) -> m.File:
     """Store an index's settings; a store beside the log has no URL in them."""
     if config.store == place.store_url("kv"):
         config = replace(config, store="")
-    return put_bytes(segments, CONFIG, config.to_bytes())
+    return m.put_bytes(segments, m.CONFIG, config.to_bytes())
 
 
-def read_config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
+def read_config(place: Place, segments: Store, head: m.Manifest) -> IndexConfig:
     """Return an index's settings. Raises IndexFormatError."""
     path = Path(f"{place}/index.json")
-    config = IndexConfig.from_bytes(get_bytes(segments, head.config), path)
+    config = IndexConfig.from_bytes(m.get_bytes(segments, head.config), path)
     return replace(config, store=config.store or place.store_url("kv"))

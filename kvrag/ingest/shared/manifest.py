@@ -654,14 +654,7 @@ def _contexts(values: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 def _row(source: str, values: list[Any], vectors: _Vectors) -> ChunkRow:
     chunk_id, text, ids, starts, ordinal, metadata, contexts, keys, count = values
     chunk = Chunk(
-        chunk_id,
-        text,
-        tuple(ids),
-        tuple(starts),
-        source,
-        ordinal,
-        metadata,
-        _contexts(contexts),
+        chunk_id, text, tuple(ids), tuple(starts), source, ordinal, metadata, _contexts(contexts)
     )
     return ChunkRow(chunk, [ChunkKey(one) for one in keys], vectors.take(count))
 

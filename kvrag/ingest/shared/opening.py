@@ -26,18 +26,10 @@ from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import key_check
 from kvrag.ingest.opening import Given, make_index, open_index
 from kvrag.ingest.settings import IndexSettings
+from kvrag.ingest.shared import place as p
 from kvrag.ingest.shared.log import SharedLog, put_config, put_profiles, read_config
 from kvrag.ingest.shared.manifest import Log, Manifest, build, forget_applied, note_applied
-from kvrag.ingest.shared.place import (
-    Place,
-    held,
-    in_use_path,
-    lock_path,
-    make_room,
-    read_place,
-    remove_scratch,
-    remove_view,
-)
+from kvrag.ingest.shared.place import lock_path
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
 from kvrag.store.file import store_error
@@ -48,15 +40,15 @@ logger = logging.getLogger("kvrag")
 
 def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage, Encoders]:
     """Create an empty index at a URL. Parameters and errors are those of `Index.create`."""
-    place = read_place(url)
+    place = p.read_place(url)
     with _connected(place) as (log, segments), contextlib.ExitStack() as using:
         if settings.store is None:
             settings = replace(settings, store=place.store_url("kv"))
-        with held(lock_path(place.view)):
+        with p.held(lock_path(place.view)):
             if log.versions():
                 raise _taken(place)
             _clear(place)
-            using.enter_context(held(in_use_path(place.view), shared=True))
+            using.enter_context(p.held(p.in_use_path(place.view), shared=True))
             storage, encoders = make_index(place.view, given, settings)
             with _closing_on_error(storage):
                 _make_folder(place)
@@ -68,7 +60,7 @@ def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage,
         return storage, encoders
 
 
-def _first(place: Place, segments: Store, storage: Storage) -> Manifest:
+def _first(place: p.Place, segments: Store, storage: Storage) -> Manifest:
     """Return the manifest of a new index. Raises ParameterError if its stores have two keys."""
     config = storage.config
     if config.key_check != key_check(segments):
@@ -88,7 +80,7 @@ def _first(place: Place, segments: Store, storage: Storage) -> Manifest:
 
 def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
     """Open the index at a URL. Parameters and errors are those of `Index.open`."""
-    place = read_place(url)
+    place = p.read_place(url)
     with _connected(place) as (log, segments), contextlib.ExitStack() as using:
         versions = log.versions()
         head = log.read(versions[-1]) if versions else None
@@ -98,11 +90,11 @@ def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
                 f"{place} --model MODEL' or Index.create"
             )
         _check_key(place, head, segments)
-        make_room(place.view)
-        with held(lock_path(place.view)):
+        p.make_room(place.view)
+        with p.held(lock_path(place.view)):
             config = _config(place, segments, head)
-            remove_scratch(place.view)
-            using.enter_context(held(in_use_path(place.view), shared=True))
+            p.remove_scratch(place.view)
+            using.enter_context(p.held(p.in_use_path(place.view), shared=True))
             _make_folder(place)  # the view may have made room meanwhile
             config.save(place.view)
             if is_lost(place.view / FILE_NAME):
@@ -111,7 +103,7 @@ def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
             storage, encoders = open_index(place.view, given, mend=False, is_view=True)
         except IndexFormatError as error:
             logger.warning("the view of %s is made again: %s", place, error)
-            with held(lock_path(place.view)):
+            with p.held(lock_path(place.view)):
                 _make_view(place, config, head, segments)
             storage, encoders = open_index(place.view, given, mend=False, is_view=True)
         with _closing_on_error(storage):
@@ -120,7 +112,7 @@ def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
 
 
 @contextmanager
-def _connected(place: Place) -> Iterator[tuple[Log, Store]]:
+def _connected(place: p.Place) -> Iterator[tuple[Log, Store]]:
     """Open the log and the store of segments; close the store if the block fails."""
     log = Log(place.bucket("log"))
     log.check()
@@ -139,7 +131,7 @@ def _closing_on_error(opened: Store | Storage) -> Iterator[None]:
 
 
 def _attach(
-    place: Place, log: Log, segments: Store, storage: Storage, using: contextlib.ExitStack
+    place: p.Place, log: Log, segments: Store, storage: Storage, using: contextlib.ExitStack
 ) -> SharedLog:
     """Return the log of an opened view; it takes over what says that the view is in use."""
     shared = SharedLog(place, log, segments, storage)
@@ -148,16 +140,16 @@ def _attach(
     return shared
 
 
-def _clear(place: Place) -> None:
+def _clear(place: p.Place) -> None:
     """Remove the view of an index that was at a place. Raises IndexMismatchError if it is used."""
-    if not remove_view(place.view):
+    if not p.remove_view(place.view):
         raise IndexMismatchError(
             f"a process of this machine has the index that was at {place} before open: end it, or "
             "set KVRAG_VIEWS to another folder for this process"
         )
 
 
-def _config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
+def _config(place: p.Place, segments: Store, head: Manifest) -> IndexConfig:
     """Return a version's settings; another index's view goes."""
     known: IndexConfig | None = None
     with contextlib.suppress(KVRagError):
@@ -175,7 +167,7 @@ def _config(place: Place, segments: Store, head: Manifest) -> IndexConfig:
     return config
 
 
-def _make_folder(place: Place) -> None:
+def _make_folder(place: p.Place) -> None:
     """Make the folder of a view, if there is none, and say that it is one."""
     try:
         place.view.mkdir(parents=True, exist_ok=True)
@@ -184,7 +176,7 @@ def _make_folder(place: Place) -> None:
     write_atomically(place.view / VIEW_OF_NAME, f"{place}\n".encode())
 
 
-def _make_view(place: Place, config: IndexConfig, head: Manifest, segments: Store) -> None:
+def _make_view(place: p.Place, config: IndexConfig, head: Manifest, segments: Store) -> None:
     """Write the catalog of a view that has none, or a damaged one."""
     with (
         tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=place.view) as scratch,
@@ -200,7 +192,7 @@ def _make_view(place: Place, config: IndexConfig, head: Manifest, segments: Stor
         note_applied(place.view, head.names())
 
 
-def _check_key(place: Place, head: Manifest, segments: Store) -> None:
+def _check_key(place: p.Place, head: Manifest, segments: Store) -> None:
     """Raise IndexMismatchError unless a URL has the index's key, or neither has one."""
     found = key_check(segments)
     if found == head.key_check:
@@ -220,7 +212,7 @@ def _check_key(place: Place, head: Manifest, segments: Store) -> None:
     )
 
 
-def _taken(place: Place) -> ParameterError:
+def _taken(place: p.Place) -> ParameterError:
     return ParameterError(
         f"there is an index at {place} already: open it with Index.open, or use another URL"
     )

@@ -10,19 +10,7 @@ from kvrag.ingest.companions import Companions
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.plan import Plan
-from kvrag.ingest.ray.packets import (
-    Attempts,
-    Collector,
-    Encoder,
-    Job,
-    Packet,
-    document_row,
-    file_row,
-    pack,
-    plan_rows,
-    single_chunks,
-    unpack,
-)
+from kvrag.ingest.ray import packets as p
 from kvrag.ingest.stages import Run
 from kvrag.ingest.storage import Storage
 
@@ -36,19 +24,19 @@ def here(run: Run) -> Plan:
     """Carry out an ingestion as `RayRunner` does, but in this process."""
     plan = Plan()
     catalog, sources = run.storage.catalog.documents, run.sources
-    rows = [file_row(catalog, path) for path in sources.files]
-    rows += [document_row(catalog, one) for one in sources.documents.values()]
+    rows = [p.file_row(catalog, path) for path in sources.files]
+    rows += [p.document_row(catalog, one) for one in sources.documents.values()]
     job = replace(job_of(run.storage), dry_run=run.dry_run, limits=run.parser.limits)
-    collector = Collector(run, plan, False)
-    planned = list(plan_rows(table(rows), job))
+    collector = p.Collector(run, plan, False)
+    planned = list(p.plan_rows(table(rows), job))
     if job.is_similar and not job.dry_run:
 
         def encode(missing: list[tuple[ChunkKey, Chunk]]) -> dict[ChunkKey, str]:
             dim = job.config.embedding_dim
-            packets = [pack(one, dim) for one in single_chunks(missing, job.batch_tokens)]
+            packets = [p.pack(one, dim) for one in p.single_chunks(missing, job.batch_tokens)]
             return collector.encoded(encoded(packets, job))
 
-        packets = [packet for one in planned for packet in unpack(one)]
+        packets = [packet for one in planned for packet in p.unpack(one)]
         known = {one.source for packet in packets for one in packet.plan.documents}
         collector.collect(packets, Companions(run.storage, run.encoders, known, encode))
     else:
@@ -56,21 +44,21 @@ def here(run: Run) -> Plan:
     return plan
 
 
-def computed(rows: list[dict[str, Any]], job: Job) -> Iterator[Packet]:
+def computed(rows: list[dict[str, Any]], job: p.Job) -> Iterator[p.Packet]:
     """Yield the packets of some rows, with their vectors, and with their KV stored."""
-    yield from encoded(plan_rows(table(rows), job), job)
+    yield from encoded(p.plan_rows(table(rows), job), job)
 
 
-def encoded(packets: Iterable[Any], job: Job) -> Iterator[Packet]:
+def encoded(packets: Iterable[Any], job: p.Job) -> Iterator[p.Packet]:
     for packet in packets:
         if not job.dry_run:
-            attempts = Attempts()
-            packet = Encoder(job, attempts.begin, attempts.end)(packet)
-        yield from unpack(packet)
+            attempts = p.Attempts()
+            packet = p.Encoder(job, attempts.begin, attempts.end)(packet)
+        yield from p.unpack(packet)
 
 
-def job_of(index: Index | Storage) -> Job:
-    return Job(
+def job_of(index: Index | Storage) -> p.Job:
+    return p.Job(
         folder=str(index.path),
         config=index.config,
         model=index.config.model,

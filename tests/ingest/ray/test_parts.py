@@ -31,20 +31,8 @@ from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner
+from kvrag.ingest.ray import packets as p
 from kvrag.ingest.ray.driver import _default_address, connected, reason_of
-from kvrag.ingest.ray.packets import (
-    MAX_ENDS,
-    Attempts,
-    Collector,
-    Encoder,
-    Packet,
-    assemble,
-    document_row,
-    forget,
-    pack,
-    plan_rows,
-    unpack,
-)
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.schema import FileState
 from kvrag.ingest.stages import Outcome, Run
@@ -59,7 +47,7 @@ from tests.ingest.test_similar import WORDS, page
 def _forget() -> Iterator[None]:
     """Tasks keep a parser for the next one, which here is another test."""
     yield
-    forget()
+    p.forget()
 
 
 STATE = FileState("/a.txt", "d" * 40, 3, 4, 5, 6)
@@ -106,8 +94,8 @@ def test_a_packet_arrives_as_it_was_sent() -> None:
         missing={"k": (3, 4)},
     )
     counts = Outcome(1, 2, 3, 4, 5.0, 6.0)
-    sent = Packet(replace(news, documents=documents), counts, "f" * 40, 1.5)
-    (found,) = unpack(pack(sent, 4))
+    sent = p.Packet(replace(news, documents=documents), counts, "f" * 40, 1.5)
+    (found,) = p.unpack(p.pack(sent, 4))
     for came, went in zip(found.plan.documents[0].vectors, vectors, strict=True):
         np.testing.assert_array_equal(came, went)
     came = [replace(one, vectors=[]) for one in found.plan.documents]
@@ -118,7 +106,7 @@ def test_a_packet_arrives_as_it_was_sent() -> None:
 def test_a_document_without_all_its_chunks_is_refused() -> None:
     first, second = part("a", [10, 10, 10]), part("b", [5])
     lost, last = replace(first, chunks=first.chunks[:2]), replace(first, chunks=[])
-    found = [(one.source, one.reason) for one in assemble([lost, second, part("c", []), last])]
+    found = [(one.source, one.reason) for one in p.assemble([lost, second, part("c", []), last])]
     assert found == [
         ("a", "a: 1 of its 3 chunks did not arrive"),
         ("b", ""),
@@ -192,18 +180,18 @@ def test_chunks_are_encoded_after_their_nearest_wherever_these_are_read(
 def test_a_chunk_that_ends_its_process_several_times_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempts = Attempts()
+    attempts = p.Attempts()
     with tiny_index(tmp_path) as index:
         index.add([Document("model", "loaded")])
         job = job_of(index)
-        rows = table([document_row(index.catalog.documents, Document("d", "One. Two."))])
-        (planned,) = plan_rows(rows, job)
+        rows = table([p.document_row(index.catalog.documents, Document("d", "One. Two."))])
+        (planned,) = p.plan_rows(rows, job)
 
         class Killed(BaseException):
             pass
 
-        for _ in range(1 + MAX_ENDS):
-            encoder = Encoder(job, attempts.begin, attempts.end)
+        for _ in range(1 + p.MAX_ENDS):
+            encoder = p.Encoder(job, attempts.begin, attempts.end)
 
             def die(_: Chunk) -> Any:
                 raise Killed
@@ -211,8 +199,8 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
             monkeypatch.setattr(encoder, "_prefill", die)
             with pytest.raises(Killed):
                 encoder(planned)
-        (packet,) = unpack(Encoder(job, attempts.begin, attempts.end)(planned))
-        assert f"ended {MAX_ENDS} times" in packet.plan.documents[0].reason
+        (packet,) = p.unpack(p.Encoder(job, attempts.begin, attempts.end)(planned))
+        assert f"ended {p.MAX_ENDS} times" in packet.plan.documents[0].reason
         assert packet.outcome.num_records == 0
 
 
@@ -228,8 +216,8 @@ def test_rows_of_a_dataset_become_documents_or_reasons(tmp_path: Path) -> None:
     names = ("text", "source", "path", "bytes", "year", "id")
     with tiny_index(tmp_path) as index:
         blank = dict.fromkeys(names)
-        (made,) = plan_rows(table([{**blank, **row} for row in rows]), job_of(index))
-        (packet,) = unpack(made)
+        (made,) = p.plan_rows(table([{**blank, **row} for row in rows]), job_of(index))
+        (packet,) = p.unpack(made)
     assert [one.source for one in packet.plan.documents] == ["s", "s3://b/x.md", "has text"]
     assert packet.plan.documents[0].metadata["year"] == 2020
     nameless = f"a row with the columns {', '.join(names)}"
@@ -254,8 +242,8 @@ def test_times_of_parquet_are_written_in_one_form(tmp_path: Path, unit: str) -> 
     )
     pq.write_table(columns, tmp_path / "rows.parquet")
     with tiny_index(tmp_path) as index:
-        (made,) = plan_rows(pq.read_table(tmp_path / "rows.parquet"), job_of(index))
-        (packet,) = unpack(made)
+        (made,) = p.plan_rows(pq.read_table(tmp_path / "rows.parquet"), job_of(index))
+        (packet,) = p.unpack(made)
     (document,) = packet.plan.documents
     assert document.metadata == {
         "at": "2024-03-01T12:30:00",
@@ -303,11 +291,11 @@ def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> N
     def elsewhere(run: Run) -> Plan:
         plan = Plan()
         rows = [
-            document_row(run.storage.catalog.documents, one)
+            p.document_row(run.storage.catalog.documents, one)
             for one in run.sources.documents.values()
         ]
         job = replace(job_of(run.storage), store=f"file:{tmp_path / 'elsewhere'}")
-        Collector(run, plan, False).collect(computed(rows, job))
+        p.Collector(run, plan, False).collect(computed(rows, job))
         return plan
 
     head = "The same words begin both documents. " * 20
@@ -330,7 +318,7 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
     def elsewhere(run: Run) -> Plan:
         plan = Plan()
         rows = [
-            document_row(run.storage.catalog.documents, one)
+            p.document_row(run.storage.catalog.documents, one)
             for one in run.sources.documents.values()
         ]
         job = replace(job_of(run.storage), store=store("worker"))
@@ -338,7 +326,7 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
         with monkeypatch.context() as patch:
             if is_gone:
                 patch.setattr(FileStore, "contains", refuse)
-            Collector(run, plan, False).collect(packets)
+            p.Collector(run, plan, False).collect(packets)
         return plan
 
     def refuse(*_: object) -> bool:
@@ -372,7 +360,7 @@ def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvrag.ingest.ray.packets._Planning.digests", lambda *_: known)
         packets = (packet for block in blocks for packet in computed(block, job))
-        Collector(run, plan, True).collect(packets)
+        p.Collector(run, plan, True).collect(packets)
     return plan
 
 
@@ -452,7 +440,7 @@ def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
             is_running = True
             try:
                 while True:
-                    yield pack(Packet(Plan([part("not stored", [3])])), 4)
+                    yield p.pack(p.Packet(Plan([part("not stored", [3])])), 4)
             finally:
                 is_running = False
 
