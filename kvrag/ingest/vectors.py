@@ -232,7 +232,7 @@ class Graph(Flat):
 
 logger = logging.getLogger("kvrag")
 
-_VERSION = 5  # of the cache: 4 had a header of its own
+_VERSION = 5  # of the cache
 _MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it again
 _BATCH = 1_000  # vectors that join a graph while searches wait
 
