@@ -500,7 +500,9 @@ struct Tile {
   void each_block(const Start& start, const Body& body) const {
     const u64 last = static_cast<u64>(a.last_keys[(end - 1) / a.group]) + 1;
     u64 kept = attention_strip(kLanes, a.key_dim, a.value_dim);
-    for (u64 from = Strip::first_key(a, begin / a.group); from < last; from += kBlockKeys) {
+    // Blocks begin at the same keys in each tile: how many threads share rows changes no bit.
+    const u64 first_seen = Strip::first_key(a, begin / a.group);
+    for (u64 from = first_seen - first_seen % kBlockKeys; from < last; from += kBlockKeys) {
       const u64 to = from + kBlockKeys < last ? from + kBlockKeys : last;
       const auto block = start(from, to - from);
       each_strip([&](const Strip& strip) {

@@ -20,6 +20,7 @@ constexpr u64 kMostStrips = 16;
 // Strips that count keys' mass keep a weight for each key and lane: together about as much memory
 // as a key head takes.
 constexpr u64 kMostCounting = 4;
+constexpr u64 kTilesCounting = 16;
 
 i64 bytes_of(i64 elements, ElementType type) {
   return elements * (type == ElementType::f32 ? 4 : 2);
@@ -92,8 +93,10 @@ void run_attention(const Attention& attention, u32 threads) {
   }
   const u64 work = seen * attention.group * heads * (attention.key_dim + attention.value_dim);
   const u64 useful = std::clamp<u64>(work / kWorkPerThread, 1, threads);
-  const u64 wanted = useful == 1 ? heads : useful * kTilesPerThread;
-  const u64 most = attention.mass == nullptr ? kMostStrips : kMostCounting;
+  const bool counting = attention.mass != nullptr;
+  // The order in which tiles' counts are added must not depend on the number of threads.
+  const u64 wanted = counting ? kTilesCounting : useful == 1 ? heads : useful * kTilesPerThread;
+  const u64 most = counting ? kMostCounting : kMostStrips;
   const u64 tile_strips = std::clamp<u64>(strips * heads / wanted, 1, most);
   const u64 tile_rows = tile_strips * lanes;
   const u64 tiles = (rows + tile_rows - 1) / tile_rows;
@@ -101,7 +104,7 @@ void run_attention(const Attention& attention, u32 threads) {
       std::max(attention_scratch(attention, lanes, tile_strips), attention_few(attention));
   // Each tile counts alone; their counts are added in order.
   const u64 keys = attention.num_keys;
-  std::vector<float> counts(attention.mass == nullptr ? 0 : tiles * heads * keys);
+  std::vector<float> counts(!counting ? 0 : tiles * heads * keys);
   // The last tiles see most keys: they go first, and the short ones fill the gaps at the end.
   team_for(tiles * heads, useful == 1 ? 1 : threads, [&](u64 i) {
     const u64 begin = (tiles - 1 - i / heads) * tile_rows;

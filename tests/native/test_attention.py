@@ -138,20 +138,26 @@ def test_damage_shows_where_it_is_seen_and_only_there(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize(("heads", "key_heads"), [(6, 2), (4, 1)])
+def test_threads_change_no_bit(
+    isa: str, dtype: torch.dtype, window: int | None, heads: int, key_heads: int
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    query = torch.randn(6, 300, 64, generator=generator).to(dtype)
-    key, value = torch.randn(2, 2, 900, 64, generator=generator).to(dtype)
+    query = torch.randn(heads, 300, 64, generator=generator).to(dtype)
+    key, value = torch.randn(2, key_heads, 900, 64, generator=generator).to(dtype)
     last_keys = rows_of(900, 300, generator)
-    found = []
-    for threads in (1, 3):
-        taken = torch.empty(2, 900)
-        mass = Mass(taken, 100)
+    found, counted, plain = [], [], []
+    for threads in (1, 2, 3, 8):
+        taken = torch.empty(key_heads, 900)
         with torch_threads(threads):
-            found.append(attend(query, key, value, last_keys, Scores(0.1), mass))
-        # The counts of tiles are added, and threads decide how many tiles there are.
-        assert abs(float(taken.sum()) - 6 * 200) < 1e-2
-    assert torch.equal(*found)
+            scores = Scores(0.1, window=window)
+            found.append(attend(query, key, value, last_keys, scores, Mass(taken, 100)))
+            plain.append(attend(query, key, value, last_keys, scores))
+        counted.append(taken)
+        assert abs(float(taken.sum()) - heads * 200) < 1e-2
+    for ways in (found, counted, plain):
+        assert all(torch.equal(ways[0], one) for one in ways[1:])
 
 
 def test_nothing_to_attend() -> None:
