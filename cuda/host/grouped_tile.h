@@ -59,38 +59,79 @@ static inline void unpack(const u8* from, u8* to) {
   }
 }
 
+typedef i32 Four __attribute__((vector_size(16)));
+typedef u32 Words __attribute__((vector_size(4 * KVRAG_FLOATS)));
+typedef i8 Bytes __attribute__((vector_size(KVRAG_FLOATS)));
+
+static inline Floats wide(const float* from) { return load<Floats>(from); }
+static inline Floats wide(const u16* bfloat16) {
+  return (Floats)(__builtin_convertvector(load<Halves>(bfloat16), Ints) << 16);
+}
+
+// Four lanes of what `fold` makes of all.
+template <class Fold>
+static inline Four four_of(const Ints& all, const Fold& fold) {
+  Four parts[kWidth / 4];
+  std::memcpy(parts, &all, sizeof parts);
+  for (u32 i = 1; i < kWidth / 4; ++i) parts[0] = fold(parts[0], parts[i]);
+  return parts[0];
+}
+
+// Quantise one group; return its scale.
+template <class Element>
+static inline float quantise_group(const Element* from, i8* to, i32* sums) {
+  constexpr float kSmallest = 1e-30f;  // its inverse, times 127, is finite
+  constexpr u32 kParts = kGroup / kWidth;
+  Floats values[kParts];
+  Ints most{};
+  for (u32 i = 0; i < kParts; ++i) {
+    values[i] = wide(from + i * kWidth);
+    // Magnitudes as bits: their order is that of magnitudes, with NaN above all.
+    const Ints bits = (Ints)values[i] & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  const auto greater = [](const Four& a, const Four& b) { return a > b ? a : b; };
+  const Four found = four_of(most, greater);
+  const i32 two[2] = {found[0] > found[1] ? found[0] : found[1],
+                      found[2] > found[3] ? found[2] : found[3]};
+  const i32 bits = two[0] > two[1] ? two[0] : two[1];
+  float peak;
+  std::memcpy(&peak, &bits, sizeof peak);
+  const bool is_finite = bits < 0x7f800000;
+  sums[0] = sums[1] = 0;
+  if (!is_finite || peak <= kSmallest) {
+    std::memset(to, 0, kGroup);
+    // A row that is not finite gives nothing else: its products are 0 times NaN.
+    return is_finite ? 0.0f : __builtin_nanf("");
+  }
+  const float factor = 127.0f / peak;
+  Ints totals[2] = {};
+  for (u32 i = 0; i < kParts; ++i) {
+    // Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
+    const Ints whole = (Ints)(values[i] * factor + 12582912.0f) - 0x4b400000;
+    store(to + i * kWidth, __builtin_convertvector(whole, Bytes));
+    totals[2 * i / kParts] += whole;
+  }
+  for (u32 half = 0; half < 2; ++half) {
+    const Four sum = four_of(totals[half], [](const Four& a, const Four& b) { return a + b; });
+    sums[half] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+  return peak / 127.0f;
+}
+
 template <class Element>
 static inline void quantise(const GroupedLinear& layer, const GroupedRows& rows, u64 row) {
-  constexpr float kSmallest = 1e-30f;  // its inverse, times 127, is finite
   const u64 width = layer.num_inputs, groups = grouped_groups(width);
   const Element* const from = static_cast<const Element*>(layer.input) + row * width;
-  i8* const to = rows.values + row * groups * kGroup;
   for (u64 group = 0; group < groups; ++group) {
-    float values[kGroup] = {};
-    const u64 first = group * kGroup, left = width - first;
-    for (u32 i = 0; i < (left < kGroup ? left : kGroup); ++i)
-      values[i] = int8::value_of(from[first + i]);
-    const u32 bits = int8::most(values, kGroup);
-    float peak;
-    std::memcpy(&peak, &bits, sizeof peak);
-    const bool is_finite = bits < 0x7f800000;
-    const float factor = is_finite && peak > kSmallest ? 127.0f / peak : 0.0f;
-    i32 sums[2] = {};
-    for (u32 i = 0; i < kGroup; ++i) {
-      // Adding 1.5 * 2^23 rounds to a whole number, which is then in the low bits.
-      const float shifted = (is_finite ? values[i] : 0.0f) * factor + 12582912.0f;
-      i32 whole;
-      std::memcpy(&whole, &shifted, sizeof whole);
-      whole -= 0x4b400000;
-      to[first + i] = static_cast<i8>(whole);
-      sums[i / (kGroup / 2)] += whole;
+    const u64 first = group * kGroup, left = width - first, at = row * groups + group;
+    const Element* inputs = from + first;
+    Element padded[kGroup] = {};
+    if (left < kGroup) {
+      std::memcpy(padded, inputs, left * sizeof(Element));
+      inputs = padded;
     }
-    // A row that is not finite gives nothing else: its products are 0 times NaN.
-    rows.scales[row * groups + group] = !is_finite       ? __builtin_nanf("")
-                                        : factor == 0.0f ? 0.0f
-                                                         : peak / 127.0f;
-    rows.sums[2 * (row * groups + group)] = sums[0];
-    rows.sums[2 * (row * groups + group) + 1] = sums[1];
+    rows.scales[at] = quantise_group(inputs, rows.values + at * kGroup, rows.sums + 2 * at);
   }
 }
 
@@ -333,15 +374,26 @@ static inline void sum_up(const GroupedLinear& layer, const GroupedRows& rows, u
   }
 }
 
+static inline void narrow(const Floats& value, float* to) { store(to, value); }
+static inline void narrow(const Floats& value, u16* to) {
+  // As `reconstruct::to_bf16`.
+  const Words bits = (Words)value;
+  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+  const Words found = (bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
+  store(to, __builtin_convertvector(found, Halves));
+}
+
 template <class Element>
 static inline void put(const GroupedLinear& layer, u64 begin, u64 end, u64 panel,
                        const float* sums) {
   const u64 output = panel * kInt8Panel, left = layer.num_outputs - output;
+  const u64 count = left < kInt8Panel ? left : kInt8Panel, whole = count / kWidth * kWidth;
+  const float* const bias = layer.bias + output;
   for (u64 row = begin; row < end; ++row, sums += kInt8Panel) {
     Element* const out = static_cast<Element*>(layer.out) + row * layer.num_outputs + output;
-    for (u64 i = 0; i < (left < kInt8Panel ? left : kInt8Panel); ++i) {
-      int8::put(out + i, sums[i] * layer.factor + layer.bias[output + i]);
-    }
+    for (u64 i = 0; i < whole; i += kWidth)
+      narrow(load<Floats>(sums + i) * layer.factor + load<Floats>(bias + i), out + i);
+    for (u64 i = whole; i < count; ++i) int8::put(out + i, sums[i] * layer.factor + bias[i]);
   }
 }
 
