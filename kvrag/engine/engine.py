@@ -44,6 +44,7 @@ from kvrag.ingest.search import Reranker
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.models.adapter import without_adapters
+from kvrag.models.kv_model import KVModel
 from kvrag.optiontable import attributes, options_of, with_options
 from kvrag.process import OfProcess, working
 
@@ -73,9 +74,9 @@ class KVEngine(OfProcess):
 
     Notes
     -----
-    You can call the engine from several threads and keep several streams open at once. Forward
-    passes take turns, and a stream holds no lock between two pieces. Open answers are written
-    together, a token of each at a time: the thread that waits for a piece advances all of them.
+    You can call the engine from several threads and keep several streams open at once. A stream
+    holds no lock between two pieces. Open answers are written together, a token of each at a time:
+    the thread that waits for a piece advances all of them. Other threads fuse prompts beside it.
 
     An engine and its index belong to one process. Copying or pickling them, and using them in a
     forked process, raises ProcessError: start processes by ``spawn``, and open the index in each.
@@ -108,7 +109,7 @@ class KVEngine(OfProcess):
             max_tokens=DEFAULT_MAX_TOKENS,
         )
         self.defaults = Request.of("", defaults).over(usual)
-        self._scheduler = Scheduler(made.max_batch)
+        self._scheduler = Scheduler(made.max_batch, lambda number: index.model.twin(number))
         self._choice(self.defaults)
 
     @property
@@ -363,12 +364,12 @@ class KVEngine(OfProcess):
             The other fields of `Request`, for each prompt.
         """
         self.require_here()  # here: the batch's own thread is the parent's
-        context = copy_context()
         starts = []
         for one in checked_batch(prompts):
             own = one.ttft if isinstance(one, Request) else options.get("ttft")
             has_target = own is not None or self.defaults.ttft is not None
-            fuse = partial(self._start_later, context, one, options)
+            # A context each: several threads read prompts.
+            fuse = partial(self._start_later, copy_context(), one, options)
             starts.append(Start(fuse, has_target=has_target))
         answers = self._scheduler.answers(starts)
         errors = [one for one in answers if isinstance(one, Exception)]
@@ -429,9 +430,9 @@ class KVEngine(OfProcess):
             allowed = self._allowed(request)
         layout_seconds = time.perf_counter() - started
 
-        def fuse(begun: float) -> Slices[OpenAnswer]:
+        def fuse(begun: float, twin: KVModel | None) -> Slices[OpenAnswer]:
             held = yield from self._fuser.fuse(
-                request, choice, laid_out, layout_seconds, keeps=not evicts
+                request, choice, laid_out, layout_seconds, keeps=not evicts, twin=twin
             )
             # Time before its first piece was asked for does not count.
             started = begun - layout_seconds
@@ -457,19 +458,24 @@ class KVEngine(OfProcess):
             started = time.perf_counter()
             start = context.run(self._start_now, prompt, options)
             seconds = time.perf_counter() - started
-            return replace(start, fuse=lambda begun: start.fuse(begun + seconds))
+            return replace(start, fuse=lambda begun, twin: start.fuse(begun + seconds, twin))
 
         return threads.start(read, threads.READING)
 
     def _start_later(
-        self, context: Context, prompt: Prompt | Request, options: Mapping[str, Any], begun: float
+        self,
+        context: Context,
+        prompt: Prompt | Request,
+        options: Mapping[str, Any],
+        begun: float,
+        twin: KVModel | None,
     ) -> Slices[OpenAnswer]:
         """Do all of it in the batch's thread, in the caller's context, to which a trace belongs."""
         started = time.perf_counter()
         start = context.run(self._start_now, prompt, options)
         seconds = time.perf_counter() - started
         yield False  # reading is one slice
-        return (yield from start.fuse(begun + seconds))
+        return (yield from start.fuse(begun + seconds, twin))
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to the first token."""

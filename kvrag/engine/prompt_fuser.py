@@ -45,6 +45,7 @@ from kvrag.loading import threads
 from kvrag.loading.pace import Pace
 from kvrag.loading.patience import LEAST_SECONDS, UNKNOWN_SECONDS, Patience
 from kvrag.loading.streaming import StreamEstimates, Streaming
+from kvrag.models.kv_model import KVModel
 
 
 class BufferPool:
@@ -217,6 +218,7 @@ class PromptFuser:
         layout_seconds: float,
         *,
         keeps: bool,
+        twin: KVModel | None = None,
     ) -> Slices[HeldPrompt]:
         """Fuse a prompt, in slices.
 
@@ -232,6 +234,8 @@ class PromptFuser:
             How long it took to lay it out.
         keeps
             Whether the prompt may take KV of earlier answers, and leaves its own.
+        twin
+            A twin of the model to compute with; None: the model.
 
         Returns
         -------
@@ -247,7 +251,7 @@ class PromptFuser:
         if laid_out.early is None:
             laid_out = replace(laid_out, early=self.early(request))
         try:
-            return (yield from self._fuse(request, choice, laid_out, layout_seconds, keeps=keeps))
+            return (yield from self._fuse(request, choice, laid_out, layout_seconds, keeps, twin))
         finally:
             if laid_out.early is not None:
                 laid_out.early.close()
@@ -258,8 +262,8 @@ class PromptFuser:
         choice: Choice,
         laid_out: LaidOutPrompt,
         layout_seconds: float,
-        *,
         keeps: bool,
+        twin: KVModel | None,
     ) -> Slices[HeldPrompt]:
         index, layout, open_kv = self._index, laid_out.layout, laid_out.open_kv
         assert request.max_tokens is not None  # the engine's defaults set it
@@ -278,7 +282,8 @@ class PromptFuser:
             layout = _keeping(layout, laid_out, earlier.num_rows)
         try:
             fused = yield from fuse_in_slices(
-                index.model,
+                # Link tokens' adapter is the model's.
+                index.model if twin is None or layout.links else twin,
                 layout,
                 open_kv or self._opener(request, layout, laid_out.early),
                 choice,

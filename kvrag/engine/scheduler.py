@@ -7,7 +7,9 @@ While one prompt waits for its stored KV, another is computed. Rows of several p
 product would gain little: of SmolLM2 a row takes 1.23 ms beside 63 others, 1.07 beside 255.
 
 One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
-wait, a thread of the scheduler's own does, which ends with their last answer.
+wait, a thread of the scheduler's own does, which ends with their last answer. Beside it, other
+threads fuse further prompts, each with a twin of the model and its share of the cores: two cores
+compute two prompts 1.7 times as fast as one after the other, since no operator waits for both.
 
 Source: Yu et al., Orca (OSDI 2022) §3, iteration-level scheduling. Slices of prompts: Agrawal et
 al., Sarathi-Serve (arXiv 2403.02310) §4. Deviation: a slice and a step are computed one after the
@@ -22,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,6 +33,8 @@ from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.options import MAX_BATCH
 from kvrag.fusion.decoding import step_all
 from kvrag.fusion.slices import Slices
+from kvrag.loading import threads
+from kvrag.models.kv_model import KVModel
 from kvrag.process import working
 
 _REST_SECONDS = 0.05
@@ -37,6 +42,8 @@ _REST_SECONDS = 0.05
 _PACE_SECONDS = 0.25
 # Prompts that wait for their stored KV before no other one begins: buffers take memory.
 _MOST_SLOW = 2
+# Prompts that are fused at the same time: buffers take memory.
+_MOST_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ class Start:
     Attributes
     ----------
     fuse
-        Fuses it; takes the time, by `time.perf_counter`, at which it was submitted.
+        Fuses it; takes the time, by `time.perf_counter`, at which it was submitted, and a twin of
+        the model, or None for the model itself.
     due_seconds
         How long after that its answer should begin: its target, or what it takes alone. The prompt
         that is due first is fused first, so a short one does not wait for long ones before it, and
@@ -55,7 +63,7 @@ class Start:
         Whether that is a target: no other prompt begins to load while this one does.
     """
 
-    fuse: Callable[[float], Slices[OpenAnswer]]
+    fuse: Callable[[float, KVModel | None], Slices[OpenAnswer]]
     due_seconds: float = 0.0
     has_target: bool = False
 
@@ -85,11 +93,22 @@ class Job:
     is_slow: bool = field(default=False, init=False)
     fusing: Slices[OpenAnswer] | None = field(default=None, init=False)
     answer: OpenAnswer | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
 
     @property
     def is_read(self) -> bool:
         """Whether fusing may begin."""
         return not isinstance(self.start, Future) or self.start.done()
+
+    @property
+    def asks_for_target(self) -> bool:
+        """Whether a prompt that is read has a target for its first token."""
+        start = self.start
+        if isinstance(start, Future):
+            if start.cancelled() or start.exception() is not None:
+                return False
+            start = start.result()
+        return start.has_target
 
     @property
     def due(self) -> float:
@@ -109,6 +128,8 @@ class Scheduler:
     ----------
     max_batch
         Most answers that run at the same time; each one holds its prompt's KV in memory.
+    twin
+        Returns a twin of the model by its number (`KVModel.twin`); None: there are none.
 
     Attributes
     ----------
@@ -116,14 +137,23 @@ class Scheduler:
         When the batch was last advanced, by `time.perf_counter`.
     """
 
-    def __init__(self, max_batch: int = MAX_BATCH) -> None:
+    def __init__(
+        self,
+        max_batch: int = MAX_BATCH,
+        twin: Callable[[int], KVModel | None] = lambda _: None,
+    ) -> None:
         self._max_batch = max_batch
+        self._twin = twin
         self._waiting: deque[Job] = deque()
         self._joining: list[Job] = []
+        # By the number of the twin that a thread fuses with: it alone touches its job, until that
+        # is fused, or has failed.
+        self._aside: dict[int, Job | None] = {}
+        self._fused: list[Job] = []
         self._running: list[Job] = []
         self._cancelled: deque[Job] = deque()
         # Only the thread that drives touches jobs that have begun.
-        self._is_driven = False
+        self._is_driven = self._rests = False
         self._changed = threading.Condition()
         self._background: set[Job] = set()
         self._thread: threading.Thread | None = None
@@ -133,7 +163,12 @@ class Scheduler:
     @property
     def num_open(self) -> int:
         """Number of answers that are waiting, joining or running."""
-        return len(self._waiting) + len(self._joining) + len(self._running)
+        return len(self._waiting) + self._num_joined
+
+    @property
+    def _num_joined(self) -> int:
+        aside = sum(job is not None for job in list(self._aside.values()))
+        return len(self._joining) + aside + len(self._fused) + len(self._running)
 
     def submit(self, job: Job, *, in_background: bool = False) -> None:
         """Queue a job.
@@ -276,16 +311,106 @@ class Scheduler:
         self.moved = time.perf_counter()
         with working():
             self._drop_cancelled()
+            self._take_fused()
+            self._share()
             self._fuse()
             if self._running:
                 self._step()
                 return
         if not self._joining:
             with self._changed:
+                self._rests = True
                 self._changed.wait_for(
-                    lambda: self._cancelled or any(job.is_read for job in self._waiting),
+                    lambda: (
+                        self._cancelled or self._fused or any(job.is_read for job in self._waiting)
+                    ),
                     _REST_SECONDS,
                 )
+                self._rests = False
+
+    def _share(self) -> None:
+        """Let other threads fuse prompts that would wait for this one."""
+        most = min(threads.num_computing(), _MOST_AT_ONCE) if threads.can_share() else 1
+        while len(self._aside) < most - 1:
+            number = next(one for one in range(most) if one not in self._aside)
+            with self._changed:
+                job = self._next_aside()
+                if job is None:
+                    return
+                self._aside[number] = job
+            # Without the lock: it may have to load the model.
+            if self._twin(number) is None:
+                with self._changed:
+                    del self._aside[number]
+                    self._waiting.append(job)
+                return
+            threads.start(partial(self._fuse_aside, number, job), threads.ASIDE)
+
+    def _next_aside(self) -> Job | None:
+        """Take the prompt that another thread than the driving one fuses next; hold the lock."""
+        ready = [job for job in self._waiting if job.is_read]
+        # The driving thread has something to do as well, and one with a target computes alone.
+        if not (self._joining or self._running or len(ready) > 1):
+            return None
+        if any(job.has_target for job in self._joining) or self._num_joined >= self._max_batch:
+            return None
+        job = min(ready, key=lambda one: one.due, default=None)
+        if job is None or job.asks_for_target:
+            return None
+        self._waiting.remove(job)
+        return job
+
+    def _fuse_aside(self, number: int, job: Job | None) -> None:
+        """Fuse prompts with a twin of the model, as long as there are any."""
+        while job is not None:
+            answer, error = None, None
+            try:
+                twin = self._twin(number)
+                answer = self._fuse_with(twin, job)
+            except Exception as failed:
+                error = failed
+            with self._changed:
+                is_wanted = not job.is_ended
+                if is_wanted:
+                    job.answer, job.error = answer, error
+                    self._fused.append(job)
+                self._aside[number] = None
+                job = self._aside[number] = self._next_aside()
+                if job is None:
+                    del self._aside[number]
+                self._changed.notify_all()
+            if answer is not None and not is_wanted:
+                answer.close()
+
+    def _fuse_with(self, twin: KVModel | None, job: Job) -> OpenAnswer | None:
+        """Fuse a prompt, with a twin of the model if there is one; None if it was cancelled."""
+        start = job.start.result() if isinstance(job.start, Future) else job.start
+        fusing, waits = start.fuse(job.submitted, twin), None
+        try:
+            while not (job.is_ended or job.is_cancelled):
+                with working(), self._sharing():
+                    fusing.send(waits)
+                waits = True
+            fusing.close()
+        except StopIteration as done:
+            answer: OpenAnswer = done.value
+            return answer
+        return None
+
+    def _sharing(self) -> AbstractContextManager[None]:
+        """Compute with this thread's share of the cores."""
+        return threads.computing_with(len(self._aside) + (not self._rests))
+
+    def _take_fused(self) -> None:
+        """Let prompts join that other threads have fused."""
+        with self._changed:
+            fused, self._fused = self._fused, []
+            self._running += fused
+        for job in fused:
+            if job.answer is None:  # it failed, or was cancelled
+                self._end(job, job.error)
+            elif not job.is_ended:
+                self._take(job)
 
     def _drop_cancelled(self) -> None:
         while self._cancelled:
@@ -301,6 +426,7 @@ class Scheduler:
         """
         begun = slice_begun = time.perf_counter()
         while self._fuse_slice():
+            self._take_fused()
             now = time.perf_counter()
             # A further slice is likely to take as long as this one.
             expected = now + (now - slice_begun)
@@ -330,7 +456,7 @@ class Scheduler:
         """Return the prompt to fuse next, besides slow ones; it joins if it has not."""
         with self._changed:
             ready = [job for job in self._joining if job not in slow]
-            has_room = len(self._joining) + len(self._running) < self._max_batch
+            has_room = self._num_joined < self._max_batch
             # Not only those in `slow`: one with a target may be due after others.
             is_alone = any(job.has_target and job.is_slow for job in self._joining)
             if has_room and len(slow) < _MOST_SLOW and not is_alone:
@@ -341,14 +467,15 @@ class Scheduler:
                 self._joining.append(job)
         return job
 
-    def _slice_of(self, job: Job, *, waits: bool) -> bool:
+    def _slice_of(self, job: Job, *, waits: bool | None) -> bool:
         """Fuse a slice; return whether the prompt waits for stored KV, which may take long."""
         try:
             if job.fusing is None:
                 start = job.start.result() if isinstance(job.start, Future) else job.start
-                job.fusing, job.has_target = start.fuse(job.submitted), start.has_target
-                return next(job.fusing)
-            return job.fusing.send(waits)
+                job.fusing, job.has_target = start.fuse(job.submitted, None), start.has_target
+                waits = None
+            with self._sharing():
+                return job.fusing.send(waits)
         except StopIteration as done:
             job.answer = done.value
             self._joining.remove(job)
@@ -388,7 +515,8 @@ class Scheduler:
         if not asking:
             wait(coming, _REST_SECONDS, FIRST_COMPLETED)
             return
-        outcomes = step_all([(decoder, answer.token) for _, answer, decoder in asking])
+        with self._sharing():
+            outcomes = step_all([(decoder, answer.token) for _, answer, decoder in asking])
         for (_, answer, _), outcome in zip(asking, outcomes, strict=True):
             if not isinstance(outcome, Exception):
                 answer.logits = outcome
@@ -437,7 +565,7 @@ class Scheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
             self._background.discard(job)
-        for jobs in (self._joining, self._running):
+        for jobs in (self._joining, self._fused, self._running):
             if job in jobs:
                 jobs.remove(job)
         try:

@@ -79,7 +79,7 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
         except Exception as error:
             _fail(begin(), error)
             raise
-        return replace(start, fuse=lambda begun: _traced(begin(), start.fuse(begun), content))
+        return replace(start, fuse=lambda *given: _traced(begin(), start.fuse(*given), content))
 
     @functools.wraps(search)
     def traced_search(self: Index, query: str, k: int = 4, **options: Any) -> list[SearchHit]:

@@ -18,6 +18,7 @@ from kvrag.fusion.slices import Clock, Slices
 from kvrag.fusion.whole import Beginnings, WholePrompt, read_whole
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import fit_prices
+from kvrag.models.kv_model import KVModel
 
 if TYPE_CHECKING:
     from kvrag.fusion.whole import WholeModel
@@ -90,6 +91,7 @@ class WholeFuser:
         layout_seconds: float,
         *,
         keeps: bool,
+        twin: KVModel | None = None,  # noqa: ARG002  # such models have none
     ) -> Slices[HeldPrompt]:
         """Compute a prompt, in slices; parameters and errors: see `PromptFuser.fuse`."""
         model, layout = cast("WholeModel", self._index.model), laid_out.layout

@@ -6,11 +6,14 @@ every 5 ms. A process that answers several prompts at a time would wait for it a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,14 +21,16 @@ from kvrag.loading import LOAD_THREADS
 from kvrag.process import after_fork
 from kvrag.store.base import InFolder, Store, capability, is_in_memory, tiers_of
 
-LOADING, READING, KEEPING = "load", "read", "keep"
-_MOST = {LOADING: 256, READING: 4, KEEPING: 1}
+LOADING, READING, KEEPING, ASIDE = "load", "read", "keep", "aside"
+_MOST = {LOADING: 256, READING: 4, KEEPING: 1, ASIDE: 64}
 """The most threads of each kind, for all prompts together. Further work waits for a free one."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _lock = threading.Lock()
+# How many threads the calling thread computes with while it shares no cores.
+_alone = threading.local()
 _pools: dict[str, ThreadPoolExecutor] = {}
 
 
@@ -34,6 +39,51 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@cache
+def _set_number() -> Any:
+    """Return what sets how many threads the calling thread computes with; None if nothing does.
+
+    PyTorch's own function sets it for threads to come as well, and forgets compiled kernels.
+    """
+    try:
+        return ctypes.CDLL(None).omp_set_num_threads
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def num_computing() -> int:
+    """Return how many threads the calling thread computes with while it shares no cores."""
+    number: int = getattr(_alone, "number", 0)
+    return number or torch.get_num_threads()
+
+
+def can_share() -> bool:
+    """Return whether threads can take a share of the cores."""
+    return _set_number() is not None
+
+
+@contextmanager
+def computing_with(num_sharing: int) -> Iterator[None]:
+    """Compute with this thread's share of the cores inside the block.
+
+    Parameters
+    ----------
+    num_sharing
+        How many threads compute at the same time, this one among them.
+    """
+    number, set_number = torch.get_num_threads(), _set_number()
+    if num_sharing < 2 or number < 2 or set_number is None:
+        yield
+        return
+    _alone.number = number
+    set_number(max(1, number // num_sharing))
+    try:
+        yield
+    finally:
+        set_number(number)
+        _alone.number = 0
 
 
 def suitable(store: Store, device: torch.device) -> int:
@@ -45,7 +95,7 @@ def suitable(store: Store, device: torch.device) -> int:
     """
     if device.type != "cpu" or not is_local(store):
         return LOAD_THREADS
-    return min(max(num_cores() - torch.get_num_threads(), 0), LOAD_THREADS)
+    return min(max(num_cores() - num_computing(), 0), LOAD_THREADS)
 
 
 def is_local(store: Store) -> bool:

@@ -30,6 +30,7 @@ from kvrag.models.attention import lock_of, share_lock, whole_attention
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.decoders import Decoder, Model
+from kvrag.models.elements import state_of
 from kvrag.models.families import (
     TESTED,
     WHOLE,
@@ -41,7 +42,7 @@ from kvrag.models.families import (
     num_kv_heads,
     sliding_windows,
 )
-from kvrag.models.linears import ROWS_STEP, fast_modules
+from kvrag.models.linears import ROWS_STEP, fast_modules, twin_of
 from kvrag.models.loading import (
     has_bfloat16,
     is_transformers,
@@ -254,6 +255,8 @@ class KVModel(RowMethods):
         self.lock = lock_of(hf)
         self.ranks: Ranks = ALONE
         self.compute = resolved_compute(hf, compute)
+        self._making = threading.Lock()
+        self._twins: tuple[Any, dict[int, KVModel | None]] = None, {}
 
     def _require_proof(self) -> None:
         from kvrag.models import proof
@@ -288,6 +291,38 @@ class KVModel(RowMethods):
                     share_lock(made, self.lock)
                     self._take(made)
         return cast("PreTrainedModel", self.decoder)
+
+    def twin(self, number: int) -> KVModel | None:
+        """Return a model over the same weights, with which another thread may fuse a prompt.
+
+        None where kernels do not compute the layers. Use it for one prompt: for a later one, ask
+        again, since this model may have changed.
+
+        Parameters
+        ----------
+        number
+            Which of the twins, from 0.
+        """
+        if type(self) is not KVModel or self.device.type != "cpu" or self.ranks.size > 1:
+            return None
+        with self._making:
+            state = self.decoder, state_of(*self.rows.layers)
+            if self._twins[0] != state:
+                self._twins = state, {}
+            twins = self._twins[1]
+            if number not in twins:
+                twins[number] = self._made_twin()
+            return twins[number]
+
+    def _made_twin(self) -> KVModel | None:
+        twin: KVModel = object.__new__(KVModel)
+        vars(twin).update(vars(self))
+        twin._one_row = twin._seen = twin._described = twin._made = None
+        decoder = cast("Model", twin_of(self.decoder))
+        twin.lock = lock_of(decoder)
+        twin._take(decoder)
+        with twin.lock:
+            return None if twin.compile() is None else twin
 
     def _like(self, hf: PreTrainedModel) -> KVModel:
         return KVModel(hf, self.tokenizer, proves=False)

@@ -6,6 +6,7 @@ pass stay as they are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -236,9 +237,10 @@ class _Way:
             or not (_is_same(weight, known[0]) and _is_same(bias, known[1]))
         ):
             known = weight.detach(), None if bias is None else bias.detach()
-            self._known, self._versions = known, versions
             precision, is_head, each_row = self._kind
+            # First: a model's twins ask at the same time.
             self._compute = _computes(*known, precision, is_head=is_head, each_row=each_row)
+            self._known, self._versions = known, versions
         return self._compute
 
 
@@ -333,6 +335,32 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
         return packed(rows)
 
     return compute
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """Return a model's modules anew, over the same weights, hooks and copies of weights.
+
+    Another thread may switch and compute them at the same time. Modules that are put into one of
+    the two later are not in the other.
+    """
+    known: dict[int, Any] = {}
+    copy.deepcopy(getattr(model, "config", None), known)
+
+    def made_of(module: nn.Module) -> nn.Module:
+        if id(module) in known:
+            return cast("nn.Module", known[id(module)])
+        twin = known[id(module)] = module.__new__(type(module))
+        # A configuration says how a model attends.
+        own = {name: known.get(id(value), value) for name, value in vars(module).items()}
+        vars(twin).update(own)
+        twin._modules = {
+            name: None if part is None else made_of(part) for name, part in module._modules.items()
+        }
+        if isinstance(module, nn.Linear) and isinstance(twin, nn.Linear):
+            _ways[twin] = _ways.setdefault(module, {})
+        return twin
+
+    return made_of(model)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def test_any_interleaving_of_streams_gives_the_same_texts(
 REPAIRS: list[dict[str, Any]] = [
     *({"policy": name} for name in ("none", "two_stage", "boundary", "gradual", "query")),
     {"policy": "deviation", "ratio": 1.0},
-    {"policy": "none:temperature=0.7:scale=0.8"},
+    {"policy": "query:shift=0.8"},
     {"reuse": False},
 ]
 
@@ -163,13 +163,14 @@ def fused_of(answer: OpenAnswer) -> tuple[list[torch.Tensor], FusionReport]:
 def test_prompts_fused_beside_each_other_are_those_fused_alone(
     family_engine: KVEngine, data: st.DataObject
 ) -> None:
-    """Whatever slice comes next, logits, KV and counts are the same to the bit."""
+    """Whatever slice comes next, and by twins, logits, KV and counts are the same to the bit."""
     engine = family_engine
     numbers = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(REPAIRS) - 1))
     asked = data.draw(st.lists(numbers, min_size=2, max_size=4))
     starts = [engine._start_now(PROMPTS[n], REPAIRS[k]) for n, k in asked]
-    alone = [fused_of(whole(start.fuse(0.0))) for start in starts]
-    works = {number: start.fuse(0.0) for number, start in enumerate(starts)}
+    alone = [fused_of(whole(start.fuse(0.0, None))) for start in starts]
+    twin = engine.index.model.twin(0) if data.draw(st.booleans()) else None
+    works = {number: start.fuse(0.0, twin) for number, start in enumerate(starts)}
     left = data.draw(st.integers(-1, len(starts) - 1))  # whose client leaves
     together: dict[int, OpenAnswer] = {}
     begun: set[int] = set()
@@ -313,7 +314,7 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
     streams = [engine.stream(prompt) for prompt in PROMPTS[:3]]
     for stream in streams:
         next(stream)
-    half = engine._start_now(PROMPTS[3], {}).fuse(0.0)
+    half = engine._start_now(PROMPTS[3], {}).fuse(0.0, None)
     while len(buffers) < 4:
         next(half)  # fused in part
     for stream in [*streams, half]:

@@ -1,13 +1,16 @@
 """The scheduler alone: which prompt is fused next, for how long, and what a failure costs."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from kvrag.engine import scheduler as scheduling
 from kvrag.engine.scheduler import Job, Scheduler, Start
 from kvrag.fusion.slices import Slices
+from tests.support.instructions import torch_threads
 
 SLICE, STEP = 0.01, 0.02
 
@@ -72,7 +75,7 @@ class Script:
         error: Exception | None = None,
         has_target: bool = False,
     ) -> Job:
-        def fuse(_: float) -> Slices[Any]:
+        def fuse(_: float, __: object) -> Slices[Any]:
             try:
                 for _ in range(num_slices):
                     while not is_here():
@@ -224,3 +227,112 @@ def test_a_cancelled_prompt_leaves_while_others_join(monkeypatch: pytest.MonkeyP
     assert script.happened == ["g", "g."]
     assert script.run() == "gg.aaaa."
     assert script.errors == {}
+
+
+class Beside:
+    """Prompts that several threads fuse: which thread and twin, and with how many threads each."""
+
+    def __init__(self, max_batch: int = 8, num_twins: int = 9) -> None:
+        def twin(number: int) -> Any:
+            return f"twin {number}" if number < num_twins else None
+
+        self.scheduler = Scheduler(max_batch, twin)
+        self.twins: dict[str, object] = {}
+        self.threads: dict[str, int] = {}
+        self.told: dict[str, Exception] = {}
+        self.closed: set[str] = set()
+
+    def submit(
+        self, name: str, during: Callable[[], object], *, has_target: bool = False
+    ) -> tuple[Job, Written]:
+        written = Written(1)
+        written.close = lambda error=None: self.closed.add(name)  # type: ignore[method-assign]
+
+        def fuse(_: float, twin: object) -> Slices[Any]:
+            self.twins[name] = twin
+            yield False
+            self.threads[name] = torch.get_num_threads()
+            during()
+            yield False
+            return written
+
+        job = Job(Start(fuse, 0.0, has_target), lambda event: self.told.update({name: event}))
+        self.scheduler.submit(job)
+        return job, written
+
+    def run(self) -> None:
+        self.scheduler.wait_until(lambda: self.scheduler.num_open == 0)
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(scheduling, "step_all", lambda steps: [object() for _ in steps])
+    with torch_threads(2):
+        yield
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_prompts_are_fused_at_the_same_time() -> None:
+    script, both = Beside(), threading.Barrier(2, timeout=30)
+    script.submit("a", both.wait)
+    script.submit("b", both.wait)  # neither goes on without the other
+    script.run()
+    assert set(script.twins.values()) == {None, "twin 0"}
+    assert script.threads == {"a": 1, "b": 1}
+    script.submit("c", lambda: None)
+    script.run()
+    assert (script.twins["c"], script.threads["c"], torch.get_num_threads()) == (None, 2, 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_many_prompts_by_several_threads() -> None:
+    with torch_threads(3):
+        script = Beside(max_batch=4)
+        jobs = [script.submit(f"{number}", lambda: None)[0] for number in range(40)]
+        script.run()
+    assert all(job.is_ended for job in jobs)
+    assert (len(script.twins), len(script.closed), script.told) == (40, 40, {})
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_failure_beside_is_told_to_its_own_prompt_alone() -> None:
+    def fail() -> None:
+        both.wait()
+        raise ValueError("damaged")
+
+    script, both = Beside(), threading.Barrier(2, timeout=30)
+    script.submit("a", fail)  # beside, since it is due first
+    job, _ = script.submit("b", both.wait)
+    script.run()
+    assert job.is_ended
+    assert list(script.told) == ["a"]
+    assert script.twins["a"] == "twin 0"
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_prompt_that_is_cancelled_beside_is_freed() -> None:
+    script, goes_on, begun = Beside(), threading.Event(), threading.Event()
+    job, _ = script.submit("a", lambda: (begun.set(), goes_on.wait(30)))
+    script.submit("b", lambda: begun.wait(30))
+    script.scheduler._advance()
+    begun.wait(30)
+    script.scheduler.cancel(job)
+    goes_on.set()
+    script.run()
+    assert job.is_ended
+    assert "a" not in script.told
+    assert script.closed == {"b"}
+    assert script.scheduler._aside == {}
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("num_twins", "has_target"), [(0, False), (9, True)])
+def test_one_thread_fuses_all_without_twins_or_with_targets(
+    num_twins: int, has_target: bool
+) -> None:
+    script = Beside(num_twins=num_twins)
+    for name in "abc":
+        script.submit(name, lambda: None, has_target=has_target)
+    script.run()
+    assert script.twins == dict.fromkeys("abc")
+    assert set(script.threads.values()) == {2}

@@ -44,7 +44,7 @@ class Asked:
 
 def ask(engine: KVEngine, prompt: Prompt, **options: Any) -> Asked:
     """Answer a prompt as the scheduler does."""
-    answer = whole(engine._start_now(prompt, options).fuse(time.perf_counter()))
+    answer = whole(engine._start_now(prompt, options).fuse(time.perf_counter(), None))
     logits, fused = answer.logits.clone(), answer._fused
     pieces = answer.take()
     while not answer.is_done:

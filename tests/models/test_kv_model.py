@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from transformers import (
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.kvcache import FusedKV
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
 from kvrag.models.linears import ROWS_STEP
 from kvrag.models.loading import load_tokenizer, model_fingerprint
+from kvrag.models.rows import RowPass
 from kvrag.models.tokens import tokenizer_fingerprint
 from kvrag.positions.rotary import RotaryPositions
 from kvrag_testing.bench_top import Bench, relative_difference
@@ -346,3 +349,63 @@ def test_truncation_of_the_last_call_is_not_part_of_the_tokenizer() -> None:
     before = tokenizer_fingerprint(tokenizer)
     tokenizer(["a", "b c"], padding=True, truncation=True, max_length=2)
     assert tokenizer_fingerprint(tokenizer) == before
+
+
+def fused_alone(model: KVModel, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last row's logits, and all KV, of a prompt that is computed row by row."""
+    num_tokens = len(token_ids)
+    fused = FusedKV(model.spec, num_tokens, num_tokens, model.device)
+    with model.lock:
+        compiled = model.compile()
+    rows = torch.arange(num_tokens)
+    of = RowPass(rows, fused, model.tables(num_tokens), compiled)
+    with model.computing_rows():
+        hidden = model.embed(torch.tensor(token_ids), rows)
+        for layer_index in range(model.spec.num_layers):
+            model.rows.forward(layer_index, hidden, of)
+        return model.logits(hidden[-1:]), fused.storage.clone()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twins_compute_the_same_at_the_same_time(name: str, dtype: torch.dtype) -> None:
+    hf = make_model(name).to(dtype)
+    model = KVModel(hf, make_tokenizer())
+    twins = [model.twin(number) for number in range(3)]
+    assert all(one is not None and one.lock is not model.lock for one in twins)
+    assert model.twin(1) is twins[1]
+    models = [model, *(one for one in twins if one is not None)]
+    prompts = [[(7 * i + 3 * j) % 250 + 4 for j in range(90 + 10 * i)] for i in range(4)]
+    expected = [fused_alone(model, prompt) for prompt in prompts]
+    start = threading.Barrier(4, timeout=60)
+
+    def run(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        start.wait()
+        return [fused_alone(models[number], prompt) for prompt in prompts * 3]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(4)):
+            for pair, other in zip(found, expected * 3, strict=True):
+                assert all(torch.equal(*both) for both in zip(pair, other, strict=True))
+
+
+def test_a_changed_model_has_other_twins() -> None:
+    hf = make_model("llama")
+    model = KVModel(hf, make_tokenizer())
+    before = model.twin(0)
+    weight = hf.model.layers[0].mlp.down_proj.weight
+    hf.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(weight.detach() * 2.0)
+    after = model.twin(0)
+    assert before is not None
+    assert after is not None
+    assert before is not after
+    token_ids = list(range(5, 60))
+    assert torch.equal(fused_alone(after, token_ids)[0], fused_alone(model, token_ids)[0])
+
+
+def test_no_twin_where_modules_compute() -> None:
+    """A hook is the user's own code, which may not stand several threads."""
+    hf = make_model("llama")
+    hf.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert KVModel(hf, make_tokenizer()).twin(0) is None
+    assert KVModel(make_model("bloom"), make_tokenizer()).twin(0) is None
