@@ -338,7 +338,7 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Return a model's modules anew, over the same weights, hooks and copies of weights.
+    """Return a model's modules again, over the same weights, hooks and copies of weights.
 
     Another thread may switch and compute them at the same time. Modules that are put into one of
     the two later are not in the other.
