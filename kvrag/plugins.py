@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from kvrag.errors import DocumentError, KVRagError, ParameterError
@@ -34,7 +35,8 @@ class Table(Mapping[str, T], Generic[T]):
     group
         The group of entry points where other distributions register their classes.
     built_in
-        kvrag's own classes: name to ``module:class``, the notation of entry points.
+        kvrag's own classes: name to ``module:class``, the notation of entry points. Those of
+        ``kvrag_testing`` are listed where that is installed.
     """
 
     def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
@@ -53,8 +55,7 @@ class Table(Mapping[str, T], Generic[T]):
             If several distributions register the name, or the class cannot be imported.
         """
         if name in self.built_in:
-            module, _, attribute = self.built_in[name].partition(":")
-            found: T = getattr(import_module(module), attribute)
+            found: T = loaded(self.built_in[name])
             return found
         point = self._find(name)
         if point is None:
@@ -71,7 +72,10 @@ class Table(Mapping[str, T], Generic[T]):
         return isinstance(name, str) and (name in self.built_in or self._find(name) is not None)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.built_in
+        absent = _TESTING if find_spec(_TESTING) is None else None
+        yield from (
+            one for one, place in self.built_in.items() if place.partition(".")[0] != absent
+        )
         others = {point.name for point in registered(self.group)}
         yield from sorted(others - self.built_in.keys())
 
@@ -102,6 +106,16 @@ class Table(Mapping[str, T], Generic[T]):
                 return None
             self._registered[name] = points.popitem()[1]
         return self._registered[name]
+
+
+_TESTING = "kvrag_testing"
+
+
+def loaded(place: str) -> Any:
+    """Import ``module:name``. Raise ParameterError if that is of kvrag-bench, which is missing."""
+    module, _, name = place.partition(":")
+    is_ours = not module.startswith(_TESTING)
+    return getattr(import_module(module) if is_ours else require(module, "bench"), name)
 
 
 def registered(group: str) -> list[EntryPoint]:

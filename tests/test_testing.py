@@ -66,5 +66,15 @@ try:
     import kvrag.testing
 except ImportError as error:
     print(error)
+from kvrag.eviction.registry import make_eviction
+from kvrag.fusion.policies.registry import POLICIES
+for call in (lambda: make_eviction("h2o"), lambda: POLICIES["seam"]):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+print(list(POLICIES))
 """
-    assert "pip install 'kvrag[bench]'" in run("-c", absent, folder=tmp_path)
+    said = run("-c", absent, folder=tmp_path)
+    assert said.count("pip install 'kvrag[bench]'") == 3
+    assert "'boundary', 'deviation'" in said

@@ -1,6 +1,7 @@
 """Test suites to subclass: what every store, codec, policy and model must do. They need pytest.
 
-Imports `fusion` and everything below it.
+Imports `fusion` and everything below it. `baselines.py` has policies to compare with; it needs no
+pytest.
 Begin with `store_contract.py`::
 
     class TestLakeStore(StoreContract):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -142,64 +141,3 @@ def check_counts(policy: EvictionPolicy, at_least: int = 1, **counts: int) -> No
         if not at_least <= count <= MAX_COUNT:
             bound = f"{at_least} or more" if count < at_least else f"at most {MAX_COUNT}"
             raise ParameterError(f"eviction {policy.name!r}: {name}={count}: expected {bound}")
-
-
-def check_budget(policy: EvictionPolicy, share: float | None, **counts: int | None) -> None:
-    """Raise ParameterError unless a policy has either a valid share or valid counts.
-
-    Parameters
-    ----------
-    share
-        The share of the prompt's keys to keep, above 0 and at most 1; or None.
-    counts
-        The parameters that `share` replaces: None with a share, 1 or more without.
-    """
-    if share is None:
-        check_counts(policy, **{name: count or 0 for name, count in counts.items()})
-        return
-    if not 0.0 < share <= 1.0:
-        raise ParameterError(
-            f"eviction {policy.name!r}: share={share}: expected a share above 0, at most 1"
-        )
-    given = [f"{name}={count}" for name, count in counts.items() if count is not None]
-    if given:
-        raise ParameterError(
-            f"eviction {policy.name!r}: share={share} replaces {', '.join(given)}: leave one out"
-        )
-
-
-def budget_of(keys: HeldKeys, share: float | None, tokens: int) -> torch.Tensor:
-    """Return how many keys each head may keep, ``[A, 1]`` int64.
-
-    Parameters
-    ----------
-    share
-        A share of the prompt's tokens, rounded up; None means `tokens`.
-    """
-    if share is None:
-        return torch.full_like(keys.num_prompt, tokens)
-    # 0.15 * 100 is slightly more than 15 in binary, which must not round up to 16.
-    budgets = [math.ceil(share * count - 1e-9) for count in keys.num_prompt[:, 0].tolist()]
-    return torch.tensor(budgets, device=keys.num_prompt.device)[:, None]
-
-
-def lowest(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
-    """Return the lowest scores of each row, ``[A, K]`` bool; None if all counts are below 1.
-
-    Parameters
-    ----------
-    scores
-        ``[A, K]`` float32.
-    counts
-        ``[A, 1]`` int64: how many to return for each row; none if below 1.
-    """
-    most = int(counts.max())
-    if most < 1:
-        return None
-    # Ties go to the first slots, whatever the other rows hold, so that answers are reproducible.
-    if most == 1:
-        order = scores.argmin(1, keepdim=True)
-    else:
-        order = scores.sort(dim=1, stable=True).indices[:, :most]
-    among = torch.arange(order.shape[1], device=scores.device) < counts
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, among)

@@ -11,7 +11,7 @@ import torch
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import fuse
-from kvrag.fusion.policies.boundary import BoundaryPolicy, SeamPolicy
+from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
@@ -27,6 +27,7 @@ from kvrag_bench.quality.datasets import load_questions
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.rows import Estimate, QualityRow
+from kvrag_testing.baselines import SeamPolicy
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy, HeldKeys
 from kvrag.eviction.cache import STEP_ROWS, EvictingLayer, _Memory
-from kvrag.eviction.registry import (
-    CormPolicy,
-    H2OPolicy,
-    SnapKVPolicy,
-    StreamingPolicy,
-    make_eviction,
-)
+from kvrag.eviction.registry import CormPolicy, make_eviction
+from kvrag_testing.baselines import H2OPolicy, SnapKVPolicy, StreamingPolicy
 from tests.eviction.policies import SlowCorm
 from tests.support.properties import examples
 

@@ -26,11 +26,10 @@ from kvrag.fusion.policies.base import (
     CandidateStats,
     NonePolicy,
     PromptRows,
-    RandomPolicy,
     RecomputePolicy,
     share_of,
 )
-from kvrag.fusion.policies.boundary import BoundaryPolicy, SeamPolicy
+from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy, GradualPolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.registry import POLICIES
@@ -41,6 +40,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
 from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
+from kvrag_testing.baselines import RandomPolicy, SeamPolicy
 from kvrag_testing.bench_top import Bench, relative_difference
 from kvrag_testing.policy_contract import PolicyContract
 from tests.support.models import make_model, make_tokenizer

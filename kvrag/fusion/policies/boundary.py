@@ -1,4 +1,4 @@
-"""The policies ``boundary`` (each chunk's first tokens) and ``seam`` (its last ones, too)."""
+"""The policy ``boundary``: each chunk's first tokens."""
 
 from __future__ import annotations
 
@@ -78,35 +78,3 @@ class BoundaryPolicy(RecomputePolicy):
             for span in prompt.spans
         ]
         return torch.cat(starts) if starts else torch.empty(0, dtype=torch.long)
-
-
-@dataclass(frozen=True)
-class SeamPolicy(BoundaryPolicy):
-    """Compute the first and the last tokens of each chunk again, in every layer.
-
-    Text between chunks (blank lines, headings, the prompt's delimiters) is never stored, so it is
-    computed in any case. A chunk's first tokens have lost the text before them, and its last
-    tokens are the nearest context of the next chunk's first tokens.
-
-    Parameters
-    ----------
-    tokens, ratio
-        See `BoundaryPolicy`. Half of the tokens (plus one if the number is odd) are at the chunk's
-        start, the others at its end.
-    """
-
-    name: ClassVar[str] = "seam"
-
-    def candidates(self, prompt: PromptRows) -> torch.Tensor:
-        tokens = self.tokens_of(prompt)
-        tail = tokens // 2
-        head = tokens - tail
-        pieces = [torch.empty(0, dtype=torch.long)]
-        for span in prompt.spans:
-            head_end = min(span.prompt_end, span.prompt_start + head)
-            tail_start = max(head_end, span.prompt_end - tail)
-            pieces += [
-                torch.arange(span.prompt_start, head_end),
-                torch.arange(tail_start, span.prompt_end),
-            ]
-        return torch.cat(pieces)

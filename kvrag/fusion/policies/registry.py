@@ -17,12 +17,12 @@ POLICIES: Table[type[RecomputePolicy]] = Table(
     {
         "none": "kvrag.fusion.policies.base:NonePolicy",
         "boundary": "kvrag.fusion.policies.boundary:BoundaryPolicy",
-        "seam": "kvrag.fusion.policies.boundary:SeamPolicy",
+        "seam": "kvrag_testing.baselines:SeamPolicy",
         "deviation": "kvrag.fusion.policies.deviation:DeviationPolicy",
         "gradual": "kvrag.fusion.policies.deviation:GradualPolicy",
         "query": "kvrag.fusion.policies.query:QueryPolicy",
         "two_stage": "kvrag.fusion.policies.two_stage:TwoStagePolicy",
-        "random": "kvrag.fusion.policies.base:RandomPolicy",
+        "random": "kvrag_testing.baselines:RandomPolicy",
     },
 )
 
