@@ -30,7 +30,6 @@ from kvrag.regularfile import checksum
 # -- what a calibration found --------------------------------------------------------------------
 
 FORMAT_VERSION = 3
-_OLDEST_VERSION = 2  # had no checksum
 
 
 @dataclass(frozen=True)
@@ -202,13 +201,12 @@ class Calibration:
         try:
             fields: Mapping[str, Any] = json.loads(text)
             version = fields["format_version"]
-            if version not in (_OLDEST_VERSION, FORMAT_VERSION):
+            if version != FORMAT_VERSION:
                 raise IndexFormatError(
                     f"{where}: calibration of format {shown(version)}, but this version reads "
-                    f"formats {_OLDEST_VERSION} and {FORMAT_VERSION}: run 'kvrag calibrate' again"
+                    f"format {FORMAT_VERSION}: run 'kvrag calibrate' again"
                 )
-            # Older calibrations did not measure loading.
-            loading = fields.get("loading")
+            loading = fields["loading"]
             made = cls(
                 model_fingerprint=str(fields["model_fingerprint"]),
                 data=str(fields["data"]),
@@ -228,7 +226,7 @@ class Calibration:
                 f"{where}: not a calibration ({type(error).__name__}: {error}); run "
                 "'kvrag calibrate' again"
             ) from error
-        if found != expected and (found is not None or version != _OLDEST_VERSION):
+        if found != expected:
             raise IndexFormatError(
                 f"{where} was altered or damaged after it was written: its checksum is "
                 f"{shown(found)}, its content gives {expected!r}; run 'kvrag calibrate' again"
