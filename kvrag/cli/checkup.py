@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -28,16 +29,6 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "note", "warning", "problem"]
 
-# The lower bounds in pyproject.toml; a test compares the two.
-MINIMUM_VERSIONS = {
-    "torch": (2, 6),
-    "transformers": (5, 22),
-    "tokenizers": (0, 23),
-    "safetensors": (0, 8),
-    "numpy": (2, 1),
-    "faiss-cpu": (1, 9),
-    "xxhash": (3, 5),
-}
 _OPTIONAL = {
     "sentence-transformers": "kvrag[embed]",
     "langchain-core": "kvrag[langchain]",
@@ -143,16 +134,24 @@ def _versions() -> Iterator[Finding]:
     python = platform.python_version()
     yield Finding("python", "ok", f"{python} on {platform.system()} {platform.machine()}")
     yield Finding("kvrag", "ok", kvrag.__version__)
-    for name, minimum in MINIMUM_VERSIONS.items():
-        wanted = ".".join(map(str, minimum))
+    for name, wanted in _required():
         remedy = f"pip install '{name}>={wanted}'"
         found = _package(name, "problem", "not installed", remedy)
-        if found.status == "ok" and _leading_numbers(found.detail) < minimum:
+        if found.status == "ok" and _leading_numbers(found.detail) < _leading_numbers(wanted):
             detail = f"{found.detail}, too old: {wanted} is needed"
             found = Finding(name, "problem", detail, remedy)
         yield found
     for name, extra in _OPTIONAL.items():
         yield _package(name, "note", "not installed (optional)", f"pip install '{extra}'")
+
+
+def _required() -> list[tuple[str, str]]:
+    """Return what kvrag's own distribution needs, with the oldest version; extras aside."""
+    try:
+        declared = [one for one in metadata.requires("kvrag") or () if "extra ==" not in one]
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        return []
+    return re.findall(r"^([\w-]+).*>=([\d.]+)", "\n".join(declared), re.MULTILINE)
 
 
 def _package(name: str, status: Status, absent: str, remedy: str) -> Finding:
