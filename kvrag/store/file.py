@@ -28,8 +28,9 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.regularfile import read_regular
 from kvrag.sqlitefile import connect, is_damage
-from kvrag.store.base import CountedStore, check_range
+from kvrag.store.base import CountedStore
 from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
+from kvrag.store.remote import HeadedRecord
 
 # A link or a pipe is not one of our files: neither follow it nor wait for it.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -360,7 +361,7 @@ _RECORD = re.compile(r"([0-9a-f]{40})\.kv")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{40}\.[0-9a-f]{16}\.tmp")
 
 
-class FileRecord:
+class FileRecord(HeadedRecord):
     """An opened record of a `FileStore`, read at any offset by any thread.
 
     `close` closes it, or the end of its last reference. Reads use `os.preadv`, not a memory
@@ -383,35 +384,16 @@ class FileRecord:
     def __init__(
         self, key: ChunkKey, file: _OpenFile, size_bytes: int, metrics: StoreMetrics
     ) -> None:
-        self._key = key
+        super().__init__(key, size_bytes, b"", metrics)
         self._file: _OpenFile | None = file
         self._path = file.path
-        self._size_bytes = size_bytes
-        self._metrics = metrics
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record."""
-        return self._size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` starting at `offset`.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses, or the record was closed.
-        RecordError
-            When the record ends before the buffer is full.
-        """
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+    def _fetch(self, first: int, buffer: memoryview) -> None:
         file = self._file  # this reference keeps it open even if another thread closes the record
         if file is None:
             raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
-        num_bytes = buffer.nbytes
         with self._metrics.timing():
-            file.read_into(self._key, offset, buffer)
-        self._metrics.read(num_bytes)
+            file.read_into(self._key, first, buffer)
 
     def close(self) -> None:
         """Release the file."""

@@ -71,7 +71,7 @@ class RemoteStore(CountedStore):
 
 
 class HeadedRecord:
-    """An opened record whose head came with the answer to the opening request."""
+    """An opened record whose head came with the answer to the opening request, if it has one."""
 
     def __init__(self, key: ChunkKey, size_bytes: int, head: bytes, metrics: StoreMetrics) -> None:
         self._key = key

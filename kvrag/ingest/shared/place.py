@@ -12,24 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.config import VIEW_OF_NAME
 from kvrag.store.file import store_error
-from kvrag.store.objects import SCHEMES, Bucket, server_of
+from kvrag.store.objects import SCHEMES, Bucket, ObjectStore, server_of
 from kvrag.store.registry import parse_bytes
-from kvrag.store.remote import seconds
 
 DEFAULT_VIEWS_BYTES = 100_000_000_000
 
-_BUCKET_OPTIONS: dict[str, tuple[str, Any]] = {
-    "endpoint": ("endpoint", str),
-    "region": ("region", str),
-    "timeout": ("timeout_seconds", seconds),
-}
+_BUCKET_OPTIONS = ObjectStore.options
 
 
 @dataclass(frozen=True)
