@@ -120,6 +120,7 @@ class PolicyContract:
             layers = policy.question_layers(num_layers)
             assert set(layers) <= set(range(num_layers))
             assert layers.step == 1
+            assert 0 <= policy.kept_layers(num_layers) < max(1, layers.stop)
 
     def test_no_layer_computes_more_than_the_one_before(self, policy: RecomputePolicy) -> None:
         for prompt in (PROMPT, EMPTY):

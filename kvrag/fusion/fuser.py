@@ -25,7 +25,7 @@ from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
 from kvrag.fusion.policies.base import NonePolicy, RecomputePolicy, mean_count
 from kvrag.fusion.repair import ChunkShift, Repair
 from kvrag.fusion.report import FusionReport
-from kvrag.fusion.selection import QuestionAttention, Selection, ask
+from kvrag.fusion.selection import Joining, QuestionAttention, Selection, ask
 from kvrag.fusion.slices import (
     Clock,
     LostError,
@@ -39,7 +39,7 @@ from kvrag.fusion.slices import (
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
-from kvrag.models.attention import last_row, rows_on
+from kvrag.models.attention import last_row, num_before, rows_on
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass
@@ -264,18 +264,30 @@ def execute(
             compiled = model.compile()
     if asked:
         positions = prompt.reused().to(model.device)
-        attention = QuestionAttention(positions, plan.question_start, asked, len(layout.token_ids))
+        kept = repair.policy.kept_layers(plan.num_layers)
+        num_tokens = len(layout.token_ids)
+        attention = QuestionAttention(positions, plan.question_start, asked, num_tokens, kept)
         asking = RowPass(fresh, fused, tables, compiled)
-        yield from ask(model, linked, attention, loader, asking, clock)
+        early, late = yield from ask(model, linked, attention, loader, asking, clock)
         prompt = replace(prompt, relevance=attention.relevance)
     # Without inexact spans there is nothing to choose from.
     policy = repair.policy if plan.inexact else NonePolicy()
     with computing():
-        changes_from = None
-        if asked.stop >= model.layer_stop:
+        changes_from: int | None = None
+        joining: tuple[Joining, ...] = ()
+        if 0 < asked.stop < model.layer_stop:
+            split = num_before(fresh, min(plan.question_start, int(plan.fresh[-1])))
+            leading, question = (
+                rows_on(model.device, one) for one in plan.fresh.tensor_split([split])
+            )
+            joining = (
+                Joining(asked.stop, leading, late[:split]),
+                Joining(kept, question, early[split:]),
+            )
+        elif asked:
             # Nothing before this row changes after the look; the last row gives the logits.
             changes_from = plan.inexact[0].prompt_start if repair.shift else int(plan.fresh[-1])
-        selection = Selection(policy, prompt, fresh, changes_from)
+        selection = Selection(policy, prompt, fresh, changes_from, joining)
         shift = None
         if repair.shift and plan.inexact:
             shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, num_settled, planned_counts
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, fresh_rows, planned_counts
 from kvrag.fusion.report import FusionReport
 from kvrag.loading.pace import Pace
 
@@ -79,9 +79,10 @@ class RowPrices:
         if not prompt.spans:
             return self.of(num_fresh)
         counts = planned_counts(policy, prompt)
-        again = num_fresh - num_settled(policy, prompt)
+        again = fresh_rows(policy, prompt, num_fresh)
         num_asked = policy.question_layers(num_layers).stop
-        return self._of_layers([again + count for count in counts], num_asked, num_fresh)
+        rows = [sum(both) for both in zip(again, counts, strict=True)]
+        return self._of_layers(rows, num_asked, num_fresh)
 
     def of_report(self, report: FusionReport) -> float:
         """Return the seconds of computing what a prompt has computed."""

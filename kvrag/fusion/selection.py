@@ -6,6 +6,7 @@ Before the first layer, a policy may look at what the question attends to (`Ques
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,6 +33,25 @@ from kvrag.models.rows import Attending, RowPass
 from kvrag.models.writers import Deviation
 
 
+@dataclass(frozen=True)
+class Joining:
+    """Fresh rows that are computed from a layer on, whose inputs the look has left.
+
+    Attributes
+    ----------
+    layer_index
+        The layer; none has the model's number of layers.
+    rows
+        ``[n]`` ascending positions.
+    hidden
+        ``[n, hidden]``: the layer's inputs.
+    """
+
+    layer_index: int
+    rows: torch.Tensor
+    hidden: torch.Tensor
+
+
 class Selection:
     """The rows to compute: fresh rows in every layer, and the candidates that are not dropped.
 
@@ -47,6 +67,8 @@ class Selection:
         The first row that may change besides candidates, where all layers have been computed for
         the fresh rows already: those before it and before all candidates stay as they are. None:
         all are computed.
+    joining
+        From which layer on parts of the fresh rows are computed, if not all from the first.
 
     Attributes
     ----------
@@ -64,11 +86,16 @@ class Selection:
         prompt: PromptRows,
         fresh: torch.Tensor,
         changes_from: int | None = None,
+        joining: Sequence[Joining] = (),
     ) -> None:
         self._policy = policy
         self._prompt = prompt
         candidates = policy.candidates(prompt)
         candidates = _require_reused(candidates, policy, prompt)
+        # Without candidates, all are computed from the first layer on.
+        self._joining = joining if len(candidates) else ()
+        if self._joining:
+            fresh = next((one.rows for one in joining if one.layer_index == 0), fresh[:0])
         # All on the host, where a layer asks for the rows' ends: a GPU would be waited for.
         given = host_rows(fresh)
         if changes_from is not None:
@@ -142,10 +169,27 @@ class Selection:
             self.picks.append(self.rows[self._optional])
         else:
             self.picks.append(self.picks[-1] if self.picks else self.rows[self._optional])
+        for one in self._joining:
+            if layer_index and one.layer_index == layer_index:
+                hidden = self._join(one, hidden)
         return hidden
+
+    def _join(self, joining: Joining, hidden: torch.Tensor) -> torch.Tensor:
+        """Add rows, and return the inputs of all."""
+        num_rows, device = len(self.rows), hidden.device
+        rows, order = torch.cat([host_rows(self.rows), host_rows(joining.rows)]).sort()
+        places = order.argsort().to(device)
+        self.rows = rows_on(device, rows)
+        self._fresh = torch.cat([places[self._fresh], places[num_rows:]])
+        self._optional = places[self._optional]
+        if len(order) and int(order[-1]) >= num_rows:
+            self._last = int(rows[-1])
+        return torch.cat([hidden, joining.hidden])[order.to(device)]
 
     def stays(self, layers: range) -> bool:
         """Return whether layers compute the present rows, and need not be compared."""
+        if any(one.layer_index in layers[1:] for one in self._joining):
+            return False
         if self._counts is None or not layers:
             return True
         # The layer after them too: if it drops rows, these layers' deviation has to be noted.
@@ -236,11 +280,13 @@ class QuestionAttention:
     num_tokens
         The prompt's tokens, for kernels of a card that note attention themselves; None: they do
         not. `finish` then completes the relevance.
+    kept
+        A layer before the last of them.
 
     Attributes
     ----------
-    layers
-        The observed layers.
+    layers, kept
+        The observed layers; the one whose inputs `ask` leaves.
     relevance
         ``[M, n]`` float32, on the device of `reused`.
     """
@@ -251,10 +297,12 @@ class QuestionAttention:
         question_start: int,
         layers: range,
         num_tokens: int | None = None,
+        kept: int = 0,
     ) -> None:
         self._reused = reused
         self._question_start = question_start
         self.layers = layers
+        self.kept = kept
         # Which of the reused tokens lie among a layer's keys, by the first key and their number.
         self._shown: dict[tuple[int, int], tuple[int, int]] = {}
         shape = (len(layers), len(reused))
@@ -304,11 +352,11 @@ def ask(
     loader: SpanLoader,
     of: RowPass,
     clock: Clock,
-) -> Slices[None]:
+) -> Slices[tuple[torch.Tensor, torch.Tensor]]:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
-    Afterwards the buffer holds the stored KV of those layers. The fresh tokens' rows after those
-    that change have to be computed again. The relevance is that of all ranks' heads.
+    Afterwards the buffer holds the stored KV of those layers. The relevance is that of all ranks'
+    heads.
 
     Parameters
     ----------
@@ -318,19 +366,28 @@ def ask(
         The pass of the tokens that are not stored.
     clock
         Gets a stage ``"load"``, which fusing needs in any case, and a stage ``"ask"``.
+
+    Returns
+    -------
+    tensor, tensor
+        The rows' inputs of the layer `attention.kept`, and of the one after the observed ones, if
+        the model computes that.
     """
     fresh, compiled = of.rows, of.compiled
     with model.computing_rows(linked.adapter, fresh):
         hidden = linked.embed(fresh)
     captured = compiled if isinstance(compiled, CapturedLayers) else None
-    done = 0
+    done, early = 0, hidden
     while done < attention.layers.stop:
         layer_index = done
+        if done == attention.kept:
+            early = hidden.clone()
         clock.lap("ask")
         together = range(0)
         if captured is not None:
             together = captured.together(layer_index, fresh, attention.layers)
-            if together.stop >= attention.layers.stop:  # the last one ends earlier
+            # The last one may end earlier.
+            if together.stop >= attention.layers.stop or attention.kept in together[1:]:
                 together = range(0)
         layers = together or range(layer_index, layer_index + 1)
         yield from loader.bring(layers, clock)
@@ -340,7 +397,7 @@ def ask(
                 asked = attention.asked_of(layer_index, fresh)
                 captured.run_together(together, hidden, fresh, of.fused, of.tables, asked)
             else:
-                is_last = done == attention.layers.stop
+                is_last = done == attention.layers.stop >= model.layer_stop
                 attending = Attending(attention.observer_of(layer_index), stops=is_last)
                 model.rows.forward(layer_index, hidden, of, attending=attending)
         clock.lap("ask")
@@ -348,3 +405,4 @@ def ask(
         clock.resume()
     attention.finish()
     attention.relevance = model.ranks.sum(attention.relevance)
+    return early, hidden

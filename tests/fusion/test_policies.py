@@ -250,8 +250,8 @@ def test_two_stages_take_what_is_relevant_and_off() -> None:
 
 
 def test_a_look_at_the_first_layers_computes_the_question_no_further(bench: Bench) -> None:
-    layers = [TwoStagePolicy(look=look).question_layers(6) for look in (0.01, 0.5, 1.0)]
-    assert layers == [range(1), range(3), range(6)]
+    layers = [TwoStagePolicy(look=look).question_layers(6) for look in (0.01, 0.5, 0.8, 1.0)]
+    assert layers == [range(1), range(3), range(3, 5), range(6)]
     prompt = bench.prompt(2, 0, 3, 1)
     whole, half = (bench.fuse(prompt, TwoStagePolicy(0.2, look=look)) for look in (1.0, 0.5))
     assert 2 * half.report.rows_asked == whole.report.rows_asked > 0
@@ -350,6 +350,23 @@ def test_the_look_of_the_question_leaves_no_trace(bench: Bench) -> None:
     assert torch.allclose(again.logits, fused.logits, atol=1e-5)
     assert again.report.rows_asked == 0 < fused.report.rows_asked
     assert again.report.work_share < fused.report.work_share
+
+
+def test_a_look_that_ends_early_keeps_the_question_for_some_layers(bench: Bench) -> None:
+    prompt = bench.prompt(2, 0, 3, 1)
+    plain = bench.fuse(prompt, NonePolicy())
+    fused = bench.fuse(prompt, TwoStagePolicy(ratio=0.2, look=0.75))
+    end = max(span.prompt_end for span in fused.layout.spans)
+    question = fused.fresh[fused.fresh >= end]
+    counts = [len(picks) for picks in fused.picks]
+    num_later = [0, len(question), len(question), len(fused.fresh)]
+    assert [sum(both) for both in zip(counts, num_later, strict=True)] == list(
+        fused.report.rows_by_layer
+    )
+    assert fused.report.rows_asked == 3 * len(fused.fresh)
+    for layer, (keys, others) in enumerate(zip(fused.kv.keys, plain.kv.keys, strict=True)):
+        kept = torch.allclose(keys[0][:, question], others[0][:, question], atol=1e-6)
+        assert kept == (layer < 2)  # the second layer's inputs are those of the look
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])

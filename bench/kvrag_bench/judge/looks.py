@@ -33,8 +33,8 @@ class Looks:
     def share(self, repair: Repair) -> Repair:
         """Return a repair that does not look where another has looked."""
         layers = repair.policy.question_layers(self._num_layers)
-        if not layers:
-            return repair
+        if layers.stop < self._num_layers:
+            return repair  # none, or one that leaves more than what it has seen
         return replace(repair, policy=_Sharing(repair.policy, self, layers))
 
     def find(self, layers: range) -> torch.Tensor | None:

@@ -99,6 +99,13 @@ class RecomputePolicy(ABC):
         """
         return range(0)
 
+    def kept_layers(self, num_layers: int) -> int:  # noqa: ARG002
+        """Return in how many first layers the question stays as it was then computed.
+
+        They are fewer than the layers that it was computed in.
+        """
+        return 0
+
     @abstractmethod
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         """Return the ascending positions ``[n]`` of reused tokens to compute from layer 0 on."""
@@ -135,16 +142,21 @@ def planned_counts(policy: RecomputePolicy, prompt: PromptRows) -> Sequence[int]
 
 def planned_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> int:
     """Return how many rows, summed over layers, fusing a prompt will compute at most."""
+    asked = policy.question_layers(prompt.num_layers).stop * num_fresh
+    again = sum(fresh_rows(policy, prompt, num_fresh))
+    return asked + again + sum(planned_counts(policy, prompt))
+
+
+def fresh_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> list[int]:
+    """Return how many rows each layer computes, at most, besides chosen ones and the look's."""
     num_layers = prompt.num_layers
-    asked = policy.question_layers(num_layers).stop * num_fresh
-    again = num_fresh - num_settled(policy, prompt)
-    return asked + again * num_layers + sum(planned_counts(policy, prompt))
-
-
-def num_settled(policy: RecomputePolicy, prompt: PromptRows) -> int:
-    """Return how many rows, at least, are not computed again after the look at the question."""
-    looks = policy.question_layers(prompt.num_layers).stop == prompt.num_layers
-    return prompt.num_leading if looks else 0
+    looked = policy.question_layers(num_layers).stop
+    kept = policy.kept_layers(num_layers) if looked else 0
+    num_question = num_fresh - prompt.num_leading
+    return [
+        num_question * (layer >= kept) + prompt.num_leading * (layer >= looked)
+        for layer in range(num_layers)
+    ]
 
 
 def num_whole_layers(policy: RecomputePolicy, prompt: PromptRows) -> int:
