@@ -162,8 +162,9 @@ def check(
 
 def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) -> None:
     """Delete a converted model; the GGUF file that it was made from stays."""
-    from kvrag.weights.cache import converted_models, remove
+    from kvrag.weights.cache import converted_models, remove, sweep
 
+    sweep()
     made = converted_models()
     found = [one for one in made if one.name == name]
     if not found:

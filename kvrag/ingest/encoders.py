@@ -258,7 +258,7 @@ class Encoders:
         if name == self._config.model:
             remedy = (
                 "its files changed, or this version of kvrag reads more of them, such as a GGUF "
-                "file's scaled frequencies: ingest into a new folder"
+                "file's scaled frequencies or how it cuts words: ingest into a new folder"
             )
         return IndexMismatchError(
             f"{self._path} was made with the {what} of {self._config.model or 'a model object'!r} "

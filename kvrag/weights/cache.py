@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ VERSION = 2
 `kvrag.native.GroupedWeight.of`, and of what ``config.json`` says of them."""
 
 _MANIFEST = "kvrag-model.json"
+_GONE = ".removing-"
 _BLOCK_BYTES = 1 << 22
 
 
@@ -157,10 +159,23 @@ def damaged_files(model: ConvertedModel) -> list[str]:
 
 def remove(model: ConvertedModel) -> None:
     """Delete a conversion. The GGUF file that it was made from stays."""
-    # Renamed first, so that nobody finds half of it.
-    gone = Path(tempfile.mkdtemp(dir=model.folder.parent, prefix=".removing-"))
-    model.folder.rename(gone / "model")
-    shutil.rmtree(gone)
+    # Renamed first, so that nobody finds half of it. What has such a name, anybody deletes.
+    model.folder.rename(model.folder.with_name(f"{_GONE}{uuid.uuid4().hex}"))
+    sweep()
+
+
+def sweep() -> None:
+    """Delete what killed processes left: half of a conversion, or of a deletion."""
+    for left in cache_folder().glob(f"{_GONE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in cache_folder().glob(".converting-*"):
+        with contextlib.suppress(OSError):  # another process has it
+            place = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(place)
 
 
 def _folder_of(source: GgufSource, is_small: bool) -> Path:
@@ -221,14 +236,7 @@ def _tidy(made: ConvertedModel, source: GgufSource) -> None:
         if is_same and source.identity not in other.folder.name:
             with contextlib.suppress(OSError):
                 remove(other)
-    for left in made.folder.parent.glob(".converting-*"):
-        with contextlib.suppress(OSError):  # another process has it
-            place = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-            finally:
-                os.close(place)
+    sweep()
 
 
 def _whole(source: GgufSource, scratch: Path) -> Path:

@@ -49,14 +49,9 @@ def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     _check_types(path, reader)
     known = Metadata(path, reader)
 
-    # Seconds to import, so only for a file that can be read.
-    from transformers import AutoTokenizer
-
     _do_once(reader)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, trust_remote_code=False
-        )
+        tokenizer = _tokenizer(known)
         planned = packing.plan(known, is_small=is_small)
     except ModelLoadError:
         raise
@@ -97,6 +92,86 @@ def _do_once(reader: Any) -> None:
     replaced: Any = gguf  # where it looks both up each time
     replaced.GGUFReader = lambda *_, **__: reader
     replaced.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+
+
+def _tokenizer(known: Metadata) -> Any:
+    """Return a file's tokenizer, which cuts text into words as the model's own does."""
+    # Seconds to import, so only for a file that can be read.
+    import tokenizers
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    name = str(known.field("tokenizer.ggml.pre", None))
+    is_whole = name in _WHOLE_WORDS
+    given: dict[str, Any] = {"add_bos_token": True} if is_whole else {}
+    cuts = _cuts()
+    is_bytes = known.field("tokenizer.ggml.model") == "gpt2"
+    if is_bytes and name not in cuts:
+        raise known.refusal(
+            f"cuts text into words as {shown(name)} does (tokenizer.ggml.pre), of which kvrag "
+            f"knows {', '.join(sorted(cuts))}"
+        )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        str(known.path.parent), gguf_file=known.path.name, **given
+    )
+    if is_bytes:
+        split = [
+            pre_tokenizers.Split(tokenizers.Regex(one), behavior="isolated") for one in cuts[name]
+        ]
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        backend.model.ignore_merges = is_whole
+    return tokenizer
+
+
+# Words that are tokens stay whole in these, and texts begin with BOS unless the file says not.
+_WHOLE_WORDS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+)
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT = r"\p{N}"
+
+
+def _cuts() -> dict[str, tuple[str, ...]]:
+    """Return what text is cut by, one after the other, by the names that llama.cpp has for it."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    theirs: dict[str, str] = GGUF_PRE_TOKENIZER_SPLITS
+    found: dict[str, tuple[str, ...]] = {name: (one,) for name, one in theirs.items()}
+    for names, cut in (
+        (
+            "smollm starcoder refact command-r exaone codeshell minerva-7b mellum2",
+            (_DIGIT, _WORDS),
+        ),
+        (
+            "gpt-2 phi-2 olmo mpt jais exaone4 mellum gigachat a.x-4.0 trillion granite-docling",
+            (_WORDS,),
+        ),
+        ("stablelm2 hunyuan solar-open", found["qwen2"]),
+        ("glm4 chatglm-bpe", found["llama-bpe"]),
+        (
+            "seed-coder",
+            (
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+            ),
+        ),
+        (
+            "deepseek-coder",
+            (
+                r"[\r\n]",
+                r"\s?\p{L}+",
+                r"\s?\p{P}+",
+                r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+                _DIGIT,
+            ),
+        ),
+    ):
+        found |= dict.fromkeys(names.split(), cut)
+    return found
 
 
 def _ends(known: Metadata) -> set[int | None]:

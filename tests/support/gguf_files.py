@@ -30,6 +30,7 @@ def write_gguf(
     fields: Mapping[str, Any] | None = None,
     more: Mapping[str, np.ndarray] | None = None,
     has_tokenizer: bool = True,
+    pre: str | None = "gpt-2",
 ) -> dict[str, np.ndarray]:
     """Write Llama's layers with random weights; return what they dequantise to.
 
@@ -41,6 +42,8 @@ def write_gguf(
         Metadata in place of the usual, by names without the architecture; None leaves one out.
     more
         More tensors, in float32; one without numbers leaves the usual one out.
+    pre
+        What text is cut into words by.
     """
     rng = np.random.default_rng(seed)
     width = HIDDEN // HEADS
@@ -76,7 +79,7 @@ def write_gguf(
     }
     usual |= fields or {}
     kinds = dict.fromkeys(values, kind)
-    return _write(path, architecture, usual, values, kinds, chat_template, has_tokenizer)
+    return _write(path, architecture, usual, values, kinds, chat_template, has_tokenizer, pre)
 
 
 def _write(
@@ -87,6 +90,7 @@ def _write(
     kinds: Mapping[str, str],
     chat_template: str | None,
     has_tokenizer: bool,
+    pre: str | None = "gpt-2",
 ) -> dict[str, np.ndarray]:
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("small")
@@ -102,7 +106,7 @@ def _write(
         }[type(value)]
         add(f"{architecture}.{name}", value)
     if has_tokenizer:
-        _add_tokenizer(writer, chat_template)
+        _add_tokenizer(writer, chat_template, pre)
     written = {}
     for name, value in values.items():
         wanted = gguf.GGMLQuantizationType[kinds[name]]
@@ -137,11 +141,12 @@ def random_blocks(kind: str, num_rows: int, num_blocks: int) -> np.ndarray:
     return blocks.reshape(num_rows, -1)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, chat_template: str | None) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, chat_template: str | None, pre: str | None) -> None:
     backend = make_tokenizer().backend_tokenizer
     tokens = [backend.id_to_token(number) for number in range(VOCAB_SIZE)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(
         [

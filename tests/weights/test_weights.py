@@ -189,11 +189,14 @@ def test_a_changed_file_is_converted_anew_and_damage_is_seen(tmp_path: Path) -> 
     assert c.converted(source) is None
     dead, held = (c.cache_folder() / f".converting-{name}" for name in ("dead", "held"))
     (dead / "tmp").mkdir(parents=True)
+    gone = c.cache_folder() / ".removing-dead"
+    (gone / "model").mkdir(parents=True)
     with cache._alone(held, print):
         small = c.convert(source, is_small=True)
         whole = c.convert(source)
         assert held.exists()
         assert not dead.exists()
+        assert not gone.exists()
     assert {one.folder for one in c.converted_models()} == {small.folder, whole.folder}
     c.remove(small)
     c.remove(whole)
