@@ -13,6 +13,7 @@ from kvrag.arguments import shown
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.console import EXIT_FAILURE, fail
+from kvrag.cli.opening import quiet_libraries
 from kvrag.errors import ModelLoadError, ParameterError
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def check(
 
     A model whose type no test of kvrag knows has to pass this when it is first used.
     """
+    quiet_libraries()
     from kvrag.models.families import TESTED
     from kvrag.models.kv_model import KVModel
 

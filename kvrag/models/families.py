@@ -216,6 +216,12 @@ def refuse_config(config: Any) -> None:
         )
     if model_type == "mpt" and not config.attn_config.alibi:
         raise UnsupportedModelError("an MPT model without ALiBi has no positions to serve")
+    if any("dynamic" in str(one.get("rope_type")) for one in _ropes(config)):
+        raise UnsupportedModelError(
+            f"{shown(model_type)} with RoPE scaling 'dynamic' changes its frequencies with the "
+            "total length, so KV cannot be stored position-free; supported: default, linear, "
+            "llama3, yarn, and longrope up to the length that the model was first trained with"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
             f"{shown(model_type)} with use_bidirectional_attention has no causal KV to reuse"
@@ -266,11 +272,15 @@ def context_window(config: Any) -> int:
     return length
 
 
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of rotary positions, of each type of layers."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(one for one in rope.values() if isinstance(one, dict))]
+
+
 def _short_length(config: Any) -> int | None:
     """Return the length up to which longrope has one set of frequencies; None without longrope."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    found = [one for one in kinds if one.get("rope_type") == "longrope"]
+    found = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
     if not found:
         return None
     own = getattr(config, "original_max_position_embeddings", None)

@@ -24,8 +24,6 @@ from torch import nn
 from kvrag.errors import UnsupportedModelError
 from kvrag.native import rotate
 
-_LENGTH_DEPENDENT = "dynamic"
-
 
 @dataclass(frozen=True)
 class RotaryTable:
@@ -178,7 +176,7 @@ class RotaryPositions:
     Raises
     ------
     UnsupportedModelError
-        If the frequencies change with the total length.
+        If the module does not say how it makes its frequencies.
     """
 
     def __init__(
@@ -187,20 +185,11 @@ class RotaryPositions:
         layer_types: Sequence[str | None],
         layouts: Sequence[Layout] | None = None,
     ) -> None:
-        rope_type = getattr(rotary, "rope_type", None)
-        if rope_type is None:
+        if getattr(rotary, "rope_type", None) is None:
             raise UnsupportedModelError(
                 "the model's rotary module does not say how it makes its frequencies (rope_type), "
                 "so KV cannot be stored position-free; take a newer model, such as llama or qwen3"
             )
-        names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-        for name in names:
-            if _LENGTH_DEPENDENT in str(name):
-                raise UnsupportedModelError(
-                    f"RoPE scaling {name!r} changes its frequencies with the total length, so KV "
-                    "cannot be stored position-free; supported: default, linear, llama3, yarn, and "
-                    "longrope up to the length that the model was first trained with"
-                )
         self._rotary = rotary
         self._is_measured = layouts is not None
         layers = list(zip(layer_types, layouts or [Layout()] * len(layer_types), strict=True))

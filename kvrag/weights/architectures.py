@@ -17,24 +17,86 @@ from kvrag.errors import ModelLoadError
 
 ARCHITECTURES = {
     "llama": "llama",
+    "mistral3": "mistral",
     "qwen2": "qwen2",
+    "qwen2vl": "qwen2",
     "qwen3": "qwen3",
+    "qwen3vl": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "qwen3vlmoe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "phi2": "phi",
     "phi3": "phi3",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "cohere2": "cohere2",
+    "glm4": "glm4",
+    "exaone4": "exaone4",
+    "seed_oss": "seed_oss",
     "starcoder2": "starcoder2",
     "stablelm": "stablelm",
     "nemotron": "nemotron",
 }
 """GGUF architectures that are read, and the type of model that each is."""
 
+IN_PAIRS = ("llama", "mistral3", "granite", "smollm3")
+"""Architectures whose files have the two numbers that are rotated together side by side."""
+ADD_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+"""Architectures whose files have 1 added to the weights of norms."""
 SPARE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the configuration has taken; `attn_rot_embd` of old files repeats it."""
+SEEING = ("v.", "mm.")
+"""How the names of tensors begin that only images need."""
 
 _INSTEAD = "take the model's folder of safetensors instead"
-_EPSILONS = {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps"}
-_PARTIAL = ("phi3", "stablelm", "nemotron")
+# Files of one architecture may hold a model of another type, if they say this.
+_OTHER_TYPES = {
+    "llama": ("expert_count", "mixtral"),
+    "mistral3": ("attention.temperature_scale", "ministral3"),
+    "olmo2": ("attention.sliding_window", "olmo3"),
+}
+_EPSILONS = {
+    **{"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps"},
+    **{"phi": "layer_norm_eps", "cohere2": "layer_norm_eps"},
+}
+_PARTIAL = ("phi2", "phi3", "stablelm", "nemotron", "glm4")
+_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+# What single types of models have beside, and where files say it.
+_FIELDS = {
+    "mixtral": _EXPERTS,
+    "gpt_oss": {**_EXPERTS, "intermediate_size": "expert_feed_forward_length"},
+    "qwen3_moe": {
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    "granite": {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    },
+    "cohere2": {"logit_scale": "logit_scale"},
+}
+# Biases that some models of a type have, and others have not.
+_BIASES = {
+    "attention_bias": "attn_q",
+    "attention_out_bias": "attn_output",
+    "mlp_bias": "ffn_up",
+    "use_qkv_bias": "attn_q",
+}
+_WINDOWED = ("phi3", "starcoder2", "mistral", "ministral3", "mixtral")
+# Each but one of so many layers has a window, where a file does not say which.
+_PATTERNS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gemma3_text": 6}
+# Fields that change no number of text begin so.
+_HARMLESS = (
+    *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"),
+    *("vision.", "mm.", "n_deepstack_layers"),
+)
 # Files hold the factors that follow from them, not these.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -67,6 +129,7 @@ class Metadata:
 
     def __init__(self, path: Path, reader: Any) -> None:
         self.path, self._fields = path, reader.fields
+        self._asked: set[str] = set()
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = str(self.field("general.architecture", ""))
         if self.architecture not in ARCHITECTURES:
@@ -83,6 +146,7 @@ class Metadata:
 
     def field(self, name: str, *otherwise: Any) -> Any:
         """Return a field's value; refuse the file if it is not there and nothing is given."""
+        self._asked.add(name)
         found = self._fields.get(name)
         if found is None and not otherwise:
             raise self.refusal(f"does not say {name}")
@@ -97,6 +161,17 @@ class Metadata:
                 "layers have one"
             )
         return found
+
+    def check_all_read(self) -> None:
+        """Refuse a file that says something of its model that nothing has asked for."""
+        begin = f"{self.architecture}."
+        for name, field in self._fields.items():
+            rest = name.removeprefix(begin)
+            is_known = (
+                name in self._asked or rest in _HARMLESS or rest.startswith(("vision.", "mm."))
+            )
+            if name.startswith(begin) and not is_known and field.contents():
+                raise self.refusal(f"says {name}, which kvrag does not read")
 
     def refusal(self, why: str) -> ModelLoadError:
         """Return the error that says why a file is not read."""
@@ -113,36 +188,45 @@ def read_config(known: Metadata) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    own, kind = known.own, ARCHITECTURES[known.architecture]
-    if known.architecture == "llama" and own("expert_count", 0):
-        raise known.refusal("is a mixture of experts under the name of llama (Mixtral)")
-    if "token_embd.weight" not in known.tensors:
+    own, tensors, architecture = known.own, known.tensors, known.architecture
+    kind = ARCHITECTURES[architecture]
+    told, other = _OTHER_TYPES.get(architecture, ("", ""))
+    if told and own(told, 0):
+        kind = other
+    made = CONFIG_MAPPING[kind]
+    if "token_embd.weight" not in tensors:
         raise known.refusal("lacks token_embd.weight")
     hidden, heads = own("embedding_length"), own("attention.head_count")
+    kv_heads = own("attention.head_count_kv", heads)
+    if min(hidden, heads, kv_heads) < 1 or heads % kv_heads:
+        raise known.refusal(
+            f"says {hidden} numbers a row, {heads} heads and {kv_heads} of keys: expected at least "
+            "1 of each, and as many heads for each of the keys"
+        )
     if not own("attention.causal", True):
         raise known.refusal("reads in both directions (attention.causal is false)")
     is_gemma3 = kind == "gemma3_text"
     width = own("attention.key_length", 256 if is_gemma3 else None)
     if width is None:
-        width = own("rope.dimension_count", 0) if kind == "llama" else hidden // heads
+        width = own("rope.dimension_count", 0) if architecture in IN_PAIRS else hidden // heads
     width = width or hidden // heads
     if (other := own("attention.value_length", width)) != width:
         raise known.refusal(f"has keys of {width} numbers and values of {other}")
-    if (layers := own("block_count")) > len(known.tensors):
-        raise known.refusal(f"says {layers:,} layers, and has {len(known.tensors):,} tensors")
+    if (layers := own("block_count")) > len(tensors):
+        raise known.refusal(f"says {layers:,} layers, and has {len(tensors):,} tensors")
     fields = {
         "max_position_embeddings": own("context_length"),
         "num_hidden_layers": layers,
         "intermediate_size": own("feed_forward_length", 0),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": own("attention.head_count_kv", heads),
-        "vocab_size": len(known.tensors["token_embd.weight"].data),
-        "tie_word_embeddings": "output.weight" not in known.tensors,
-        "rope_parameters": _rope(known, width),
+        "num_key_value_heads": kv_heads,
+        "vocab_size": len(tensors["token_embd.weight"].data),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_parameters": _rope(known, kind, width),
     }
     # Where the type has no field for it, one more would change the fingerprint of the model.
-    if width != hidden // heads or hasattr(CONFIG_MAPPING[kind], "head_dim"):
+    if width != hidden // heads or hasattr(made, "head_dim"):
         fields["head_dim"] = width
     is_norm = kind in _EPSILONS
     usual = (1e-6,) if is_gemma3 else ()  # Ollama's files leave it out
@@ -151,58 +235,52 @@ def read_config(known: Metadata) -> Any:
     for name in ("bos", "eos", "unknown", "padding"):
         key = {"unknown": "unk", "padding": "pad"}.get(name, name)
         fields[f"{key}_token_id"] = known.field(f"tokenizer.ggml.{name}_token_id", None)
-    return CONFIG_MAPPING[kind](**fields, **_special(known, kind, fields))
+    for name, place in _BIASES.items():
+        if hasattr(made, name):
+            fields[name] = f"blk.0.{place}.bias" in tensors
+    fields |= {name: own(key) for name, key in _FIELDS.get(kind, {}).items()}
+    fields |= _special(known, kind, fields)
+    known.check_all_read()
+    return made(**fields)
 
 
 def _special(known: Metadata, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Return what single types of models have beside."""
-    own, tensors = known.own, known.tensors
-    window = own("attention.sliding_window", None) or None
-    if kind == "llama":
-        return {
-            "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        }
-    if kind == "qwen3":
-        return {"attention_bias": "blk.0.attn_q.bias" in tensors}
-    if kind == "qwen3_moe":
-        return {
-            "num_experts": own("expert_count"),
-            "num_experts_per_tok": own("expert_used_count"),
-            "moe_intermediate_size": own("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-        }
-    if kind == "phi3":
-        return {"sliding_window": window}
-    if kind.startswith("gemma"):
-        layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
-        by_width = layers == _BY_WIDTH[known.architecture]
-        pattern = known.field("gemma3.attention.sliding_window_pattern", 6)
-        if pattern not in (6, [bool((layer + 1) % 6) for layer in range(layers)]):
-            raise known.refusal("has its windows in other layers than each but the sixth")
-        found = {
-            "sliding_window": window or 4096,
-            "query_pre_attn_scalar": fields["hidden_size"] // heads
-            if by_width
-            else fields["head_dim"],
-        }
-        if kind == "gemma2":
-            found["attn_logit_softcapping"] = own("attn_logit_softcapping", 50.0)
-            found["final_logit_softcapping"] = own("final_logit_softcapping", 30.0)
-        return found
-    if kind == "stablelm":
-        return {
-            "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
-            "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
-            "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
-        }
-    return {"sliding_window": window} if kind == "starcoder2" else {}
+    own, tensors, layers = known.own, known.tensors, fields["num_hidden_layers"]
+    found: dict[str, Any] = {}
+    window = own("attention.sliding_window", None) or (4096 if "gemma" in kind else None)
+    if kind in _WINDOWED or kind in _PATTERNS:
+        found["sliding_window"] = window
+    if kind in _PATTERNS:
+        key = f"{known.architecture}.attention.sliding_window_pattern"
+        pattern = known.field(key, _PATTERNS[kind])
+        if isinstance(pattern, int):
+            pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
+        if len(pattern) != layers:
+            raise known.refusal(f"says {key} for {len(pattern)} of {layers} layers")
+        names = {True: "sliding_attention", False: "full_attention"}
+        found["layer_types"] = [names[bool(one and window)] for one in pattern]
+    if kind in ("gemma2", "gemma3_text"):
+        is_by_width = layers == _BY_WIDTH[known.architecture]
+        heads = fields["num_attention_heads"]
+        scalar = fields["hidden_size"] // heads if is_by_width else fields["head_dim"]
+        found["query_pre_attn_scalar"] = scalar
+    if kind == "gemma2":
+        found["attn_logit_softcapping"] = own("attn_logit_softcapping", 50.0)
+        found["final_logit_softcapping"] = own("final_logit_softcapping", 30.0)
+    elif kind == "qwen3_moe":
+        found["norm_topk_prob"] = True
+    elif kind == "stablelm":
+        own("use_parallel_residual", None)  # as the tensors say
+        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+        found["qk_layernorm"] = "blk.0.attn_q_norm.weight" in tensors
+    return found
 
 
-def _rope(known: Metadata, width: int) -> dict[str, Any]:
+def _rope(known: Metadata, kind: str, width: int) -> dict[str, Any]:
     """Return the parameters of rotary positions."""
     own = known.own
-    is_gemma3 = known.architecture == "gemma3"
+    is_gemma3 = kind == "gemma3_text"
     # The second name is Ollama's, whose files say nothing of the factor.
     base = own("rope.freq_base", own("rope.global.freq_base", 1e6 if is_gemma3 else 10_000.0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
@@ -211,14 +289,25 @@ def _rope(known: Metadata, width: int) -> dict[str, Any]:
         rope["partial_rotary_factor"] = rotated / width
     elif rotated != width:
         raise known.refusal(f"rotates {rotated} of a head's {width} numbers")
-    kind = own("rope.scaling.type", None)
-    factor = own("rope.scaling.factor", own("rope.scale_linear", None))
-    is_told = kind is not None or factor is not None
+    sections = known.field(f"{known.architecture}.rope.dimension_sections", None)
+    if sections and known.architecture == "glm4":
+        raise known.refusal("has positions of images (rope.dimension_sections)")
+    scaling = "rope.scaling."
+    scaled = own(f"{scaling}type", None)
+    factor = own(f"{scaling}factor", own("rope.scale_linear", None))
+    is_told = scaled is not None or factor is not None
     if is_gemma3 and not is_told and own("context_length") >= _LONG_GEMMA3:
         factor = 8.0
-    kind, factor = kind or "linear", factor or 1.0
-    original = own("rope.scaling.original_context_length", None) or own("context_length")
-    strength = own("rope.scaling.attn_factor", own("rope.scaling.yarn_attn_factor", 1.0))
+    scaled, factor = scaled or "linear", factor or 1.0
+    original = own(f"{scaling}original_context_length", None) or own("context_length")
+    strength = own(f"{scaling}attn_factor", 1.0)
+    whole, share = (own(f"{scaling}yarn_{name}", 0) for name in ("attn_factor", "log_multiplier"))
+    if own(f"{scaling}yarn_ext_factor", 1.0) != 1.0:
+        raise known.refusal("extrapolates yarn by another factor than 1 (yarn_ext_factor)")
+    betas = {
+        name: own(f"{scaling}yarn_{name}", own(f"{scaling}{name}", None))
+        for name in ("beta_fast", "beta_slow")
+    }
     if SPARE[1] in known.tensors:
         # Which of the two counts depends on the length; the shorter is served.
         rope |= {
@@ -230,24 +319,27 @@ def _rope(known: Metadata, width: int) -> dict[str, Any]:
         }
     elif SPARE[0] in known.tensors:
         rope |= _as_llama3(known, rope["rope_theta"], rotated)
-    elif kind == "yarn" and (factor, strength) != (1.0, 1.0):
+    elif scaled == "yarn" and (factor, strength) != (1.0, 1.0):
         rope |= {"rope_type": "yarn", "factor": factor}
         rope["original_max_position_embeddings"] = original
-        if strength != 1.0:
-            rope["attention_factor"] = strength * (1 + 0.1 * math.log(factor))
-        for name in ("beta_fast", "beta_slow"):
-            beta = own(f"rope.scaling.yarn_{name}", own(f"rope.scaling.{name}", None))
-            if beta is not None:
-                rope[name] = beta
-    elif kind == "linear" and factor != 1.0:
+        grown = 0.1 * math.log(factor)
+        if strength != 1.0 or whole or share:
+            rope["attention_factor"] = whole or strength * (1 + grown) / (1 + share * grown)
+        rope |= {name: beta for name, beta in betas.items() if beta is not None}
+        if kind == "gpt_oss":
+            rope["truncate"] = False  # as in the only models of it
+    elif scaled == "linear" and factor != 1.0:
         rope |= {"rope_type": "linear", "factor": factor}
-    elif kind not in ("none", "linear", "yarn"):
-        raise known.refusal(f"scales RoPE by {shown(kind)}, which kvrag does not read")
+    elif scaled not in ("none", "linear", "yarn"):
+        raise known.refusal(f"scales RoPE by {shown(scaled)}, which kvrag does not read")
     if strength != 1.0 and rope["rope_type"] not in ("longrope", "yarn"):
         raise known.refusal(f"multiplies attention by {strength:g} without yarn or longrope")
-    if not is_gemma3:
+    if kind == "ministral3":
+        rope["llama_4_scaling_beta"] = own("attention.temperature_scale")
+    if kind not in ("gemma3_text", "olmo3"):
         return rope
-    local = own("rope.freq_base_swa", own("rope.local.freq_base", 10_000.0))
+    usual = 10_000.0 if is_gemma3 else base
+    local = own("rope.freq_base_swa", own("rope.local.freq_base", usual))
     return {
         "full_attention": rope,
         "sliding_attention": {"rope_type": "default", "rope_theta": local},

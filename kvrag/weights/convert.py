@@ -1,13 +1,12 @@
 """The process that converts a GGUF file to a folder: weights, tokenizer, chat template.
 
-Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER [small]``. Dequantising
-takes memory that only the end of a process returns, and `_do_once` changes the libraries.
+Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER [small]``: dequantising
+takes memory that only the end of a process returns.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     _check_types(path, reader)
     known = Metadata(path, reader)
 
-    _do_once(reader)
     try:
         tokenizer = _tokenizer(known)
         planned = packing.plan(known, is_small=is_small)
@@ -58,7 +56,7 @@ def convert(path: Path, folder: Path, *, is_small: bool = False) -> None:
     except BaseException as error:  # a foreign file takes the libraries anywhere
         raise ModelLoadError(
             f"Transformers cannot read {path} (architecture {shown(known.architecture)}): "
-            f"{reason(error)}. Take the model's folder of safetensors instead"
+            f"{reason(error).rstrip('.')}. Take the model's folder of safetensors instead"
         ) from error
     settings = planned.model.generation_config
     ends = settings.eos_token_id
@@ -82,18 +80,6 @@ def _check_types(path: Path, reader: Any) -> None:
             )
 
 
-def _do_once(reader: Any) -> None:
-    """Let Transformers take the file as it is read, and the table of tensors' names as it is made.
-
-    It does both again and again, which is most of a conversion's time.
-    """
-    import gguf
-
-    replaced: Any = gguf  # where it looks both up each time
-    replaced.GGUFReader = lambda *_, **__: reader
-    replaced.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-
-
 def _tokenizer(known: Metadata) -> Any:
     """Return a file's tokenizer, which cuts text into words as the model's own does."""
     # Seconds to import, so only for a file that can be read.
@@ -108,8 +94,8 @@ def _tokenizer(known: Metadata) -> Any:
     is_bytes = known.field("tokenizer.ggml.model") == "gpt2"
     if is_bytes and name not in cuts:
         raise known.refusal(
-            f"cuts text into words as {shown(name)} does (tokenizer.ggml.pre), of which kvrag "
-            f"knows {', '.join(sorted(cuts))}"
+            f"cuts text into words as {shown(name)} does (tokenizer.ggml.pre), which kvrag does "
+            "not know"
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         str(known.path.parent), gguf_file=known.path.name, **given

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvrag.weights.architectures import SPARE, Metadata, read_config
+from kvrag.weights.architectures import (
+    ADD_ONE,
+    IN_PAIRS,
+    SEEING,
+    SPARE,
+    Metadata,
+    read_config,
+)
 from kvrag.weights.cache import VERSION
 
 _Bytes = npt.NDArray[Any]  # of uint8: numpy's operators forget it
@@ -247,52 +254,79 @@ def plan(known: Metadata, *, is_small: bool) -> Plan:
     """
     import gguf
     import torch
-    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers import AutoModelForCausalLM
 
-    theirs: Any = modeling_gguf_pytorch_utils  # untyped
     config = read_config(known)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    processor = theirs.TENSOR_PROCESSORS.get(known.architecture, theirs.TensorProcessor)
-    processor = processor(config.to_dict())
-    names = theirs.get_gguf_hf_weights_map(model, processor)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         shapes = {name: shapes[name] for name in shapes.keys() - set(model._tied_weights_keys)}
+    places = _places(known, config, shapes)
     kept: dict[str, _Kept] = {}
     changed: dict[str, Any] = {}
-    given = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": changed}}
     for tensor in known.tensors.values():
-        # Experts of one layer are one tensor, whose name has no end.
-        name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
-        if name not in shapes:
-            is_seeing = known.architecture == "gemma3" and tensor.name.startswith(("v.", "mm."))
-            if is_seeing or tensor.name in SPARE or "attn_rot_embd" in tensor.name:
+        if tensor.name not in places:
+            is_spare = tensor.name in SPARE or "attn_rot_embd" in tensor.name
+            if is_spare or tensor.name.startswith(SEEING):
                 continue
             raise known.refusal(
                 f"has {tensor.name}, for which a model of type {config.model_type} has no place"
             )
-        layer, _, last = name.rpartition(".")
-        is_matrix = last == "weight" and len(tensor.shape) == 2
+        name, part = places[tensor.name]
+        order = _row_order(known.architecture, config, tensor)
         is_kept = is_small and config.model_type in _PLAIN and tensor.tensor_type.name in KINDS
-        order = _row_order(processor, tensor) if is_matrix and is_kept else None
-        if order is not None:
-            kept[layer] = one = _Kept(tensor.tensor_type.name, tensor.data, order)
+        if is_kept and name.endswith(".weight") and len(tensor.shape) == 2:
+            one = kept[name.removesuffix(".weight")] = _Kept(
+                tensor.tensor_type.name, tensor.data, order
+            )
             _check_shape(known, tensor.name, one.shape, shapes[name])
             continue
-        made = processor.process(
-            gguf.dequantize(tensor.data, tensor.tensor_type), tensor.name, **given
-        )
-        if made.name is not None:
-            changed[name] = torch.from_numpy(np.array(made.weights))
-        changed[name] = changed[name].to(torch.bfloat16)
-        _check_shape(known, tensor.name, tuple(changed[name].shape), shapes[name])
-    if lacking := sorted(shapes.keys() - changed.keys() - {f"{layer}.weight" for layer in kept}):
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values = values[order] if known.architecture in IN_PAIRS else values
+        made = torch.from_numpy(np.require(values, requirements="W"))
+        if known.architecture in ADD_ONE and tensor.name.endswith("norm.weight"):
+            made = made - 1
+        place = changed.setdefault(name, torch.empty(shapes[name], dtype=torch.bfloat16))
+        if config.model_type == "gpt_oss" and "_exps." in tensor.name:
+            # It multiplies from the other side, and has the numbers of both parts in turn.
+            place = place if place.ndim < 3 else place.mT
+            place = place if part is None else place[:, part::2]
+        elif part is not None:
+            place = place.chunk(2, 1)[part]
+        _check_shape(known, tensor.name, tuple(made.shape), tuple(place.shape))
+        place.copy_(made)
+    if lacking := sorted(places[name][0] for name in places.keys() - known.tensors.keys()):
         raise known.refusal(
             f"lacks {len(lacking)} weights of a model of type {config.model_type}, first "
             f"{lacking[0]}"
         )
     return Plan(model, kept, changed)
+
+
+def _places(
+    known: Metadata, config: Any, names: Iterable[str]
+) -> dict[str, tuple[str, int | None]]:
+    """Return by a tensor's name the weight that it is, and which half of it, if one."""
+    import gguf
+
+    theirs = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == known.architecture)
+    table = gguf.get_tensor_name_map(theirs, config.num_hidden_layers)
+    found: dict[str, tuple[str, int | None]] = {}
+    for name in names:
+        end = next((one for one in (".weight", ".bias", "_bias") if name.endswith(one)), "")
+        base, last = name.removesuffix(end), ".bias" if "bias" in end else ".weight"
+        if base.endswith("experts.gate_up_proj"):
+            begin = f"blk.{base.split('.')[2]}.ffn"
+            found |= {
+                f"{begin}_{half}_exps{last}": (name, number)
+                for number, half in enumerate(("gate", "up"))
+            }
+            continue
+        if (to := table.get_name(base)) is None:
+            raise known.refusal(f"has no name for {name} of a model of type {config.model_type}")
+        found[f"{to}{last}"] = name, None
+    return found
 
 
 def _check_shape(
@@ -304,17 +338,14 @@ def _check_shape(
         )
 
 
-def _row_order(processor: Any, tensor: Any) -> Any | None:
-    """Return which of a matrix's rows comes when; None if Transformers changes more than that."""
-    rows = np.arange(len(tensor.data), dtype=np.float64)
-    try:
-        made = processor.process(rows[:, None], tensor.name)
-    except (ValueError, KeyError, TypeError):  # it looks at columns too
-        return None
-    if made.name != tensor.name or made.weights.shape != (len(rows), 1):
-        return None
-    order = made.weights[:, 0]
-    return order.astype(np.int64) if np.array_equal(np.sort(order), rows) else None
+def _row_order(architecture: str, config: Any, tensor: Any) -> Any:
+    """Return which of a tensor's rows comes when."""
+    rows = np.arange(len(tensor.data))
+    is_query = ".attn_q." in tensor.name
+    if architecture not in IN_PAIRS or not (is_query or ".attn_k." in tensor.name):
+        return rows
+    heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _pack(one: _Kept, place: Any, factor: float) -> str:

@@ -7,6 +7,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.kvcache import FusedKV
 from kvrag.models import attention
+from kvrag.models.families import refuse_config
 from kvrag.models.kv_model import KVModel
 from kvrag.models.linears import ROWS_STEP
 from kvrag.models.loading import load_tokenizer, model_fingerprint
 from kvrag.models.rows import RowPass
 from kvrag.models.tokens import tokenizer_fingerprint
-from kvrag.positions.rotary import RotaryPositions
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer
 from tests.support.waiting import wait_until
@@ -257,12 +258,14 @@ def test_chunks_that_do_not_fit_are_refused(chunks: list[list[int]]) -> None:
         model.prefill([0], chunks)
 
 
-def test_positions_that_depend_on_the_length_are_refused() -> None:
-    class Rotary(torch.nn.Module):
-        rope_type = "dynamic"
-
+@pytest.mark.parametrize("is_by_type", [False, True])
+def test_positions_that_depend_on_the_length_are_refused(is_by_type: bool) -> None:
+    """They are refused by the configuration, before weights are fetched."""
+    rope: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    given = {"full_attention": rope} if is_by_type else rope
+    config = SimpleNamespace(model_type="llama", rope_parameters=given)
     with pytest.raises(UnsupportedModelError, match=r"dynamic.*supported: default, linear"):
-        RotaryPositions(Rotary(), [None])
+        refuse_config(config)
 
 
 _SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 400}

@@ -17,7 +17,8 @@ HEADS, KV_HEADS = 4, 2
 INNER = 128
 END_OF_TURN = 2
 WITH_LEAST = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-_ADD_ONE = ("gemma2", "gemma3", "nemotron")
+_ADD_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+_IN_PAIRS = ("llama", "mistral3", "granite", "smollm3")
 
 
 def write_gguf(
@@ -204,46 +205,56 @@ def write_model(
         **fields,
     }
     values: dict[str, np.ndarray] = {}
-    places: dict[str, tuple[Any, slice]] = {}
+    places: dict[str, Any] = {}
     tied = set(hf._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    is_gpt_oss = architecture == "gpt-oss"
     for name, tensor in hf.state_dict().items():
         if name in tied:
             continue
-        end = "." + name.rpartition(".")[2] if name.endswith((".weight", ".bias")) else ""
-        base = name.removesuffix(end) if end else name
-        if base.endswith("experts.gate_up_proj"):
-            layer = f"blk.{base.split('.')[2]}"
-            half = tensor.shape[1] // 2
-            for part, rows in (("gate", slice(half)), ("up", slice(half, None))):
-                to = f"{layer}.ffn_{part}_exps.weight"
-                values[to], places[to] = tensor[:, rows].float().numpy(), (tensor, rows)
+        end = next((one for one in (".weight", ".bias", "_bias") if name.endswith(one)), "")
+        base, last = name.removesuffix(end), ".bias" if "bias" in end else ".weight"
+        if ".experts." in base:
+            layer = f"blk.{base.split('.')[2]}.ffn"
+            rows = tensor.mT if is_gpt_oss and tensor.ndim == 3 else tensor
+            if base.endswith("down_proj"):
+                places[f"{layer}_down_exps{last}"] = rows
+                continue
+            half = rows.shape[1] // 2
+            for number, part in enumerate(("gate", "up")):
+                of = (
+                    slice(number, None, 2)
+                    if is_gpt_oss
+                    else slice(number * half, half + number * half)
+                )
+                places[f"{layer}_{part}_exps{last}"] = rows[:, of]
             continue
         found = names.get_name(base)
         assert found is not None, name
-        to = found + (end or ".weight")
+        places[found + last] = tensor
+    for name, tensor in places.items():
         value = tensor.float()
-        if architecture == "llama" and (".attn_q." in to or ".attn_k." in to):
-            count = heads if ".attn_q." in to else kv_heads
-            value = _interleaved(value, count)
-        if architecture in _ADD_ONE and to.endswith("norm.weight"):
+        if architecture in _IN_PAIRS and (".attn_q." in name or ".attn_k." in name):
+            value = _interleaved(value, heads if ".attn_q." in name else kv_heads)
+        if architecture in _ADD_ONE and name.endswith("norm.weight"):
             value = value + 1
-        values[to], places[to] = value.numpy(), (tensor, slice(None))
+        values[name] = value.numpy()
     # As in published mixtures, these are finer.
     fine = "Q6_K" if kind == "Q4_K" else "Q8_0"
     kinds = {name: fine if "attn_v" in name or "ffn_down" in name else kind for name in values}
+    kinds |= {name: "F32" for name in values if name.endswith(".bias")}
+    if is_gpt_oss:
+        kinds |= {name: "MXFP4" for name in values if "_exps.weight" in name}
     values |= dict(more or {})
     kinds |= dict.fromkeys(more or (), "F32")
     written = _write(path, architecture, usual, values, kinds, CHAT_TEMPLATE, True)
     with torch.no_grad():
-        for name, (tensor, rows) in places.items():
+        for name, tensor in places.items():
             value = torch.from_numpy(np.array(written[name]))
-            if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
-                count = heads if ".attn_q." in name else kv_heads
-                value = _apart(value, count)
+            if architecture in _IN_PAIRS and (".attn_q." in name or ".attn_k." in name):
+                value = _apart(value, heads if ".attn_q." in name else kv_heads)
             if architecture in _ADD_ONE and name.endswith("norm.weight"):
                 value = value - 1
-            to = tensor[:, rows] if tensor.ndim == 3 else tensor
-            to.copy_(value.reshape(to.shape).to(torch.bfloat16))
+            tensor.copy_(value.reshape(tensor.shape).to(torch.bfloat16))
 
 
 def _interleaved(rows: Any, count: int) -> Any:
