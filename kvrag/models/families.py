@@ -273,7 +273,7 @@ def context_window(config: Any) -> int:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the parameters of rotary positions, of each type of layers."""
+    """Return the parameters of rotary positions, for each type of layers."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [rope, *(one for one in rope.values() if isinstance(one, dict))]
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -66,7 +67,10 @@ def from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
             check_hub(reference)
             return loader.from_pretrained(reference, **options)
     except BaseException as error:
-        raise _refused(reference, plugins.reason(error)) from error
+        why = plugins.reason(error)
+        if loader is AutoTokenizer and isinstance(error, LookupError | TypeError | AttributeError):
+            why = f"its tokenizer.json, or tokenizer_config.json, is damaged ({why})"
+        raise _refused(reference, why) from error
 
 
 def _be_quiet() -> None:

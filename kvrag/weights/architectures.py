@@ -90,7 +90,7 @@ _BIASES = {
     "use_qkv_bias": "attn_q",
 }
 _WINDOWED = ("phi3", "starcoder2", "mistral", "ministral3", "mixtral")
-# Each but one of so many layers has a window, where a file does not say which.
+# All but one of this many layers have a window, where a file does not say which.
 _PATTERNS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gemma3_text": 6}
 # Fields that change no number of text begin so.
 _HARMLESS = (
@@ -198,10 +198,10 @@ def read_config(known: Metadata) -> Any:
         raise known.refusal("lacks token_embd.weight")
     hidden, heads = own("embedding_length"), own("attention.head_count")
     kv_heads = own("attention.head_count_kv", heads)
-    if min(hidden, heads, kv_heads) < 1 or heads % kv_heads:
+    if min(own("context_length"), hidden, heads, kv_heads) < 1 or heads % kv_heads:
         raise known.refusal(
-            f"says {hidden} numbers a row, {heads} heads and {kv_heads} of keys: expected at least "
-            "1 of each, and as many heads for each of the keys"
+            f"says {own('context_length')} positions, {hidden} numbers a row, {heads} heads and "
+            f"{kv_heads} of keys: expected at least 1 of all, and as many heads for each of keys"
         )
     if not own("attention.causal", True):
         raise known.refusal("reads in both directions (attention.causal is false)")
@@ -255,7 +255,7 @@ def _special(known: Metadata, kind: str, fields: dict[str, Any]) -> dict[str, An
         key = f"{known.architecture}.attention.sliding_window_pattern"
         pattern = known.field(key, _PATTERNS[kind])
         if isinstance(pattern, int):
-            pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
+            pattern = [not pattern or (layer + 1) % pattern > 0 for layer in range(layers)]
         if len(pattern) != layers:
             raise known.refusal(f"says {key} for {len(pattern)} of {layers} layers")
         names = {True: "sliding_attention", False: "full_attention"}
@@ -301,6 +301,8 @@ def _rope(known: Metadata, kind: str, width: int) -> dict[str, Any]:
     scaled, factor = scaled or "linear", factor or 1.0
     original = own(f"{scaling}original_context_length", None) or own("context_length")
     strength = own(f"{scaling}attn_factor", 1.0)
+    if not factor > 0:
+        raise known.refusal(f"scales RoPE by {factor:g}: expected more than 0")
     whole, share = (own(f"{scaling}yarn_{name}", 0) for name in ("attn_factor", "log_multiplier"))
     if own(f"{scaling}yarn_ext_factor", 1.0) != 1.0:
         raise known.refusal("extrapolates yarn by another factor than 1 (yarn_ext_factor)")

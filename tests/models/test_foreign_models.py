@@ -250,7 +250,11 @@ def _no_json(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
 
 
-@pytest.mark.parametrize("damage", [_no_vocabulary, _no_json])
+def _another_object(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("damage", [_no_vocabulary, _no_json, _another_object])
 def test_damaged_tokenizers(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)
     with pytest.raises(ModelLoadError, match="tokenizer"):
