@@ -114,7 +114,8 @@ async def ask_all(
     told: list[Told | None] = []
     left = iter(bodies)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # llama.cpp's server closes a connection that has waited while it computes.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS),
     ) as session:
         async with session.get(f"{url}/models") as response:
