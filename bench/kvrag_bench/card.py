@@ -680,6 +680,8 @@ def pretended_card() -> Iterator[Counts]:
         "synchronize": lambda *_: counts.note(counts.waits, "device"),
     }
 
+    random_numbers = torch.Generator
+
     def operations_for(places: RowPlaces, _: Description) -> _RowOperations:
         counts.note(counts.copies, "copy to the card")
         return _RowOperations(places, counts)
@@ -692,6 +694,7 @@ def pretended_card() -> Iterator[Counts]:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))
+        stack.enter_context(patch.object(torch, "Generator", lambda *_: random_numbers()))
         for one in (staging, cardlayers):
             stack.enter_context(patch.object(one, "free_bytes", lambda _: (1 << 40, 1 << 40)))
         stack.enter_context(patch.object(staging, "registered", _host_memory))

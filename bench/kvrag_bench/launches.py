@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from kvrag.codec.names import RAW
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.controller import takes_ratio
-from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import Clock
 from kvrag.models import known_text
 from kvrag.models.kv_model import KVModel
@@ -37,16 +37,18 @@ _HEAD_DIM = 16
 
 @dataclass(frozen=True)
 class LaunchesRow:
-    """What one prompt starts.
+    """What one prompt starts, or several that are answered together.
 
     Attributes
     ----------
+    num_prompts
+        How many there are. If there are several, their first tokens are drawn, too.
     launches, copies, waits
         Kernels, copies from the host, and times that the host waits for the card, by phase:
         ``"load"``, ``"ask"``, ``"select"`` and ``"compute"`` of the prompt's thread, and
         ``"loader"`` of those that read records.
     launches_per_layer
-        All kernels over the number of layers.
+        All kernels, for each prompt and layer.
     num_waits
         Waits of the prompt's own thread.
     host_ms
@@ -62,6 +64,7 @@ class LaunchesRow:
     codec: str
     num_layers: int
     num_tokens: int
+    num_prompts: int
     launches: Mapping[str, int]
     copies: Mapping[str, int]
     waits: Mapping[str, int]
@@ -125,6 +128,7 @@ def count_launches(
     repeats: int = 6,
     memory: str = "none",
     codec: str = RAW,
+    num_prompts: int = 1,
 ) -> LaunchesRow:
     """Return what fusing a prompt starts.
 
@@ -142,6 +146,8 @@ def count_launches(
         Runs. The counts are the last one's, and the least time of the host counts.
     memory
         Where earlier runs leave the chunks' KV: one of `kvrag_bench.setting.MEMORIES`.
+    num_prompts
+        How many prompts wait at the same time, each with another question.
 
     Raises
     ------
@@ -152,28 +158,32 @@ def count_launches(
     torch.set_num_threads(1)
     model = narrow_model(shape)
     texts = [shapes.random_text(model, chunk_tokens, seed=i) for i in range(num_chunks)]
-    prompt = "\n\n".join([*texts, shapes.random_text(model, question_tokens, seed=num_chunks)])
+    prompts = [
+        "\n\n".join([*texts, shapes.random_text(model, question_tokens, seed=num_chunks + number)])
+        for number in range(num_prompts)
+    ]
     options: dict[str, Any] = {"policy": policy}
     if takes_ratio(policy):
         options["ratio"] = ratio
     with temporary_index(model, texts, chunk_tokens, codec=codec) as index:
-        KVEngine(index, session_bytes=0).fuse(prompt, policy="none")  # makes first places
+        KVEngine(index, session_bytes=0).fuse(prompts[0], policy="none")  # makes first places
         with pretended_card() as counts, _by_stage(counts) as host:
             to_card(model.hf, counts)
             engine = KVEngine(index, session_bytes=0, **kept)
-            runs = [_run(engine, prompt, options, counts, host) for _ in range(repeats)]
-    fused, by_phase = min(runs, key=lambda one: sum(one[1].values()))
+            runs = [_run(engine, prompts, options, counts, host) for _ in range(repeats)]
+    report, by_phase = min(runs, key=lambda one: sum(one[1].values()))
     num_layers = model.spec.num_layers
     return LaunchesRow(
         shape=shape,
         policy=policy,
         codec=codec,
         num_layers=num_layers,
-        num_tokens=fused.report.num_tokens,
+        num_tokens=report.num_tokens,
+        num_prompts=num_prompts,
         launches=dict(counts.launches),
         copies=dict(counts.copies),
         waits=dict(counts.waits),
-        launches_per_layer=counts.launches.total() / num_layers,
+        launches_per_layer=counts.launches.total() / num_layers / num_prompts,
         num_waits=counts.waits.total() - counts.waits["loader"],
         host_ms=sum(by_phase.values()) * 1e3,
         host_ms_by_phase={phase: seconds * 1e3 for phase, seconds in by_phase.items()},
@@ -182,21 +192,26 @@ def count_launches(
 
 def _run(
     engine: KVEngine,
-    prompt: str,
+    prompts: Sequence[str],
     options: Mapping[str, Any],
     counts: Counts,
     host: _HostTime,
-) -> tuple[FusedPrompt, dict[str, float]]:
+) -> tuple[FusionReport, dict[str, float]]:
     counts.clear()
     gc.collect()
     gc.disable()  # most of what it would find is the pretending's
     try:
         host.begin()
-        fused = engine.fuse(prompt, **options)
+        if len(prompts) == 1:
+            report = engine.fuse(prompts[0], **options).report
+        else:
+            report = engine.generate_batch(prompts, max_tokens=1, **options)[0].report
         host.note("end")
+        with counts.computing():
+            counts.settle("end")
     finally:
         gc.enable()
-    return fused, dict(host.seconds)
+    return report, dict(host.seconds)
 
 
 class _HostTime:

@@ -3,8 +3,9 @@
 A step computes one token of every running answer together. Prompts that join are fused beside it,
 slices of a quarter of a second before each step, so that no running answer waits for a long prompt.
 With fewer slices, answers end before others join, and each step reads the weights for few tokens.
-While one prompt waits for its stored KV, another is computed. Rows of several prompts in one matrix
-product would gain little: of SmolLM2 a row takes 1.23 ms beside 63 others, 1.07 beside 255.
+While one prompt waits for its stored KV, another is computed. On a card, prompts go through layers
+together (`kvrag.models.joining`). On the CPU, rows of several in one matrix product would gain
+little: of SmolLM2 a row takes 1.23 ms beside 63 others, 1.07 beside 255.
 
 One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
 wait, a thread of the scheduler's own does, which ends with their last answer. Beside it, other
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,6 +35,7 @@ from kvrag.engine.options import MAX_BATCH
 from kvrag.fusion.decoding import step_all
 from kvrag.fusion.slices import Slices
 from kvrag.loading import threads
+from kvrag.models.joining import Meeting, Share
 from kvrag.models.kv_model import KVModel
 from kvrag.process import working
 
@@ -44,6 +46,8 @@ _PACE_SECONDS = 0.25
 _MOST_SLOW = 2
 # Prompts that are fused at the same time: buffers take memory.
 _MOST_AT_ONCE = 4
+# Prompts that go through layers together.
+_MOST_JOINED = 8
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Job:
     has_target: bool = field(default=False, init=False)
     is_slow: bool = field(default=False, init=False)
     fusing: Slices[OpenAnswer] | None = field(default=None, init=False)
+    share: Share | None = field(default=None, init=False)
     answer: OpenAnswer | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
 
@@ -150,6 +155,7 @@ class Scheduler:
         # is fused, or has failed.
         self._aside: dict[int, Job | None] = {}
         self._fused: list[Job] = []
+        self._meeting = Meeting()
         self._running: list[Job] = []
         self._cancelled: deque[Job] = deque()
         # Only the thread that drives touches jobs that have begun.
@@ -445,20 +451,35 @@ class Scheduler:
         slow: list[Job] = []
         while (job := self._next_due(slow)) is not None:
             job.is_slow = self._slice_of(job, waits=False)
-            if not job.is_slow:
+            if job.share is None and not job.is_slow:
                 return True
-            slow.append(job)
+            if job.is_slow:
+                slow.append(job)
+        if self._compute_shares():
+            return True
         if slow and not self._running:
             self._slice_of(slow[0], waits=True)
         return False
 
+    def _compute_shares(self) -> bool:
+        """Compute what prompts offer together; return whether there was anything."""
+        meeting = sorted((job for job in self._joining if job.share), key=lambda one: one.due)
+        shares = [job.share for job in meeting if job.share is not None]
+        done = self._meeting.compute(shares) if shares else []
+        for job in meeting:
+            if job.share in done:
+                job.share = None
+        return bool(shares)
+
     def _next_due(self, slow: Sequence[Job]) -> Job | None:
         """Return the prompt to fuse next, besides slow ones; it joins if it has not."""
         with self._changed:
-            ready = [job for job in self._joining if job not in slow]
+            meeting = [job for job in self._joining if job.share is not None]
+            ready = [job for job in self._joining if job not in slow and job not in meeting]
             has_room = self._num_joined < self._max_batch
             # Not only those in `slow`: one with a target may be due after others.
             is_alone = any(job.has_target and job.is_slow for job in self._joining)
+            has_room = has_room and len(meeting) < _MOST_JOINED
             if has_room and len(slow) < _MOST_SLOW and not is_alone:
                 ready += [job for job in self._waiting if job.is_read]
             job = min(ready, key=lambda one: one.due, default=None)
@@ -474,8 +495,12 @@ class Scheduler:
                 start = job.start.result() if isinstance(job.start, Future) else job.start
                 job.fusing, job.has_target = start.fuse(job.submitted, None), start.has_target
                 waits = None
-            with self._sharing():
-                return job.fusing.send(waits)
+            is_alone = len(self._joining) == 1 and not any(one.is_read for one in self._waiting)
+            meeting = nullcontext() if is_alone else self._meeting.open()
+            with self._sharing(), meeting:
+                is_slow = job.fusing.send(waits)
+            job.share = self._meeting.taken()
+            return is_slow
         except StopIteration as done:
             job.answer = done.value
             self._joining.remove(job)
@@ -575,4 +600,4 @@ class Scheduler:
             job.fusing = None
             if job.answer is not None:
                 job.answer.close(error)
-            job.answer = None
+            job.answer = job.share = None

@@ -32,6 +32,7 @@ from kvrag.fusion.slices import (
     Slices,
     in_background,
     in_one_go,
+    joined,
     slice_rows,
     until,
     without_lost,
@@ -40,6 +41,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import last_row, num_before, rows_on
+from kvrag.models.joining import meets, share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass
@@ -303,9 +305,15 @@ def execute(
         assert captured is not None
         captured.run_together(together, hidden, rows, fused, tables)
 
+    def run_alone() -> None:
+        if together:
+            run_together()
+        else:
+            forward(slice(0, size))
+
     while layers.stop <= last_layer:
         layer_index = layers.stop
-        layers, together = range(layer_index, layer_index + 1), range(0)
+        layers, together, share = range(layer_index, layer_index + 1), range(0), None
         yield from loader.bring(layers, clock)
         with computing():
             hidden = selection.enter(layer_index, model, hidden, of)
@@ -316,9 +324,10 @@ def execute(
                 together = captured.together(layer_index, rows)
                 if together.stop > last_layer or not selection.stays(together):
                     together = range(0)
-            if together and together.stop <= loader.num_loaded:
+            is_open = bool(together)
+            if together and together.stop <= loader.num_loaded and not meets():
                 run_together()
-                layers = together
+                layers, is_open = together, False
             elif not together:
                 changed = None
                 if shift is not None:
@@ -334,15 +343,22 @@ def execute(
                     noted = selection.noting(layer_index)
                 run = partial(model.rows.forward, layer_index, attending=Attending(changed=changed))
                 forward = partial(_forward_slice, run, hidden, of, noted)
-                forward(slice(0, size))
+                if changed is None and noted is None and len(rows) <= size:
+                    share = share_of(model, layers, hidden, of)
+                if share is None:
+                    run_alone()
         clock.lap("compute")
-        if together != layers and together:
+        if is_open:
             # A card computes them at once.
             layers = together
             yield from loader.bring(layers, clock)
-            with computing():
-                run_together()
-            clock.lap("compute")
+            share = share_of(model, layers, hidden, of, is_captured=True)
+            if share is None:
+                with computing():
+                    run_alone()
+                clock.lap("compute")
+        if share is not None:
+            yield from joined(share, computing, run_alone, clock, "compute")
         selection.picks += selection.picks[-1:] * (len(layers) - 1)
         rows_by_layer += [len(selection.rows)] * len(layers)
         for begin in () if together else range(size, len(rows), size):
@@ -351,8 +367,9 @@ def execute(
             with computing():
                 forward(slice(begin, begin + size))
             clock.lap("compute")
-        yield False
-        clock.resume()
+        if share is None:
+            yield False
+            clock.resume()
     with computing():
         logits = model.logits(hidden)[0]
     clock.lap("compute")

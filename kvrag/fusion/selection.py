@@ -17,7 +17,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
-from kvrag.fusion.slices import Clock, Slices
+from kvrag.fusion.slices import Clock, Slices, joined
 from kvrag.models.attention import (
     MassObserver,
     RowMask,
@@ -27,6 +27,7 @@ from kvrag.models.attention import (
     rows_on,
 )
 from kvrag.models.cardlayers import CardLayers, RowsAsked
+from kvrag.models.joining import share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass
@@ -374,7 +375,8 @@ def ask(
         the model computes that.
     """
     fresh, compiled = of.rows, of.compiled
-    with model.computing_rows(linked.adapter, fresh):
+    computing = partial(model.computing_rows, linked.adapter, fresh)
+    with computing():
         hidden = linked.embed(fresh)
     captured = compiled if isinstance(compiled, CapturedLayers) else None
     done, early = 0, hidden
@@ -392,14 +394,22 @@ def ask(
         layers = together or range(layer_index, layer_index + 1)
         yield from loader.bring(layers, clock)
         done = layers.stop
-        with model.computing_rows(linked.adapter, fresh):
-            if captured is not None and together:
-                asked = attention.asked_of(layer_index, fresh)
-                captured.run_together(together, hidden, fresh, of.fused, of.tables, asked)
-            else:
-                is_last = done == attention.layers.stop >= model.layer_stop
-                attending = Attending(attention.observer_of(layer_index), stops=is_last)
-                model.rows.forward(layer_index, hidden, of, attending=attending)
+        is_last = done == attention.layers.stop >= model.layer_stop
+        asked = attention.asked_of(layer_index, fresh)
+        if captured is not None and together:
+            given = together, hidden, fresh, of.fused, of.tables, asked
+            run_alone = partial(captured.run_together, *given)
+        else:
+            attending = Attending(attention.observer_of(layer_index), stops=is_last)
+            run_alone = partial(model.rows.forward, layer_index, hidden, of, attending=attending)
+        share = None
+        if not is_last:
+            share = share_of(model, layers, hidden, of, asked, is_captured=bool(together))
+        if share is not None:
+            yield from joined(share, computing, run_alone, clock, "ask")
+            continue
+        with computing():
+            run_alone()
         clock.lap("ask")
         yield False
         clock.resume()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.fusion.layout import RecordId
 from kvrag.loading import threads
 from kvrag.loading.patience import SlowStoreError
+from kvrag.models.joining import Share
 from kvrag.models.rows import rows_at_once
 
 T = TypeVar("T")
@@ -120,6 +122,23 @@ def until(is_here: Callable[[], bool], clock: Clock) -> Slices[None]:
         clock.resume()
         if must_wait:
             return
+
+
+def joined(
+    share: Share,
+    computing: Callable[[], AbstractContextManager[None]],
+    run_alone: Callable[[], None],
+    clock: Clock,
+    stage: str,
+) -> Slices[None]:
+    """Have a share computed with those of other prompts, or alone; a slice."""
+    is_done = yield from share.joined()
+    clock.resume()
+    if not is_done:
+        with computing():
+            run_alone()
+    clock.lap(stage)
+    clock.seconds[stage] += share.seconds
 
 
 # -- stored KV that is lost ----------------------------------------------------------------------

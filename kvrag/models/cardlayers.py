@@ -6,7 +6,7 @@ a small tensor on the card that kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -276,6 +276,21 @@ class CardLayers:
         """Rows that a layer computes at once: fewer once memory has turned out to be short."""
         return MOST_ROWS if self._slots is None else self._slots.most_rows
 
+    @property
+    def description(self) -> Description:
+        """The layers."""
+        return self._description
+
+    def is_like(self, other: CardLayers) -> bool:
+        """Return whether these layers and others are the same, in the same memory."""
+        return self._description is other._description and self._slots is other._slots
+
+    def slots_of(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Return slots of some rows, which the next call, and the next layer, overwrites."""
+        if self._slots is None:
+            self._slots = Slots(self._description, next(_weights(self._description)).device)
+        return self._slots.of(num_rows)
+
     def run_rows(
         self,
         layer_index: int,
@@ -328,13 +343,11 @@ class CardLayers:
         key = id(rows), id(fused), id(table), 0 if asked is None else id(asked.mass)
         known = self._prepared.get(key)
         if known is None:
-            if self._slots is None:
-                self._slots = Slots(self._description, rows.device)
             places = places_of(rows, fused, [table], last, asked)
             known = self._prepared[key] = Prepared(
                 self._description,
                 operations_for(places, self._description),
-                self._slots.of(len(rows)),
+                self.slots_of(len(rows)),
                 looks_from=None if asked is None else asked.first_layer,
                 kept=(places, fused, table),
             )
@@ -386,6 +399,7 @@ class Prepared:
         kept: object = None,
     ) -> None:
         self._kept, self._looks_from, self._has_tables = kept, looks_from, has_tables
+        self.description = description
         self._head_dim = description.head_dim
         self._operations = operations
         self.slots = dict(slots)
@@ -418,7 +432,13 @@ class Prepared:
         else:
             product(operation, slots[operation.source], slots[operation.to])
 
-    def attend(self, layer_index: int, operation: Attention, *, only_writes: bool = False) -> None:
+    def attend(
+        self,
+        layer_index: int,
+        operation: Attention,
+        *,
+        only_writes: bool = False,
+    ) -> None:
         """Write the rows' K/V, and attend."""
         slots, scores = self.slots, operation.scores
         qkv = slots["query"], slots["key"], slots["value"]
@@ -430,6 +450,27 @@ class Prepared:
         self._operations.attend(query, gathered, layer_index, scores, self._head_dim)
         if self._looks_from is not None and layer_index >= self._looks_from:
             self._operations.mass(query, layer_index, scores, self._head_dim)
+
+
+def run_together(
+    layers: range, over: Prepared, each_of: Callable[[int], Iterable[Prepared]]
+) -> None:
+    """Carry layers out over rows of several prompts.
+
+    Parameters
+    ----------
+    over
+        All rows, for what does not look at the prompts.
+    each_of
+        Returns the rows of each prompt, in views of the same slots, for a layer.
+    """
+    for layer_index in layers:
+        for operation in over.description.layers[layer_index]:
+            if isinstance(operation, Attention):
+                for one in each_of(layer_index):
+                    one.attend(layer_index, operation)
+            else:
+                over.carry_out(operation)
 
 
 def product(operation: Linear, source: torch.Tensor, to: torch.Tensor) -> None:

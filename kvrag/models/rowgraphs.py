@@ -15,8 +15,9 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.models import cardlayers
 from kvrag.models.attention import known_rows
 from kvrag.models.batch import KEY_BLOCK, BatchRow, BatchRows
-from kvrag.models.cardlayers import CardLayers, Prepared, RowsAsked, Slots, places_of
+from kvrag.models.cardlayers import CardLayers, Prepared, RowsAsked, Slots, places_of, run_together
 from kvrag.models.compiled import HIDDEN, Description, Linear
 from kvrag.models.decoders import Model
 from kvrag.models.elements import state_of
@@ -307,6 +308,11 @@ class CapturedStep:
 
 GROUP_LAYERS = 8
 """The most layers of a graph: as many as are read and placed at once."""
+MANY = (2, 4, 8)
+"""For how many prompts together layers are captured."""
+MOST_JOINED = 512
+"""Rows of several prompts that are computed together: with more, products take longer than reading
+their matrices."""
 BUCKETS = tuple(size for power in range(5, 12) for size in (1 << power, 3 << power - 1))
 """Numbers of rows that layers are captured for, with the most rows of slots."""
 # A graph also computes the rows that fill its bucket up. Where that takes more multiplications than
@@ -347,11 +353,18 @@ class RowGraphs:
         weights = sum(one.layer.weight.numel() for one in linears)
         self._most_filled = _MOST_FILLED / weights
         self._graphs: dict[tuple[int, int, bool], Graph[None]] = {}
+        # Those of several prompts, by their number as well; what each reads.
+        self._joined: dict[tuple[int, int, bool, int], Graph[None]] = {}
+        self._each: dict[tuple[int, int], RowOperations] = {}
+        self._over: dict[int, RowOperations] = {}
+        self._hidden_of: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
+        self._owners: Sequence[torch.Tensor] = ()
+        self._most_joined = min(MOST_JOINED, slots.most_rows)
         # The buckets of these, ascending, by first layer; their inputs, by bucket.
         self._captured: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         self._hidden: dict[int, torch.Tensor] = {}
         self._operations: dict[int, RowOperations] = {}
-        self._wanted: set[tuple[int, bool]] = set()
+        self._wanted: set[tuple[int, bool, int]] = set()
         # 0 rows until a prompt's state is written there.
         self._state = self._positions = torch.empty(0)
         self._owner: torch.Tensor | None = None
@@ -368,15 +381,59 @@ class RowGraphs:
             Whether the layers' attention is noted.
         """
         group = self._groups.get(layer_index, range(0))
-        bucket = self._bucket_of(num_rows)
+        bucket = self.bucket_of(num_rows)
         if not group or bucket is None or not uses_graphs():
             return range(0)
         if (layer_index, bucket, looks) in self._graphs:
             return group
-        self._wanted.add((bucket, looks))
+        self._wanted.add((bucket, looks, 1))
         return range(0)
 
-    def _bucket_of(self, num_rows: int) -> int | None:
+    def room_for(self, num_rows: int) -> int:
+        """Return how many prompts of this many rows a graph computes together at most."""
+        bucket = self.bucket_of(num_rows)
+        fitting = [one for one in MANY if bucket and one * bucket <= self._most_joined]
+        return fitting[-1] if fitting else 1
+
+    def run_joined(
+        self,
+        layers: range,
+        hidden: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        *,
+        looks: bool,
+    ) -> bool:
+        """Do what `run` does for several prompts of one bucket, if that is captured; say whether.
+
+        There are two or more, at most as many as `room_for` says.
+        """
+        bucket, many = self.bucket_of(len(rows[0])), next(one for one in MANY if one >= len(rows))
+        if bucket is None:  # since `find`, memory has ended
+            return False
+        graph = self._joined.get((layers.start, bucket, looks, many))
+        if graph is None:
+            self._wanted.add((bucket, looks, many))
+            return False
+        if [*map(id, self._owners)] != [*map(id, states)]:
+            self._owners = states
+            for number, (some, state) in enumerate(zip(rows, states, strict=True)):
+                self._each_positions[number, : len(some)].copy_(some)
+                self._states[number, : len(state)].copy_(state)
+            self._states[len(rows) : many].zero_()
+        slots = [
+            slot[: len(one)]
+            for slot, one in zip(self._hidden_of[bucket, many], hidden, strict=False)
+        ]
+        for slot, one in zip(slots, hidden, strict=True):
+            slot.copy_(one)
+        graph.replay()
+        for slot, one in zip(slots, hidden, strict=True):
+            one.copy_(slot)
+        return True
+
+    def bucket_of(self, num_rows: int) -> int | None:
+        """Return the bucket of a number of rows; None if there is none."""
         buckets = self._buckets  # which capturing may replace meanwhile
         place = bisect_left(buckets, num_rows)
         if not num_rows or place == len(buckets):
@@ -430,10 +487,10 @@ class RowGraphs:
                 with self._lock:
                     if not self.wants_more:
                         return
-                    bucket, looks = self._wanted.pop()
+                    bucket, looks, many = self._wanted.pop()
                 for group in self._groups.values():
                     with self._lock, torch.inference_mode(False), torch.no_grad():
-                        if not self._capture(group, bucket, looks=looks):
+                        if not self._capture(group, bucket, looks=looks, many=many):
                             return
         except torch.OutOfMemoryError:
             self._end()
@@ -451,6 +508,9 @@ class RowGraphs:
         num_numbers = 10 + 2 * len(self._description.layers)
         self._state = torch.zeros(num_numbers, dtype=numbers, device=self._device)
         self._positions = torch.zeros(most, dtype=numbers, device=self._device)
+        shape = MANY[-1], MOST_JOINED // MANY[0]
+        self._each_positions = torch.zeros(shape, dtype=numbers, device=self._device)
+        self._states = torch.zeros(MANY[-1], num_numbers, dtype=numbers, device=self._device)
         self._stream = capture_stream(self._device)
         made = self._description
         kind = "rows by CUDA graphs", made.dtype, self._device, made.head_dim, made.num_heads
@@ -481,7 +541,7 @@ class RowGraphs:
         )
         done.run(0, self._description.layers[0])
         again, found = cardlayers.sample(self._description, self._device)
-        bucket = self._bucket_of(len(found))
+        bucket = self.bucket_of(len(found))
         assert bucket is not None
         if not self._capture(self._groups[0][:1], bucket, looks=False):
             raise RuntimeError("a capture failed")
@@ -491,10 +551,12 @@ class RowGraphs:
         pairs = ((found, expected), (again.keys[0], places.keys[0]))
         return max(tiled.distance(*pair) for pair in pairs)
 
-    def _capture(self, group: range, bucket: int, *, looks: bool) -> bool:
+    def _capture(self, group: range, bucket: int, *, looks: bool, many: int = 1) -> bool:
         """Capture a group of layers; return whether more may be captured."""
         assert self._stream is not None
-        if bucket not in self._buckets or (group.start, bucket, looks) in self._graphs:
+        graphs = self._graphs if many == 1 else self._joined
+        key: Any = (group.start, bucket, looks, many)[: 3 + (many > 1)]
+        if bucket not in self._buckets or key in graphs:
             return True
         description = self._description
         # There are no rows: what is carried out here writes to slots alone.
@@ -518,6 +580,9 @@ class RowGraphs:
                 for layer_index in group:
                     prepared.run(layer_index, description.layers[layer_index])
 
+            if many > 1:
+                run = self._over_many(group, bucket, looks, many)
+
             # Once as it is: kernels are loaded, and memory is taken, outside of the capture.
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
@@ -527,16 +592,53 @@ class RowGraphs:
             self._operations[bucket] = operations
             graph = capture(run, self._device, self._stream)
         except torch.OutOfMemoryError:
+            if many > 1:
+                self._most_joined = bucket * many // 2
+                return True
             # Smaller buckets may fit.
             self._buckets = tuple(one for one in self._buckets if one < bucket)
             self._say_short()
             return bool(self._buckets)
         if graph is None:
             return False
+        graphs[key] = graph
+        if many > 1:
+            return True
         self._hidden[bucket] = prepared.slots[HIDDEN]
         insort(self._captured[group.start, looks], bucket)
-        self._graphs[group.start, bucket, looks] = graph
         return True
+
+    def _over_many(self, group: range, bucket: int, looks: bool, many: int) -> Callable[[], None]:
+        """Return what computes a group of layers over a bucket of each of several prompts."""
+        description, num_rows = self._description, bucket * many
+        self._owners = ()
+        self._states.zero_()
+        slots = self._slots.of(num_rows)
+        # Graphs do not keep alive what they read.
+        operations = self._over.get(num_rows)
+        if operations is None:
+            full = torch.full((2,), num_rows, dtype=torch.long, device=self._device)
+            rows = torch.zeros(num_rows, dtype=torch.long, device=self._device)
+            operations = self._over[num_rows] = cardlayers.kernels_over(rows, full, description)
+        over = Prepared(description, operations, slots, looks_from=None)
+        each = []
+        for number in range(many):
+            if (bucket, number) not in self._each:
+                positions = self._each_positions[number, :bucket]
+                self._each[bucket, number] = cardlayers.kernels_over(
+                    positions, self._states[number], description
+                )
+            each.append(
+                Prepared(
+                    description,
+                    self._each[bucket, number],
+                    {name: one[number * bucket :][:bucket] for name, one in slots.items()},
+                    looks_from=0 if looks else None,
+                    has_tables=True,
+                )
+            )
+        self._hidden_of[bucket, many] = torch.split(slots[HIDDEN], bucket)
+        return partial(run_together, group, over, lambda _: each)
 
 
 class CapturedLayers(CardLayers):
@@ -552,7 +654,7 @@ class CapturedLayers(CardLayers):
 
     def __init__(self, description: Description, slots: Slots, graphs: RowGraphs) -> None:
         super().__init__(description, slots)
-        self._graphs = graphs
+        self.graphs = self._graphs = graphs
         self._entered: dict[tuple[int, ...], tuple[RowPlaces, torch.Tensor]] = {}
 
     def together(self, layer_index: int, rows: torch.Tensor, observed: range = range(0)) -> range:
@@ -588,6 +690,17 @@ class CapturedLayers(CardLayers):
         tables
             The table of each layer of the model.
         """
+        state = self.state_of(rows, fused, tables, asked)
+        self._graphs.run(layers, hidden, rows, state, looks=asked is not None)
+
+    def state_of(
+        self,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        tables: Sequence[RotaryTable],
+        asked: RowsAsked | None,
+    ) -> torch.Tensor:
+        """Return `RowPlaces.state` of rows, on the card: the same tensor for the same rows."""
         key = id(rows), id(fused), id(tables), 0 if asked is None else id(asked.mass)
         if key not in self._entered:
             last = known_rows(rows).last
@@ -595,4 +708,4 @@ class CapturedLayers(CardLayers):
             used = [tables[index] for index in self._description.tables]
             places = places_of(rows, fused, used, last, asked)
             self._entered[key] = places, cardlayers.brought(places.state(), rows.device)
-        self._graphs.run(layers, hidden, rows, self._entered[key][1], looks=asked is not None)
+        return self._entered[key][1]

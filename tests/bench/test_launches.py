@@ -25,6 +25,7 @@ from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
+from kvrag.models.rowgraphs import RowGraphs
 from kvrag_bench import shapes
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
 from kvrag_bench.launches import count_launches, narrow_model
@@ -315,3 +316,48 @@ def test_the_command() -> None:
     assert {"layout", "load", "compute"} <= row["host_ms_by_phase"].keys()
     assert row["launches_per_layer"] == sum(row["launches"].values()) / row["num_layers"]
     assert CliRunner().invoke(app, ["bench", "launches", "--shape", "nothing"]).exit_code == 1
+
+
+def test_prompts_that_wait_at_the_same_time_go_through_layers_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of different lengths and policies; a graph of several is captured after the first ones."""
+    model, replayed = model_of("qwen2"), []
+    run = RowGraphs.run_joined
+
+    def joined(graphs: RowGraphs, layers: range, *given: Any, **named: Any) -> bool:
+        is_done = run(graphs, layers, *given, **named)
+        replayed.append(len(given[0]) if is_done else 0)
+        return is_done
+
+    monkeypatch.setattr(RowGraphs, "run_joined", joined)
+    prompts = [
+        Request(text, policy=policy, max_tokens=1, logprobs=5)
+        for text, policy in (
+            (PROMPT, "none"),
+            (f"{TEXTS[1]}\n\nWhat is it?", "none"),
+            (f"{PROMPT} Say it in one word.", "two_stage"),
+            (f"{TEXTS[2]}\n\n{TEXTS[0]}\n\nWho?", "none"),
+            (f"{TEXTS[2]}\n\n{TEXTS[0]}\n\nWho is it?", "boundary"),
+            (f"{TEXTS[1]}\n\n{TEXTS[2]}\n\nHow?", "two_stage"),
+        )
+    ]
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        engine = KVEngine(index, session_bytes=0)
+        engine.generate_batch(prompts)  # makes first places
+        expected = [engine.generate(one) for one in prompts]
+        with pretended_card() as counts:
+            to_card(model.hf, counts)
+            here = KVEngine(index, session_bytes=0)
+            runs = [here.generate_batch(prompts) for _ in range(4)]
+            assert max(replayed) >= 3
+            del replayed[:]
+            here.generate(prompts[0])
+            assert not replayed  # nobody to meet
+    for answers in runs:
+        for one, other in zip(answers, expected, strict=True):
+            assert one.text == other.text
+            assert one.report.rows_by_layer == other.report.rows_by_layer
+            for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+                assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers.generation  # noqa: F401  # before there are other streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from kvrag.models import cardlayers, rowgraphs
 from kvrag.models.attention import MassObserver, num_before, rows_on
 from kvrag.models.cardlayers import RowsAsked, Slots
 from kvrag.models.compiled import describe_layers
+from kvrag.models.joining import Meeting, share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import BUCKETS, CapturedLayers, RowGraphs, groups_of
 from kvrag.models.rows import Attending, RowPass
@@ -163,6 +165,82 @@ def layers_of(family: str) -> tuple[CapturedLayers, RowGraphs]:
     return captured_for(deep(family), 32, 48)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(10), deadline=None)
+@given(data=st.data())
+def test_several_prompts_in_one_graph_are_each_alone(family: str, data: Any) -> None:
+    model = deep(family)
+    compiled, graphs = layers_of(family)
+    meeting, looks = Meeting(), data.draw(st.booleans())
+    for slot in graphs._slots.of(256).values():
+        slot.fill_(torch.nan)
+    graphs._each_positions.fill_(1 << 40)
+    sizes = st.integers(2, 60).flatmap(
+        lambda tokens: st.tuples(st.just(tokens), st.integers(1, min(tokens, 32)))
+    )
+    for _ in range(2):
+        chosen = data.draw(st.lists(sizes, min_size=2, max_size=5))
+        ours, theirs = (
+            [Prompt(model, *size, seed) for seed, size in enumerate(chosen)] for _ in range(2)
+        )
+        layers = [CapturedLayers(compiled.description, compiled._slots, graphs) for _ in ours]
+        for group in groups_of(model.spec.num_layers):
+            shares = []
+            for one, own in zip(ours, layers, strict=True):
+                of = RowPass(one.rows, one.fused, one.tables, own)
+                asked = one.asked() if looks else None
+                with meeting.open():
+                    given = model, group, one.hidden, of, asked
+                    shares.append(share_of(*given, is_captured=True))
+            offered = [one for one in shares if one is not None]
+            going = meeting.compute(offered)
+            if len(going) == 1:
+                assert not going[0].is_done
+                assert graphs.wants_more
+                graphs.capture()
+                going = meeting.compute(offered)
+            assert going == shares
+            assert all(one.is_done for one in offered)
+        for one, other in zip(ours, theirs, strict=True):
+            other.run(compiled, looks=looks, together=False)
+            torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+            storages = one.fused.storage, other.fused.storage
+            torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-4, equal_nan=True)
+            torch.testing.assert_close(one.mass, other.mass, rtol=1e-4, atol=1e-4)
+            assert bool(one.mass.any()) is looks
+
+
+def test_where_memory_is_short_graphs_compute_fewer_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = deep("llama")
+    compiled, graphs = captured_for(model, 20)
+    capture, replayed = rowgraphs.capture, len(graphs._graphs)
+    assert (graphs.room_for(20), graphs.room_for(200), graphs.room_for(300)) == (8, 2, 1)
+
+    def short(*given: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(rowgraphs, "capture", short)
+    prompts = [Prompt(model, 40, 20 + n, n) for n in range(4)]
+    given = [
+        range(1),
+        [one.hidden for one in prompts],
+        [one.rows for one in prompts],
+        [compiled.state_of(one.rows, one.fused, one.tables, None) for one in prompts],
+    ]
+    assert not graphs.run_joined(*given, looks=False)
+    graphs.capture()
+    assert graphs.room_for(20) == 2
+    monkeypatch.setattr(rowgraphs, "capture", capture)
+    pair = given[0], *(one[:2] for one in given[1:])
+    assert not graphs.run_joined(*pair, looks=False)
+    graphs.capture()
+    with model.computing_rows():
+        assert graphs.run_joined(*pair, looks=False)
+    assert len(graphs._graphs) == replayed  # those of one prompt stay
+
+
 def test_prompts_that_take_turns_have_their_own_rows() -> None:
     model = deep("llama")
     compiled, _ = captured_for(model, 32)
@@ -216,7 +294,7 @@ def test_a_prompt_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for looks in (False, True):
         prompt = Prompt(model, 40, 20, 1)
         assert prompt.run(compiled, looks=looks, together=True) == 0
-    assert graphs._wanted == {(32, False), (32, True)}
+    assert graphs._wanted == {(32, False, 1), (32, True, 1)}
 
 
 def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +514,7 @@ def test_rows_that_would_fill_a_bucket_at_a_price_are_carried_out() -> None:
     weights = sum(one.weight.numel() for one in modules if isinstance(one, torch.nn.Linear))
     assert graphs._most_filled == rowgraphs._MOST_FILLED / weights
     graphs._most_filled = 100  # as of a model of some billions
-    assert graphs._bucket_of(31) == 32
-    assert graphs._bucket_of(2050) is None
-    assert graphs._bucket_of(3000) == 3072
-    assert graphs._bucket_of(5000) is None
+    assert graphs.bucket_of(31) == 32
+    assert graphs.bucket_of(2050) is None
+    assert graphs.bucket_of(3000) == 3072
+    assert graphs.bucket_of(5000) is None

@@ -25,6 +25,7 @@ def bench_launches(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 500,
     question_tokens: b.QuestionTokensOption = 30,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts that wait at the same time.")] = 1,
     memory: b.MemoryOption = "none",
     codec: b.ChunkCodecOption = RAW,
     as_json: o.JsonOption = False,
@@ -49,6 +50,7 @@ def bench_launches(
                     question_tokens=question_tokens,
                     memory=memory,
                     codec=codec,
+                    num_prompts=prompts,
                 )
             )
     if as_json:
@@ -62,9 +64,9 @@ def bench_launches(
         )
         own = ", ".join(f"{name} {ms:.1f}" for name, ms in row.host_ms_by_phase.items())
         console.out().print(
-            f"{row.policy}, {row.codec}, {row.num_tokens:,} tokens: "
+            f"{row.num_prompts} x {row.policy}, {row.codec}, {row.num_tokens:,} tokens: "
             f"{row.launches_per_layer:.1f} kernels a "
-            f"layer, {row.num_waits} waits of the prompt's thread, whose own time is "
+            f"layer and prompt, {row.num_waits} waits of the prompt's thread, whose own time is "
             f"{row.host_ms:.1f} ms ({own}). {phases}",
             markup=False,
         )

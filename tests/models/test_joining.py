@@ -1,0 +1,310 @@
+"""Several prompts in one pass through layers, as on a card: each gets what it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.fusion.fuser import FusedPrompt, fuse_in_slices
+from kvrag.fusion.repair import make_repair
+from kvrag.fusion.slices import Slices, whole
+from kvrag.kvcache import FusedKV
+from kvrag.models import cardlayers, joining
+from kvrag.models.cardlayers import CardLayers, RowsAsked, Slots
+from kvrag.models.compiled import describe_layers
+from kvrag.models.joining import Meeting, Share, share_of
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import RowPass
+from kvrag_testing.bench_top import Bench
+from tests.models.test_card_layers import POLICIES, by_tensors
+from tests.models.test_compiled import FAMILIES, model_of
+from tests.models.test_row_graphs import CPU, Prompt, deep
+from tests.support.properties import examples
+
+
+def layers_over(model: KVModel) -> CardLayers:
+    """Return layers whose slots all prompts share, in which nothing is a number yet."""
+    described = describe_layers(model.rows.layers, model.windows, model._any_tables())
+    assert described is not None
+    slots = Slots(described, CPU)
+    for slot in slots.of(256).values():
+        slot.fill_(torch.nan)
+    return CardLayers(described, slots)
+
+
+def of_prompt(compiled: CardLayers) -> CardLayers:
+    """Return what `KVModel.compile` does for a further prompt."""
+    return CardLayers(compiled.description, compiled._slots)
+
+
+def offer(
+    prompt: Prompt, compiled: CardLayers, layers: range, *, looks: bool, **more: bool
+) -> Share:
+    asked = prompt.asked() if looks else None
+    of = RowPass(prompt.rows, prompt.fused, prompt.tables, compiled)
+    with Meeting().open():
+        share = share_of(prompt.model, layers, prompt.hidden, of, asked, **more)
+    assert share is not None
+    return share
+
+
+def assert_joined_is_alone(model: KVModel, sizes: Sequence[tuple[int, int, bool]]) -> None:
+    """Compare prompts of some tokens and rows, of which some look, with each alone."""
+    compiled, meeting = layers_over(model), Meeting()
+    ours, theirs = (
+        [Prompt(model, tokens, rows, seed) for seed, (tokens, rows, _) in enumerate(sizes)]
+        for _ in range(2)
+    )
+    layers = [of_prompt(compiled) for _ in ours]
+    for first in range(0, model.spec.num_layers - 1, 2):
+        group = range(first, min(first + 2, model.spec.num_layers - 1))
+        shares = [
+            offer(one, own, group, looks=looks)
+            for one, own, (_, _, looks) in zip(ours, layers, sizes, strict=True)
+        ]
+        assert meeting.compute(shares) == shares
+        assert all(one.is_done for one in shares)
+    for one, other, (_, _, looks) in zip(ours, theirs, sizes, strict=True):
+        other.run(of_prompt(compiled), looks=looks, together=False)  # type: ignore[arg-type]
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+        storages = one.fused.storage, other.fused.storage
+        torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(one.mass, other.mass, rtol=1e-4, atol=1e-4)
+        assert bool(one.mass.any()) is looks
+
+
+_sizes = st.integers(2, 60).flatmap(
+    lambda tokens: st.tuples(st.just(tokens), st.integers(1, tokens), st.booleans())
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(30), deadline=None)
+@given(sizes=st.lists(_sizes, min_size=2, max_size=4))
+def test_rows_of_several_prompts_are_those_of_each_alone(family: str, sizes: Any) -> None:
+    with patch.object(cardlayers, "operations_for", by_tensors):
+        assert_joined_is_alone(deep(family), sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_kernels_compute_rows_of_several_prompts(family: str) -> None:
+    assert_joined_is_alone(deep(family), [(20, 5, False), (33, 9, True), (3, 1, False)])
+
+
+# -- prompts that are fused ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(model_of("qwen2"))
+
+
+def started(bench: Bench, policy: str, *order: int) -> Slices[FusedPrompt]:
+    layout = bench.lay_out(bench.prompt(*order, question=f"Question {policy}:"))
+    num_tokens = len(layout.token_ids)
+    buffer = FusedKV(bench.model.spec, num_tokens, num_tokens + 3)
+    return fuse_in_slices(bench.model, layout, bench.open_kv, make_repair(policy), buffer)
+
+
+def offered(prompt: Slices[FusedPrompt], meeting: Meeting) -> Share:
+    """Drive a prompt until it offers something."""
+    with meeting.open():
+        while (share := meeting.taken()) is None:
+            next(prompt)
+    return share
+
+
+def fused_together(prompts: Sequence[Slices[FusedPrompt]], meeting: Meeting) -> list[FusedPrompt]:
+    """Drive prompts as the scheduler does."""
+    done: dict[int, FusedPrompt] = {}
+    offers: dict[int, Share] = {}
+    while len(done) < len(prompts):
+        for number, prompt in enumerate(prompts):
+            if number in done or number in offers:
+                continue
+            try:
+                with meeting.open():
+                    next(prompt)
+            except StopIteration as ended:
+                done[number] = ended.value
+            if (share := meeting.taken()) is not None:
+                offers[number] = share
+        if offers:
+            going = meeting.compute(list(offers.values()))
+            offers = {one: share for one, share in offers.items() if share not in going}
+    return [done[number] for number in range(len(prompts))]
+
+
+def counted(num_joined: list[int]) -> Any:
+    run = Meeting._run
+
+    def counting(meeting: Meeting, shares: Sequence[Share]) -> bool:
+        num_joined.append(len(shares))
+        return run(meeting, shares)
+
+    return patch.object(Meeting, "_run", counting)
+
+
+def test_prompts_of_all_policies_meet(bench: Bench) -> None:
+    wanted = [(policy, number % 3 + 1) for number, policy in enumerate(POLICIES)]
+    num_joined: list[int] = []
+    compiled = layers_over(bench.model)
+    with (
+        patch.object(KVModel, "compile", lambda _: of_prompt(compiled)),
+        patch.object(cardlayers, "operations_for", by_tensors),
+        counted(num_joined),
+    ):
+        expected = [whole(started(bench, one, *range(n))) for one, n in wanted]
+        assert not num_joined
+        found = fused_together([started(bench, one, *range(n)) for one, n in wanted], Meeting())
+    assert max(num_joined) >= 5
+    for one, other in zip(found, expected, strict=True):
+        assert (one.logits - other.logits).abs().max() <= 1e-4 * other.logits.std()
+        assert [len(rows) for rows in one.picks] == [len(rows) for rows in other.picks]
+        rows = slice(0, other.kv.num_tokens)
+        for mine, theirs in zip(
+            (*one.kv.keys, *one.kv.values), (*other.kv.keys, *other.kv.values), strict=True
+        ):
+            torch.testing.assert_close(mine[:, :, rows], theirs[:, :, rows], rtol=1e-4, atol=1e-4)
+        assert one.report.rows_by_layer == other.report.rows_by_layer
+        assert one.report.seconds["compute"] > 0
+
+
+def test_a_prompt_computes_alone_what_nobody_computes_for_it(bench: Bench) -> None:
+    compiled = layers_over(bench.model)
+    with (
+        patch.object(KVModel, "compile", lambda _: of_prompt(compiled)),
+        patch.object(cardlayers, "operations_for", by_tensors),
+        patch.object(Meeting, "_run", side_effect=AssertionError),
+    ):
+        expected = whole(started(bench, "two_stage"))
+        with Meeting().open():
+            found = whole(started(bench, "two_stage"))
+        given_up, meeting = started(bench, "none"), Meeting()
+        offered(given_up, meeting)
+        given_up.close()
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_an_error_ends_the_prompts_that_met(bench: Bench) -> None:
+    compiled, meeting = layers_over(bench.model), Meeting()
+    with (
+        patch.object(KVModel, "compile", lambda _: of_prompt(compiled)),
+        patch.object(cardlayers, "operations_for", by_tensors),
+        patch.object(Meeting, "_run", side_effect=RuntimeError("the card is gone")),
+    ):
+        prompts = [started(bench, "none") for _ in range(2)]
+        shares = [offered(one, meeting) for one in prompts]
+        assert meeting.compute(shares) == shares
+        for one in prompts:
+            with pytest.raises(RuntimeError, match="the card is gone"):
+                next(one)
+
+
+# -- who meets -----------------------------------------------------------------------------------
+
+
+class _Compiled(CardLayers):
+    """Layers that differ from others only if their number does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def is_like(self, other: CardLayers) -> bool:
+        assert isinstance(other, _Compiled)
+        return self.number == other.number
+
+
+class _Graphs:
+    def bucket_of(self, num_rows: int) -> int:
+        return 32 if num_rows <= 32 else 64
+
+    def room_for(self, num_rows: int) -> int:
+        return 4 if num_rows <= 32 else 2
+
+
+GRAPHS: Any = _Graphs()
+
+
+def _share(
+    first: int = 3,
+    num_rows: int = 9,
+    number: int = 0,
+    *,
+    captured: bool = False,
+    looks: bool = False,
+) -> Share:
+    rows, model = torch.arange(num_rows), model_of("qwen2")
+    compiled = _Compiled(number)
+    of = RowPass(rows, FusedKV(model.spec, 1, 1), [], compiled)
+    hidden, layers = torch.zeros(num_rows, 2), range(first, first + 1)
+    asked = RowsAsked(hidden, 0, 0) if looks else None
+    graphs = GRAPHS if captured else None
+    return Share(model, layers, hidden, of, compiled, num_rows - 1, asked, graphs)
+
+
+ON = {"captured": True}
+
+
+@pytest.mark.parametrize(
+    ("shares", "going"),
+    [
+        ([{}, {}, {}], {0, 1, 2}),
+        ([{}, {"first": 4}, {}], {0, 2}),
+        ([{"first": 9}, {}, {"first": 9}, {}], {1, 3}),  # those behind come closer
+        ([{"first": 9}, {"first": 0}, {"first": 9}], {0, 2}),  # too far behind
+        ([{"first": 9}, {"first": 0}, {"first": 20}], {0}),
+        ([{"num_rows": 300}, {"num_rows": 300}, {"num_rows": 212}], {0, 2}),
+        ([{"num_rows": 512}, {}], {0}),
+        ([{}, {"number": 1}, {"looks": True}], {0, 2}),
+        ([ON, {}, ON, ON | {"looks": True}, ON | {"num_rows": 40}], {0, 2}),
+        ([ON, ON, ON, ON, ON, ON], {0, 1, 2, 3}),
+        ([ON | {"num_rows": 40}, ON, ON | {"num_rows": 50}], {0, 2}),
+    ],
+)
+def test_who_meets(shares: list[Any], going: set[int]) -> None:
+    met: list[list[Share]] = []
+    offered = [_share(**one) for one in shares]
+    with (
+        patch.object(Meeting, "_run", lambda _, some: met.append(some) is None),
+        patch.object(joining, "_replay", lambda some: met.append(some) is None),
+    ):
+        found = Meeting().compute(offered)
+    assert {number for number, one in enumerate(offered) if one in found} == going
+    assert met == ([found] if len(found) > 1 else [])
+    assert all(one.is_done for one in found) is (len(found) > 1)
+
+
+def test_where_memory_is_short_fewer_meet() -> None:
+    meeting = Meeting()
+    shares = [_share(num_rows=200), _share(num_rows=200)]
+    with patch.object(Meeting, "_prepared", side_effect=torch.OutOfMemoryError):
+        assert meeting.compute(shares) == shares[:1]
+    assert not any(one.is_done or one.error for one in shares)
+    with patch.object(Meeting, "_prepared", side_effect=AssertionError):
+        assert meeting.compute(shares) == shares[:1]
+
+
+def test_what_is_not_offered() -> None:
+    model = deep("llama")
+    prompt = Prompt(model, 40, 20, 1)
+    compiled = layers_over(model)
+    of = RowPass(prompt.rows, prompt.fused, prompt.tables, compiled)
+    given = model, range(1), prompt.hidden
+    assert share_of(*given, of) is None  # nobody meets
+    with Meeting().open():
+        assert share_of(*given, of) is not None
+        assert share_of(*given, RowPass(prompt.rows, prompt.fused, prompt.tables)) is None
+        assert share_of(*given, of.over(prompt.rows.clone())) is None  # their last is not known
+        with patch.object(joining, "MOST_JOINED", 19):
+            assert share_of(*given, of) is None
+    assert share_of(*given, of) is None
