@@ -33,7 +33,7 @@ from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.loading.stream_plan import StreamReport
 from kvrag.loading.streaming import ChunkStream, Streaming, StreamItem
-from kvrag.models.ranks import ALONE, Ranks
+from kvrag.models.kv_model import ALONE, Ranks
 from kvrag.positions.rotary import RotaryTable
 
 PlannedRows = Callable[[Sequence[ReusedSpan]], int]

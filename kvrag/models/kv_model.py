@@ -52,7 +52,6 @@ from kvrag.models.loading import (
     shared_prefix_ids,
 )
 from kvrag.models.quantised import is_quantised, unpack
-from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.references import resolve_model
 from kvrag.models.row_methods import RowMethods
 from kvrag.models.rowgraphs import CapturedSteps
@@ -114,6 +113,33 @@ def take_chunk(
         tables[layer_index].strip(given[0], rows, keys[layer_index])
         values[layer_index] = given[1]
     return ChunkKV(keys.cpu(), values.cpu())
+
+
+class Ranks:
+    """One process that has the whole model.
+
+    A subclass connects several that compute it together, each with some of its heads. Each of them
+    makes the same calls in the same order, from one thread at a time, and all get the same bits.
+
+    Attributes
+    ----------
+    rank, size
+        This process's number, from 0, and the number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all processes' tensors of one shape; the argument may be changed."""
+        return part
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """Return, for each place of a list, the greatest number that a process has there."""
+        return list(numbers)
+
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True)

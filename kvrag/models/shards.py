@@ -16,11 +16,10 @@ from torch import nn
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.models.families import CORE, find_family, num_kv_heads
-from kvrag.models.kv_model import KVModel
+from kvrag.models.kv_model import KVModel, Ranks
 from kvrag.models.linears import pack_linears
 from kvrag.models.loading import model_fingerprint
 from kvrag.models.pretrained import load_weights
-from kvrag.models.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -23,8 +23,7 @@ from kvrag.fusion.plan import Loading
 from kvrag.fusion.slices import MISS_DAMAGED
 from kvrag.kvcache import FusedKV
 from kvrag.loading.streaming import StreamEstimates, Streaming
-from kvrag.models.kv_model import KVModel
-from kvrag.models.ranks import Ranks
+from kvrag.models.kv_model import KVModel, Ranks
 from kvrag.models.shards import check_shards, keep_part
 from kvrag.store.memory import MemoryStore
 from tests.support.models import make_model, make_tokenizer

@@ -26,10 +26,9 @@ from kvrag.kvcache import DTYPES, FusedKV
 from kvrag.llms.vllm.options import check_engine
 from kvrag.llms.vllm.settings import CONNECTOR, ConnectorSettings, require_tested
 from kvrag.models.families import CORE
-from kvrag.models.kv_model import KVModel
+from kvrag.models.kv_model import ALONE, KVModel, Ranks
 from kvrag.models.linears import pack_linears
 from kvrag.models.pretrained import from_pretrained, load_weights
-from kvrag.models.ranks import ALONE, Ranks
 from kvrag.models.shards import load_shard
 
 if TYPE_CHECKING:
