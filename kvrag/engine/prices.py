@@ -194,7 +194,7 @@ def _key(model: KVModel, fingerprint: str) -> str:
     """Return what the prices depend on, as text."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else os.uname().machine
-    num_threads = torch.get_num_threads() if device.type == "cpu" else 0
+    num_threads = threads.num_computing() if device.type == "cpu" else 0
     values = _WAY, fingerprint, device.type, name, num_threads, model.compute, _version()
     return json.dumps([*map(str, values), torch.__version__])
 

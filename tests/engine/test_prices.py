@@ -19,9 +19,11 @@ from kvrag.fusion.policies.base import NonePolicy, PromptRows
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.ingest.index import Index
+from kvrag.loading import threads
 from kvrag.loading.pace import Pace
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, relative_difference
+from tests.support.instructions import torch_threads
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 BY_ROW = RowPrices((1, 1000), (0.001, 1.0))
@@ -227,3 +229,16 @@ def test_what_is_measured_is_a_price_list(
     assert found.num_rows[0] == 16
     assert found.num_rows[-1] < model.max_positions
     assert list(found.seconds) == sorted(found.seconds)
+
+
+def test_a_share_of_the_cores_has_the_prices_of_all(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt beside others is decided as alone."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    asked = Prices("a fingerprint")
+    with torch_threads(2):
+        monkeypatch.setitem(prices._known, prices._key(index.model, "a fingerprint"), BY_LAUNCH)
+        with threads.computing_with(2):
+            assert torch.get_num_threads() == 1
+            assert asked.known(index.model) is BY_LAUNCH
