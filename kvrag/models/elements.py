@@ -152,11 +152,12 @@ def _mlp(module: nn.Module, activation: nn.Module, *, is_gelu: bool) -> _Forward
 
 def is_replaced(module: nn.Module) -> bool:
     """Return whether a module's forward is not, or not only, the one its class was written with."""
-    return (
-        "forward" in vars(module)
-        or is_patched(type(module))
-        or bool(module._forward_hooks or module._forward_pre_hooks)
-    )
+    return is_hooked(module) or is_patched(type(module))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module itself, not its class, has a forward or hooks."""
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def state_of(*models: nn.Module) -> tuple[object, ...]:

@@ -30,7 +30,7 @@ from kvrag.models.attention import lock_of, share_lock, whole_attention
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
 from kvrag.models.decoders import Decoder, Model
-from kvrag.models.elements import state_of
+from kvrag.models.elements import is_hooked, state_of
 from kvrag.models.families import (
     TESTED,
     WHOLE,
@@ -281,7 +281,6 @@ class KVModel(RowMethods):
         self.lock = lock_of(hf)
         self.ranks: Ranks = ALONE
         self.compute = resolved_compute(hf, compute)
-        self._making = threading.Lock()
         self._twins: tuple[Any, dict[int, KVModel | None]] = None, {}
 
     def _require_proof(self) -> None:
@@ -331,8 +330,9 @@ class KVModel(RowMethods):
         """
         if type(self) is not KVModel or self.device.type != "cpu" or self.ranks.size > 1:
             return None
-        with self._making:
-            state = self.decoder, state_of(*self.rows.layers)
+        # While others compute, modules have other forwards for a while.
+        with self.lock:
+            state = state_of(self.decoder)
             if self._twins[0] != state:
                 self._twins = state, {}
             twins = self._twins[1]
@@ -341,9 +341,12 @@ class KVModel(RowMethods):
             return twins[number]
 
     def _made_twin(self) -> KVModel | None:
+        if any(map(is_hooked, self.decoder.modules())):
+            return None  # hooks outside the layers may not stand several threads either
         twin: KVModel = object.__new__(KVModel)
         vars(twin).update(vars(self))
         twin._one_row = twin._seen = twin._described = twin._made = None
+        twin._twins = None, {}  # not those that it is among: what is dropped is freed at once
         decoder = cast("Model", twin_of(self.decoder))
         twin.lock = lock_of(decoder)
         twin._take(decoder)

@@ -345,22 +345,22 @@ def twin_of(model: nn.Module) -> nn.Module:
     """
     known: dict[int, Any] = {}
     copy.deepcopy(getattr(model, "config", None), known)
+    return _twin_of(model, known)
 
-    def made_of(module: nn.Module) -> nn.Module:
-        if id(module) in known:
-            return cast("nn.Module", known[id(module)])
-        twin = known[id(module)] = module.__new__(type(module))
-        # A configuration says how a model attends.
-        own = {name: known.get(id(value), value) for name, value in vars(module).items()}
-        vars(twin).update(own)
-        twin._modules = {
-            name: None if part is None else made_of(part) for name, part in module._modules.items()
-        }
-        if isinstance(module, nn.Linear) and isinstance(twin, nn.Linear):
-            _ways[twin] = _ways.setdefault(module, {})
-        return twin
 
-    return made_of(model)
+def _twin_of(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+    if id(module) in known:
+        return cast("nn.Module", known[id(module)])
+    twin = known[id(module)] = module.__new__(type(module))
+    # A configuration says how a model attends.
+    vars(twin).update({name: known.get(id(value), value) for name, value in vars(module).items()})
+    twin._modules = {
+        name: None if part is None else _twin_of(part, known)
+        for name, part in module._modules.items()
+    }
+    if isinstance(module, nn.Linear) and isinstance(twin, nn.Linear):
+        _ways[twin] = _ways.setdefault(module, {})
+    return twin
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -412,3 +415,55 @@ def test_no_twin_where_modules_compute() -> None:
     hf.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert KVModel(hf, make_tokenizer()).twin(0) is None
     assert KVModel(make_model("bloom"), make_tokenizer()).twin(0) is None
+
+
+def test_other_parts_than_layers_count_for_twins() -> None:
+    hf = make_model("llama")
+    model, token_ids = KVModel(hf, make_tokenizer()), list(range(5, 60))
+    before = model.twin(0)
+    head = torch.nn.Linear(hf.lm_head.in_features, hf.lm_head.out_features, bias=False)
+    hf.lm_head = head.requires_grad_(requires_grad=False)
+    after = model.twin(0)
+    assert after is not None
+    assert after is not before
+    assert torch.equal(fused_alone(after, token_ids)[0], fused_alone(model, token_ids)[0])
+    hf.model.norm.register_forward_hook(lambda *_: None)
+    assert model.twin(0) is None
+
+
+def test_twins_stay_while_the_model_computes() -> None:
+    model = KVModel(make_model("llama"), make_tokenizer())
+    before, begun = model.twin(0), threading.Event()
+
+    def compute() -> None:
+        with model.computing_rows():
+            begun.set()
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(compute)
+        begun.wait(30)
+        assert model.twin(0) is before
+        done.result()
+
+
+def test_twins_are_freed_with_their_model() -> None:
+    """At once: weights are not kept until garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = KVModel(make_model("llama"), make_tokenizer())
+        twins = [model.twin(number) for number in range(2)]
+        fused_alone(cast("KVModel", twins[1]), list(range(5, 60)))
+        weight = weakref.ref(model.decoder.get_input_embeddings().weight)
+        refs = [weakref.ref(one) for one in twins] + [
+            weakref.ref(cast("KVModel", twins[0]).decoder)
+        ]
+        model.decoder.model.layers[0] = make_model("llama").model.layers[0]
+        model.twin(0)
+        twins.clear()
+        assert [one() for one in refs] == [None] * 3
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
