@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -176,6 +176,11 @@ class Scheduler:
         aside = sum(job is not None for job in list(self._aside.values()))
         return len(self._joining) + aside + len(self._fused) + len(self._running)
 
+    @property
+    def _room(self) -> int:
+        """How many further answers may join."""
+        return self._max_batch - self._num_joined
+
     def submit(self, job: Job, *, in_background: bool = False) -> None:
         """Queue a job.
 
@@ -314,7 +319,7 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Fuse slices of the prompts that join, then write one token of each running answer."""
-        self.moved = time.perf_counter()
+        self.moved, self._rests = time.perf_counter(), False
         with working():
             self._drop_cancelled()
             self._take_fused()
@@ -327,12 +332,9 @@ class Scheduler:
             with self._changed:
                 self._rests = True
                 self._changed.wait_for(
-                    lambda: (
-                        self._cancelled or self._fused or any(job.is_read for job in self._waiting)
-                    ),
+                    lambda: self._cancelled or self._fused or (self._room > 0 and self._ready()),
                     _REST_SECONDS,
                 )
-                self._rests = False
 
     def _share(self) -> None:
         """Let other threads fuse prompts that would wait for this one."""
@@ -344,30 +346,46 @@ class Scheduler:
                 if job is None:
                     return
                 self._aside[number] = job
-            # Without the lock: it may have to load the model.
-            if self._twin(number) is None:
-                with self._changed:
-                    del self._aside[number]
-                    self._waiting.append(job)
+            is_begun = False
+            try:
+                # Without the lock: it may have to load the model. What fails here fails again for
+                # the prompt that needs it, and for no other.
+                with suppress(Exception):
+                    if self._twin(number) is not None:
+                        threads.start(partial(self._fuse_aside, number, job), threads.ASIDE)
+                        is_begun = True
+            finally:
+                if not is_begun:  # interrupted, maybe
+                    with self._changed:
+                        del self._aside[number]
+                        self._waiting.appendleft(job)
+            if not is_begun:
                 return
-            threads.start(partial(self._fuse_aside, number, job), threads.ASIDE)
+
+    def _ready(self) -> list[Job]:
+        """Return the prompts that wait and are read; hold the lock."""
+        return [job for job in self._waiting if job.is_read]
 
     def _next_aside(self) -> Job | None:
         """Take the prompt that another thread than the driving one fuses next; hold the lock."""
-        ready = [job for job in self._waiting if job.is_read]
+        ready = self._ready()
         # The driving thread has something to do as well, and one with a target computes alone.
-        if not (self._joining or self._running or len(ready) > 1):
+        is_busy = bool(self._joining or self._running)
+        if min(len(ready), self._room) <= (not is_busy):
             return None
-        if any(job.has_target for job in self._joining) or self._num_joined >= self._max_batch:
+        if any(job.has_target for job in self._joining):
             return None
-        job = min(ready, key=lambda one: one.due, default=None)
-        if job is None or job.asks_for_target:
+        job = min(ready, key=lambda one: one.due)
+        if job.asks_for_target:
             return None
         self._waiting.remove(job)
         return job
 
     def _fuse_aside(self, number: int, job: Job | None) -> None:
         """Fuse prompts with a twin of the model, as long as there are any."""
+        with self._changed:
+            if self._aside.get(number) is not job:
+                return  # no thread could be started at the time, and the prompt waits again
         while job is not None:
             answer, error = None, None
             try:
@@ -409,13 +427,12 @@ class Scheduler:
 
     def _take_fused(self) -> None:
         """Let prompts join that other threads have fused."""
-        with self._changed:
-            fused, self._fused = self._fused, []
-            self._running += fused
-        for job in fused:
+        for job in list(self._fused):
             if job.answer is None:  # it failed, or was cancelled
                 self._end(job, job.error)
-            elif not job.is_ended:
+            else:
+                self._running.append(job)
+                self._fused.remove(job)
                 self._take(job)
 
     def _drop_cancelled(self) -> None:
@@ -476,12 +493,11 @@ class Scheduler:
         with self._changed:
             meeting = [job for job in self._joining if job.share is not None]
             ready = [job for job in self._joining if job not in slow and job not in meeting]
-            has_room = self._num_joined < self._max_batch
             # Not only those in `slow`: one with a target may be due after others.
             is_alone = any(job.has_target and job.is_slow for job in self._joining)
-            has_room = has_room and len(meeting) < _MOST_JOINED
+            has_room = self._room > 0 and len(meeting) < _MOST_JOINED
             if has_room and len(slow) < _MOST_SLOW and not is_alone:
-                ready += [job for job in self._waiting if job.is_read]
+                ready += self._ready()
             job = min(ready, key=lambda one: one.due, default=None)
             if job is not None and job in self._waiting:
                 self._waiting.remove(job)
@@ -495,7 +511,8 @@ class Scheduler:
                 start = job.start.result() if isinstance(job.start, Future) else job.start
                 job.fusing, job.has_target = start.fuse(job.submitted, None), start.has_target
                 waits = None
-            is_alone = len(self._joining) == 1 and not any(one.is_read for one in self._waiting)
+            with self._changed:
+                is_alone = len(self._joining) == 1 and not self._ready()
             meeting = nullcontext() if is_alone else self._meeting.open()
             with self._sharing(), meeting:
                 is_slow = job.fusing.send(waits)

@@ -77,9 +77,9 @@ def computing_with(num_sharing: int) -> Iterator[None]:
     if num_sharing < 2 or number < 2 or set_number is None:
         yield
         return
-    _alone.number = number
-    set_number(max(1, number // num_sharing))
-    try:
+    try:  # from here on: an interrupted thread gets all cores back
+        _alone.number = number
+        set_number(max(1, number // num_sharing))
         yield
     finally:
         set_number(number)

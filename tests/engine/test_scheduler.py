@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from kvrag.engine import scheduler as scheduling
 from kvrag.engine.scheduler import Job, Scheduler, Start
 from kvrag.fusion.slices import Slices
+from kvrag.loading import threads
 from tests.support.instructions import torch_threads
 
 SLICE, STEP = 0.01, 0.02
@@ -336,3 +338,126 @@ def test_one_thread_fuses_all_without_twins_or_with_targets(
     script.run()
     assert script.twins == dict.fromkeys("abc")
     assert set(script.threads.values()) == {2}
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
+def test_a_twin_that_cannot_be_made_costs_no_prompt(error: BaseException) -> None:
+    script, errors = Beside(), [error]
+
+    def twin(number: int) -> Any:
+        if errors:
+            raise errors.pop()
+        return f"twin {number}"
+
+    script.scheduler._twin = twin
+    for name in "abc":
+        script.submit(name, lambda: None)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            script.run()
+        assert script.scheduler.num_open == 3
+    script.run()
+    assert (script.scheduler._aside, script.told, script.closed) == ({}, {}, set("abc"))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_that_cannot_be_started_costs_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, kept = Beside(), []
+
+    def start(work: Callable[[], None], _: str) -> None:
+        kept.append(work)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "start", start)
+    for name in "abc":
+        script.submit(name, lambda: None)
+    script.run()
+    for work in kept:  # a thread was found at last
+        work()
+    assert (script.scheduler._aside, script.told) == ({}, {})
+    assert script.twins == dict.fromkeys("abc")
+    assert not script.scheduler._fused
+
+
+def test_a_thread_without_room_for_its_own_prompt_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four threads two fuse, one waits for room, and takes no core meanwhile."""
+    monkeypatch.setattr(scheduling, "step_all", lambda steps: [object() for _ in steps])
+    num_rests = 0
+
+    class Counting(threading.Condition):
+        def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> Any:
+            nonlocal num_rests
+            num_rests += 1
+            return super().wait_for(predicate, timeout)
+
+    with torch_threads(4):
+        script, goes_on = Beside(max_batch=2), threading.Event()
+        script.scheduler._changed = Counting()
+        for name in "abcd":
+            script.submit(name, lambda: goes_on.wait(0.3))
+        script.run()
+    assert script.closed == set("abcd")
+    assert num_rests < 100
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_one_answer_at_a_time_is_fused_by_the_driver() -> None:
+    script = Beside(max_batch=1)
+    for name in "abc":
+        script.submit(name, lambda: None)
+    script.run()
+    assert script.twins == dict.fromkeys("abc")
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_interrupted_piece_costs_no_other_prompt() -> None:
+    def fail() -> None:
+        raise ValueError("damaged")
+
+    script, fused = Beside(), []
+    for name, during in (("a", lambda: None), ("x", fail)):
+        job, written = script.submit(name, during)
+        script.scheduler._waiting.remove(job)
+        script.scheduler._aside[0] = job
+        script.scheduler._fuse_aside(0, job)
+        fused.append(written)
+    take, errors = fused[0].take, [KeyboardInterrupt()]
+
+    def interrupted() -> list[Any]:
+        if errors:
+            raise errors.pop()
+        return take()
+
+    fused[0].take = interrupted  # type: ignore[method-assign]
+    fused[0].logits = object()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        script.run()
+    script.run()
+    assert (list(script.told), script.closed) == (["x"], {"a"})
+
+
+def test_prompts_are_submitted_while_others_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, which meets the driver while it looks at those that wait."""
+    script, adding = Script(monkeypatch), []
+
+    class Reading(Future[Start]):
+        def done(self) -> bool:
+            if len(adding) < 9 and script.scheduler._joining:
+                adding.append(threading.Thread(target=script.submit, args=(f"{len(adding)}", 1)))
+                adding[-1].start()
+                adding[-1].join(0.1)
+            return False
+
+    script.submit("a", 3)
+    script.scheduler._advance()
+    reading = Job(Reading(), lambda _: None)
+    script.scheduler.submit(reading)
+    for _ in range(4):
+        script.scheduler._advance()
+    script.scheduler.cancel(reading)
+    for one in adding:
+        one.join()
+    script.run()
+    assert adding
+    assert not script.errors
