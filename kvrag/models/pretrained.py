@@ -104,6 +104,8 @@ _MEANINGS = {
     "model type `(.*?)` but Transformers does not recognize": "Transformers {version} has no "
     "models of its type, {0}; a newer version may have them",
     "config file at .* is not a valid JSON": "its config.json is no JSON",
+    "argument of type 'NoneType'": "its config.json is no object of names and values",
+    r"Field '(\w+)' expected (\w+), got (\w+)": "in its config.json, {0} is a {2}; expected {1}",
     "Couldn't instantiate the backend tokenizer": "it has no tokenizer.json",
 }
 

@@ -193,6 +193,12 @@ def test_damaged_indexes_of_weights(folder: Path, index: str, message: str) -> N
         ("config.json", None, "no config.json that names its model_type"),
         ("config.json", "{}", "no config.json that names its model_type"),
         ("config.json", "", "its config.json is no JSON"),
+        ("config.json", "null", "its config.json is no object"),
+        (
+            "config.json",
+            '{"model_type": "llama", "hidden_size": "x"}',
+            "in its config.json, hidden_size is a str; expected int",
+        ),
         ("tokenizer.json", None, "it has no tokenizer.json"),
     ],
 )
