@@ -106,24 +106,24 @@ class Job:
         return not isinstance(self.start, Future) or self.start.done()
 
     @property
+    def _read(self) -> Start | None:
+        """What fuses a prompt that is read; None if reading failed, which is told at once."""
+        start = self.start
+        if not isinstance(start, Future):
+            return start
+        return None if start.cancelled() or start.exception() is not None else start.result()
+
+    @property
     def asks_for_target(self) -> bool:
         """Whether a prompt that is read has a target for its first token."""
-        start = self.start
-        if isinstance(start, Future):
-            if start.cancelled() or start.exception() is not None:
-                return False
-            start = start.result()
-        return start.has_target
+        start = self._read
+        return start is not None and start.has_target
 
     @property
     def due(self) -> float:
         """When the answer of a prompt that is read should begin."""
-        start = self.start
-        if isinstance(start, Future):
-            if start.cancelled() or start.exception() is not None:
-                return self.submitted  # told at once
-            start = start.result()
-        return self.submitted + start.due_seconds
+        start = self._read
+        return self.submitted + (0.0 if start is None else start.due_seconds)
 
 
 class Scheduler:
