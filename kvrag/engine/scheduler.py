@@ -107,7 +107,7 @@ class Job:
 
     @property
     def _read(self) -> Start | None:
-        """What fuses a prompt that is read; None if reading failed, which is told at once."""
+        """What fuses a prompt that is read; None if reading failed, which is reported at once."""
         start = self.start
         if not isinstance(start, Future):
             return start
