@@ -38,7 +38,13 @@ from kvrag.server.history import History, add_history
 from kvrag.server.items import ItemsRequest, ItemsShape
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.ollama import add_ollama
-from kvrag.server.problems import OLLAMA, RequestError, as_problem, validation_problem
+from kvrag.server.problems import (
+    OLLAMA,
+    ClientGoneError,
+    RequestError,
+    as_problem,
+    validation_problem,
+)
 from kvrag.server.queue import MAX_STREAMS, MAX_WAITING, AnswerQueue
 from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
 from kvrag.server.service import Service
@@ -348,6 +354,8 @@ def _add_errors(app: FastAPI) -> None:
 
 def _refusal(http: Request, error: HTTPException) -> RequestError:
     """Return the problem for an error of the framework, whose words say little."""
+    if isinstance(error.__cause__, ClientDisconnect):
+        return ClientGoneError()
     if isinstance(error.__cause__, RecursionError | ValueError):
         return RequestError(
             400,

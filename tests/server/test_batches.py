@@ -80,11 +80,12 @@ def test_work_ends_when_its_client_leaves(
         asked = {"model": "hashing-2", "query": "a", "documents": asked["input"]}
     clients = [raw(apart, json.dumps(asked).encode(), path=path) for _ in range(4)]
     wait_until(lambda: len(reading.begun) == 2)
-    monkeypatch.setattr(queue, "MAX_BATCHES", 1)
     for client in clients:
         client.close()
     gone = f'kvrag_server_requests_total{{route="{path}",status="499"'
     wait_until(lambda: metric(apart, gone) == 4)
+    # Only now: the other two may have been on the way from one step to the next, and be refused.
+    monkeypatch.setattr(queue, "MAX_BATCHES", 1)
     assert httpx.get(ready).status_code == 503  # two may still read
     reading.may_read.release(2)
     wait_until(lambda: httpx.get(ready).status_code == 200)

@@ -163,6 +163,14 @@ def test_a_body_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch)
     connection.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/api/chat"])
+def test_a_client_that_leaves_within_its_body(served: Served, path: str) -> None:
+    gone = f'kvrag_server_requests_total{{route="{path}",status="499"'
+    before = metric(served, gone)
+    raw(served, b'{"model": ', length=1000, path=path).close()
+    wait_until(lambda: metric(served, gone) == before + 1)
+
+
 @pytest.mark.parametrize(
     ("path", "method", "status"), [("/x", "GET", 404), ("/v1/models", "POST", 405)]
 )
