@@ -20,6 +20,7 @@ other, because a slice goes through one layer and a step through all.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -38,6 +39,8 @@ from kvrag.loading import threads
 from kvrag.models.joining import Meeting, Share
 from kvrag.models.kv_model import KVModel
 from kvrag.process import working
+
+logger = logging.getLogger("kvrag")
 
 _REST_SECONDS = 0.05
 # How long prompts hold up running answers for each token: nobody reads faster.
@@ -154,6 +157,7 @@ class Scheduler:
         # By the number of the twin that a thread fuses with: it alone touches its job, until that
         # is fused, or has failed.
         self._aside: dict[int, Job | None] = {}
+        self._num_cores, self._num_paused = 1, 0
         self._fused: list[Job] = []
         self._meeting = Meeting()
         self._running: list[Job] = []
@@ -338,7 +342,8 @@ class Scheduler:
 
     def _share(self) -> None:
         """Let other threads fuse prompts that would wait for this one."""
-        most = min(threads.num_computing(), _MOST_AT_ONCE) if threads.can_share() else 1
+        self._num_cores = threads.num_computing()
+        most = min(self._num_cores, _MOST_AT_ONCE) if threads.can_share() else 1
         while len(self._aside) < most - 1:
             number = next(one for one in range(most) if one not in self._aside)
             with self._changed:
@@ -390,7 +395,7 @@ class Scheduler:
             answer, error = None, None
             try:
                 twin = self._twin(number)
-                answer = self._fuse_with(twin, job)
+                answer = self._fuse_with(twin, number, job)
             except Exception as failed:
                 error = failed
             with self._changed:
@@ -399,20 +404,21 @@ class Scheduler:
                     job.answer, job.error = answer, error
                     self._fused.append(job)
                 self._aside[number] = None
+                self._changed.notify_all()
+            if answer is not None and not is_wanted:
+                _close(answer)
+            with self._changed:
                 job = self._aside[number] = self._next_aside()
                 if job is None:
                     del self._aside[number]
-                self._changed.notify_all()
-            if answer is not None and not is_wanted:
-                answer.close()
 
-    def _fuse_with(self, twin: KVModel | None, job: Job) -> OpenAnswer | None:
+    def _fuse_with(self, twin: KVModel | None, number: int, job: Job) -> OpenAnswer | None:
         """Fuse a prompt, with a twin of the model if there is one; None if it was cancelled."""
         start = job.start.result() if isinstance(job.start, Future) else job.start
         fusing, waits = start.fuse(job.submitted, twin), None
         try:
-            while not (job.is_ended or job.is_cancelled):
-                with working(), self._sharing():
+            while self._goes_on(job):
+                with working(), self._sharing(number):
                     fusing.send(waits)
                 waits = True
             fusing.close()
@@ -421,9 +427,30 @@ class Scheduler:
             return answer
         return None
 
-    def _sharing(self) -> AbstractContextManager[None]:
-        """Compute with this thread's share of the cores."""
-        return threads.computing_with(len(self._aside) + (not self._rests))
+    def _goes_on(self, job: Job) -> bool:
+        """Return whether a prompt is wanted, once none with a target that is due before computes.
+
+        That was planned for all cores.
+        """
+
+        def is_free() -> bool:
+            targets = (one for one in list(self._joining) if one.has_target and not one.is_slow)
+            is_gone = job.is_ended or job.is_cancelled
+            return is_gone or all(one.due >= job.due for one in targets)
+
+        with self._changed:
+            if not is_free():
+                self._num_paused += 1
+                while not self._changed.wait_for(is_free, _REST_SECONDS):
+                    pass
+                self._num_paused -= 1
+        return not (job.is_ended or job.is_cancelled)
+
+    def _sharing(self, number: int = -1) -> AbstractContextManager[None]:
+        """Compute with a thread's share of the cores: the one with a twin, or that which drives."""
+        drives = not self._rests
+        num_sharing = len(self._aside) - self._num_paused + drives
+        return threads.computing_with(num_sharing, number + drives, self._num_cores)
 
     def _take_fused(self) -> None:
         """Let prompts join that other threads have fused."""
@@ -610,11 +637,17 @@ class Scheduler:
         for jobs in (self._joining, self._fused, self._running):
             if job in jobs:
                 jobs.remove(job)
-        try:
-            if job.fusing is not None:
-                job.fusing.close()
-        finally:
-            job.fusing = None
-            if job.answer is not None:
-                job.answer.close(error)
-            job.answer = job.share = None
+        fusing, answer = job.fusing, job.answer
+        job.fusing = job.answer = job.share = None
+        if fusing is not None:
+            _close(fusing)
+        if answer is not None:
+            _close(answer, error)
+
+
+def _close(held: OpenAnswer | Slices[OpenAnswer], *error: Exception | None) -> None:
+    """Free what a job holds; others go on if that fails."""
+    try:
+        held.close(*error)
+    except Exception:
+        logger.exception("what an answer held cannot be freed")

@@ -65,24 +65,29 @@ def can_share() -> bool:
 
 
 @contextmanager
-def computing_with(num_sharing: int) -> Iterator[None]:
+def computing_with(num_sharing: int, place: int = 0, number: int | None = None) -> Iterator[None]:
     """Compute with this thread's share of the cores inside the block.
 
     Parameters
     ----------
     num_sharing
         How many threads compute at the same time, this one among them.
+    place
+        Which of them this is, from 0; the first ones take what is left over.
+    number
+        How many cores they share; None: with how many this thread computes.
     """
-    number, set_number = torch.get_num_threads(), _set_number()
-    if num_sharing < 2 or number < 2 or set_number is None:
+    own, set_number = torch.get_num_threads(), _set_number()
+    number = number or own
+    if set_number is None:
         yield
         return
     try:  # from here on: an interrupted thread gets all cores back
         _alone.number = number
-        set_number(max(1, number // num_sharing))
+        set_number(max(1, number // num_sharing + (place < number % num_sharing)))
         yield
     finally:
-        set_number(number)
+        set_number(own)
         _alone.number = 0
 
 

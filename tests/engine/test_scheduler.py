@@ -1,6 +1,8 @@
 """The scheduler alone: which prompt is fused next, for how long, and what a failure costs."""
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -245,7 +247,13 @@ class Beside:
         self.closed: set[str] = set()
 
     def submit(
-        self, name: str, during: Callable[[], object], *, has_target: bool = False
+        self,
+        name: str,
+        during: Callable[[], object],
+        *,
+        due: float = 0.0,
+        has_target: bool = False,
+        is_over: Callable[[], bool] = lambda: True,
     ) -> tuple[Job, Written]:
         written = Written(1)
         written.close = lambda error=None: self.closed.add(name)  # type: ignore[method-assign]
@@ -256,9 +264,11 @@ class Beside:
             self.threads[name] = torch.get_num_threads()
             during()
             yield False
+            while not is_over():
+                yield False
             return written
 
-        job = Job(Start(fuse, 0.0, has_target), lambda event: self.told.update({name: event}))
+        job = Job(Start(fuse, due, has_target), lambda event: self.told.update({name: event}))
         self.scheduler.submit(job)
         return job, written
 
@@ -284,6 +294,20 @@ def test_two_prompts_are_fused_at_the_same_time() -> None:
     script.submit("c", lambda: None)
     script.run()
     assert (script.twins["c"], script.threads["c"], torch.get_num_threads()) == (None, 2, 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("num_threads", "shares"), [(3, (1, 2)), (8, (4, 4))])
+def test_prompts_share_all_cores(num_threads: int, shares: tuple[int, int]) -> None:
+    """Also if a thread has fused with another number of cores before."""
+    script = Beside()
+    for number in (2, num_threads):
+        with torch_threads(number):
+            both = threading.Barrier(2, timeout=30)
+            script.submit("a", both.wait)  # beside, since it is due first
+            script.submit("b", both.wait)
+            script.run()
+    assert (script.threads["a"], script.threads["b"]) == shares
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -325,6 +349,71 @@ def test_a_prompt_that_is_cancelled_beside_is_freed() -> None:
     assert "a" not in script.told
     assert script.closed == {"b"}
     assert script.scheduler._aside == {}
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("due", "num_threads"), [(0.0, 2), (99.0, 1)])
+def test_a_prompt_with_a_target_computes_alone_if_it_is_due_first(
+    due: float, num_threads: int
+) -> None:
+    script, slices = Beside(), itertools.count()
+    seen: list[tuple[int, int]] = []
+
+    def is_over() -> bool:
+        time.sleep(0.001)
+        return next(slices) > 100 and len(seen) == 10
+
+    def target() -> bool:
+        time.sleep(0.02)
+        seen.append((next(slices), torch.get_num_threads()))
+        return len(seen) == 10
+
+    both = threading.Barrier(2, timeout=30)
+    script.submit("a", both.wait, due=50.0, is_over=is_over)
+    script.submit("b", both.wait, due=98.0)
+    script.scheduler.wait_until(lambda: "b" in script.threads)
+    script.submit("t", lambda: None, due=due, has_target=True, is_over=target)
+    script.run()
+    assert script.twins == {"a": "twin 0", "b": None, "t": None}
+    assert seen[-1][1] == num_threads
+    assert (seen[-1][0] - seen[-2][0] == 1) == (num_threads == 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_cannot_be_freed_beside_stops_no_other_prompt() -> None:
+    script, begun, goes_on = Beside(), threading.Event(), threading.Event()
+
+    def lasts() -> bool:
+        begun.set()
+        return goes_on.wait(30)
+
+    def leave() -> None:
+        assert begun.wait(30)
+        script.scheduler.cancel(job)
+
+    job, written = script.submit("a", lambda: None, is_over=lasts)
+    written.close = failing  # type: ignore[method-assign]
+    script.submit("b", leave, is_over=lambda: goes_on.set() or True)
+    for name in "cd":
+        script.submit(name, lambda: None)
+    script.run()
+    assert (script.closed, script.told, script.scheduler._aside) == (set("bcd"), {}, {})
+
+
+def failing(error: Exception | None = None) -> None:
+    raise MemoryError("no room")
+
+
+def test_nor_does_it_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch)
+    job, other = (script.submit(name, 1, num_tokens=9) for name in "ab")
+    script.scheduler.wait_until(lambda: len(script.scheduler._running) == 2)
+    assert job.answer is not None
+    job.answer.close = failing  # type: ignore[method-assign]
+    script.scheduler.cancel(job)
+    script.run()
+    assert other.is_ended
+    assert script.errors == {}
 
 
 @pytest.mark.usefixtures("two_threads")
