@@ -7,6 +7,7 @@ pass stay as they are.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -338,10 +339,10 @@ def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Return a model's modules again, over the same weights, hooks and copies of weights.
+    """Return a model's modules again, over the same weights and copies of weights.
 
-    Another thread may switch and compute them at the same time. Modules that are put into one of
-    the two later are not in the other.
+    Another thread may switch and compute them at the same time. Modules and hooks that are put
+    into one of the two later are not in the other.
     """
     known: dict[int, Any] = {}
     copy.deepcopy(getattr(model, "config", None), known)
@@ -352,8 +353,10 @@ def _twin_of(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     if id(module) in known:
         return cast("nn.Module", known[id(module)])
     twin = known[id(module)] = module.__new__(type(module))
-    # A configuration says how a model attends.
-    vars(twin).update({name: known.get(id(value), value) for name, value in vars(module).items()})
+    for name, value in vars(module).items():
+        # A configuration says how a model attends; the others are hooks, such as an adapter's.
+        own = value.copy() if isinstance(value, OrderedDict) else known.get(id(value), value)
+        vars(twin)[name] = own
     twin._modules = {
         name: None if part is None else _twin_of(part, known)
         for name, part in module._modules.items()

@@ -35,6 +35,7 @@ from kvrag.models.loading import load_tokenizer, model_fingerprint
 from kvrag.models.rows import RowPass
 from kvrag.models.tokens import tokenizer_fingerprint
 from kvrag_testing.bench_top import Bench, relative_difference
+from tests.fusion.test_links import make_links
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer
 from tests.support.waiting import wait_until
 
@@ -415,6 +416,17 @@ def test_no_twin_where_modules_compute() -> None:
     hf.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert KVModel(hf, make_tokenizer()).twin(0) is None
     assert KVModel(make_model("bloom"), make_tokenizer()).twin(0) is None
+
+
+def test_an_adapter_that_acts_on_a_model_is_none_of_its_twins() -> None:
+    """Prompts of an engine with link tokens, beside those that have none."""
+    model = KVModel(make_model("llama"), make_tokenizer())
+    twin, token_ids = model.twin(0), list(range(5, 60))
+    assert twin is not None
+    alone = fused_alone(twin, token_ids)
+    with make_links(model, "adapter").answering(model):
+        assert twin.compile() is not None
+        assert torch.equal(fused_alone(twin, token_ids)[0], alone[0])
 
 
 def test_other_parts_than_layers_count_for_twins() -> None:
