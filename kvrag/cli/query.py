@@ -14,23 +14,21 @@ import typer
 from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.answering import Shown, answer_plainly, as_turn, print_below, retrieve
+from kvrag.cli.answering import Shown, print_below
 from kvrag.cli.command import given
 from kvrag.cli.conversation import Asker
-from kvrag.cli.opening import load_reranker, open_catalog, open_index, warm_up
+from kvrag.cli.opening import load_reranker, open_index, warm_up
 from kvrag.cli.through import NoServerOption, ServerGoneError, connected
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.engine.answer import Part
-    from kvrag.engine.engine import KVEngine
-    from kvrag.engine.request import Request
     from kvrag.ingest.search import SearchHit
 
 
-# Full prefill reads them; all others say how reused KV is repaired and how tokens are sampled.
-_OF_PLAIN = ("max_tokens", "session_bytes", "session_store_bytes")
+# They say how reused KV is repaired, and what full prefill says.
+_NOT_PLAIN = ("verify", "policy", "ratio", "boundary_tokens", "links")
 
 
 def query(
@@ -41,7 +39,7 @@ def query(
     answering: o.Answering,
     sampled: o.Sampled,
     plain: Annotated[
-        bool, o.setting("--plain", help="Answer by full prefill instead, greedily, for comparison.")
+        bool, o.setting("--plain", help="Answer by full prefill instead, for comparison.")
     ] = False,
     verify: Annotated[
         bool,
@@ -53,30 +51,21 @@ def query(
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer one question from the index, and show the sources and a report."""
-    from kvrag.errors import ParameterError
-
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
-    if plain and (useless := given(context, "verify", *_not_plain(answering, sampled))):
+    if plain and (useless := given(context, *_NOT_PLAIN)):
         raise ParameterError(
-            "--plain answers by full prefill, greedily: it has no use for "
-            f"{', '.join(useless)}; leave one or the other out"
+            f"--plain answers by full prefill: it has no use for {', '.join(useless)}; leave one "
+            "or the other out"
         )
     show = Shown(quiet=as_json)
-    if plain:
-        with opening.open() as opened:
-            asking = searching.asking()
-            engine = answering.engine(opened)
-            warm_up(opened)
-            request, seconds = retrieve(opened, [as_turn(question)], asking, **sampled.values)
-            _answer_plainly(engine, question, request, seconds, show.text)
-        return
+    options = sampled.values | {"reuse": not plain}
     outcome = None
     if not no_server:
         try:
             with ExitStack() as held:
                 if there := connected(held, opening, searching, answering):
-                    outcome = there.ask(question, show, sampled.values, verifies=verify)
+                    outcome = there.ask(question, show, options, verifies=verify)
         except ServerGoneError as error:
             if show.text.has_begun and not as_json:
                 raise
@@ -86,42 +75,12 @@ def query(
             asking = searching.asking()
             engine = answering.engine(opened)
             warm_up(opened)
-            outcome = Asker(engine, asking).ask(question, show, sampled.values, verifies=verify)
+            outcome = Asker(engine, asking).ask(question, show, options, verifies=verify)
     show.text.end()
     if as_json:
         console.print_json(outcome.to_dict())
     else:
         print_below(outcome)
-
-
-def _not_plain(answering: o.Answering, sampled: o.Sampled) -> list[str]:
-    return [name for name in (answering.values | sampled.values) if name not in _OF_PLAIN]
-
-
-def _answer_plainly(
-    engine: KVEngine, question: str, request: Request, seconds: float, on_text: console.AnswerText
-) -> None:
-    token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
-    max_tokens = engine.defaults.max_tokens or 0
-    answered = answer_plainly(engine.index.model, token_ids, max_tokens, request.stop, on_text)
-    on_text.end()
-    if on_text.quiet:
-        fields = console.plain(answered)
-        console.print_json(
-            {
-                "question": question,
-                "answer": fields.pop("text"),
-                "policy": "plain",
-                **fields,
-                "retrieval_seconds": seconds,
-            }
-        )
-    else:
-        ttft = console.format_seconds(answered.ttft_seconds)
-        console.out().print(
-            f"  first token {ttft} | {answered.prompt_tokens} prompt tokens, full prefill",
-            style="dim",
-        )
 
 
 _STYLES = {
@@ -222,11 +181,8 @@ def search(
     if len(chosen) + (rerank is not None) > 1:
         given = " and ".join([*chosen, *(["--rerank"] if rerank is not None else [])])
         raise ParameterError(f"{given} exclude each other: leave all but one out")
-    with (
-        open_catalog(index, store)
-        if sparse
-        else open_index(index, store=store, embedding=embedding) as opened
-    ):
+    given_embedding = None if sparse else embedding
+    with open_index(index, store=store, embedding=given_embedding) as opened:
         reranker = None
         if not sparse:
             with console.working("loading the embedding"):

@@ -31,8 +31,7 @@ def message(run: Run, *arguments: object) -> str:
     ("options", "said"),
     [
         ("--plain --policy none --ratio 0.1", "no use for --policy, --ratio;"),
-        ("--plain --eviction corm", "no use for --eviction"),
-        ("--plain --temperature 0", "no use for --temperature"),
+        ("--plain --links off", "no use for --links"),
         ("--device meta", "device 'meta' cannot be used: torch computes nothing on it here; leave"),
         ("--device abacus", "device 'abacus' cannot be used"),
         ("--device mps", "device 'mps' cannot be used: kvrag has not been tried on Apple's"),
