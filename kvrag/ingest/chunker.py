@@ -22,6 +22,7 @@ from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import CORPUS, add_contexts, filler_ids
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.files import encoded
 from kvrag.ingest.headings import find_headings, paths_of
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
 from kvrag.models.control import REFUSE, ControlTokens, encode_documents
@@ -115,13 +116,7 @@ def chunk_document(
     """
     if chunk_tokens < MIN_CHUNK_TOKENS:
         raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
-    try:
-        document.text.encode()
-    except UnicodeEncodeError as error:
-        raise DocumentError(
-            f"{document.source}: the text holds half a surrogate pair at character "
-            f"{error.start}; decode it correctly before it is added"
-        ) from error
+    encoded(document.source, document.text)
     prepared = _outlined(document) if document.outline else _prepare(document.text)
     chunks: list[Chunk] = []
     begins: list[int] = []

@@ -21,7 +21,7 @@ from kvrag.errors import IndexFormatError, IndexLockedError, IndexNotFoundError,
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import checksum, other_kind, read_regular
-from kvrag.store.file import store_error, sync_folder
+from kvrag.store.file import store_errors, sync_folder
 
 if TYPE_CHECKING:
     from kvrag.kvcache import KVSpec
@@ -46,7 +46,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Values for fields that the first files of this version lack.
 _DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": "", "trust": INDEX}
 # How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
-_HEXADECIMAL = {"profile": 40, "key_check": 32, "index_id": 32}
+_HEXADECIMAL = {
+    "profile": "([0-9a-f]{40})?",
+    "key_check": "([0-9a-f]{32})?",
+    "index_id": "([0-9a-f]{32})?",
+    "tenant_salt": "([0-9a-fA-F]{2}){1,64}",
+}
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
     "control_tokens": CONTROL_TOKENS,
@@ -191,15 +196,14 @@ class IndexConfig:
             When this version of kvrag cannot read it, or it differs from what was written.
         """
         path = folder / FILE_NAME
-        try:
-            raw = read_regular(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise IndexNotFoundError(
-                f"there is no index in {folder} (no {FILE_NAME}); make one with "
-                f"'kvrag ingest PATH... --index {folder} --model MODEL' or Index.create"
-            ) from error
-        except OSError as error:
-            raise store_error("read", path, error) from error
+        with store_errors("read", path):
+            try:
+                raw = read_regular(path)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise IndexNotFoundError(
+                    f"there is no index in {folder} (no {FILE_NAME}); make one with "
+                    f"'kvrag ingest PATH... --index {folder} --model MODEL' or Index.create"
+                ) from error
         return cls.from_bytes(raw, path)
 
     @classmethod
@@ -223,7 +227,7 @@ def write_atomically(path: Path, *parts: bytes) -> None:
         When the write fails; the old file is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
+    with store_errors("write", path):
         try:
             with temporary.open("xb") as file:
                 file.writelines(parts)
@@ -234,8 +238,6 @@ def write_atomically(path: Path, *parts: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise store_error("write", path, error) from error
 
 
 def no_kv(place: object, why: str = "") -> str:
@@ -299,8 +301,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         if not is_valid:
             raise _foreign(path, f"{field.name!r} is {shown(value)}")
         checked[field.name] = value
-    for name, length in _HEXADECIMAL.items():
-        if not re.fullmatch(f"([0-9a-f]{{{length}}})?", checked[name]):
+    for name, form in _HEXADECIMAL.items():
+        if not re.fullmatch(form, checked[name]):
             raise _foreign(path, f"{name!r} is {shown(checked[name])}")
     for name, known in _CHOICES.items():
         if checked[name] not in known:
@@ -310,12 +312,6 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
             f"{path}: chunks are stored as {shown(checked['compression'])}. {COMPRESSION_GONE}; "
             "ingest the documents into a new index"
         )
-    try:
-        salt = bytes.fromhex(checked["tenant_salt"])
-    except ValueError as error:
-        raise _foreign(path, "'tenant_salt' is not hexadecimal") from error
-    if not 1 <= len(salt) <= 64:
-        raise _foreign(path, "'tenant_salt' is not 1 to 64 bytes")
     return checked
 
 

@@ -115,7 +115,7 @@ class Encoders:
         self._config = config
         self._given_model = model
         self._given_embedding = embedding
-        self._device = device
+        self.device = device
         self._compute = compute
         self._loading = threading.RLock()
 
@@ -127,9 +127,9 @@ class Encoders:
         with self._loading:
             config = self._config
             model = KVModel.load(
-                self._model_source(), dtype=config.dtype, device=self._device, compute=self._compute
+                self._model_source(), dtype=config.dtype, device=self.device, compute=self._compute
             )
-            check_device(self._device, model)
+            check_device(self.device, model)
             if model.fingerprint != config.model_fingerprint:
                 raise self._mismatch("model", model.name, model.fingerprint)
             if model.tokenizer_fingerprint != config.tokenizer_fingerprint:
@@ -207,11 +207,6 @@ class Encoders:
                 ) from error
             check_embedding(config, self._path, embedding)
             return embedding
-
-    @property
-    def device(self) -> str | None:
-        """Where a model that is loaded here runs; None means the CPU."""
-        return self._device
 
     @property
     def reference(self) -> str:

@@ -26,19 +26,12 @@ _CONVERSATIONS = b"kvrag conversations"
 _CHECK_BYTES = 16
 
 
-def _key_of(store: Store) -> tuple[Store, DerivesKeys] | None:
-    """Return the last tier of a store that has a key, and the key; None if no tier has one."""
-    for tier in reversed(tiers_of(store)):
-        key = capability(tier, DerivesKeys)
-        if key is not None:
-            return tier, key
-    return None
-
-
 def _derived(store: Store, purpose: bytes) -> bytes | None:
-    """Return bytes derived from the key of a store; None if nothing is encrypted."""
-    found = _key_of(store)
-    return None if found is None else found[1].derive(purpose)
+    """Return bytes derived from the key of the last tier that has one; None if none has."""
+    for tier in reversed(tiers_of(store)):
+        if (key := capability(tier, DerivesKeys)) is not None:
+            return key.derive(purpose)
+    return None
 
 
 def catalog_key(store: Store) -> bytes | None:
@@ -131,22 +124,23 @@ def _keys(config: IndexConfig, store: Store) -> dict[str, Any]:
 def check_key(folder: Path, config: IndexConfig, store: Store) -> None:
     """Raise IndexMismatchError unless a store has the index's key, or neither has one."""
     found = key_check(store)
-    if not config.key_check:
-        if found:
-            raise IndexMismatchError(
-                f"the index in {folder} is not encrypted, and {store.url} has a key: only part of "
-                "the index would be encrypted. Leave the key out, or encrypt the whole index: "
-                "'kvrag choose-store --move --stores URL?key_file=PATH' (index.upkeep.move in "
-                "Python)"
-            )
-        return
-    if not found:
+    if found and not config.key_check:
         raise IndexMismatchError(
-            f"the index in {folder} is encrypted, and no key was given: open it with the key file "
-            "that it was made with, --store '...?key_file=PATH' (store= in Python)"
+            f"the index in {folder} is not encrypted, and {store.url} has a key: only part of "
+            "the index would be encrypted. Leave the key out, or encrypt the whole index: "
+            "'kvrag choose-store --move --stores URL?key_file=PATH' (index.upkeep.move in "
+            "Python)"
         )
-    if not hmac.compare_digest(found, config.key_check):
+    remedy = "open it with the key file that it was made with, --store '...?key_file=PATH'"
+    require_key(f"the index in {folder}", config.key_check, found, f"{remedy} (store= in Python)")
+
+
+def require_key(place: str, expected: str, found: str, remedy: str) -> None:
+    """Raise IndexMismatchError unless the check value of an encrypted index's key is found."""
+    if expected and not found:
+        raise IndexMismatchError(f"{place} is encrypted, and no key was given: {remedy}")
+    if not hmac.compare_digest(found, expected):
         raise IndexMismatchError(
-            f"wrong key: the index in {folder} was encrypted with another key than that of "
-            f"{store.url}; give the key file that it was made with. Nothing is damaged"
+            f"wrong key: {place} was encrypted with another key; give the key file that it was "
+            "made with. Nothing is damaged"
         )

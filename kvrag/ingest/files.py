@@ -135,6 +135,17 @@ def is_storable(source: str) -> bool:
     return True
 
 
+def encoded(source: str, text: str) -> bytes:
+    """Return a document's text in UTF-8. Raises DocumentError if that is impossible."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(
+            f"{source}: the text holds half a surrogate pair at character {error.start}; decode it "
+            "correctly before it is added"
+        ) from error
+
+
 def check_source(source: str) -> None:
     """Raise DocumentError if a file's name or an id is not valid Unicode."""
     if not is_storable(source):

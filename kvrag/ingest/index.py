@@ -25,7 +25,7 @@ from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.schema import DocumentRow
 from kvrag.ingest.search import Search
 from kvrag.ingest.settings import IndexSettings
-from kvrag.ingest.shared.opening import make_shared, open_shared
+from kvrag.ingest.shared.log import make_shared, open_shared
 from kvrag.ingest.storage import Follower, Storage
 from kvrag.ingest.upkeep import Upkeep, read_calibration
 from kvrag.ingest.writer import Writer

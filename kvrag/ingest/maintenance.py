@@ -423,6 +423,12 @@ def kept_keys(folder: Path) -> dict[str, int]:
     return found
 
 
+_OF_CONFIG = (
+    *("model", "dtype", "embedding", "chunk_tokens", "context", "context_tokens"),
+    *("control_tokens", "bytes_per_token"),
+)
+
+
 def stats_of(storage: Storage) -> IndexStats:
     """Return the content of an index in numbers; needs no model."""
     config = storage.config
@@ -444,14 +450,8 @@ def stats_of(storage: Storage) -> IndexStats:
     return IndexStats(
         path=str(storage.path),
         store=storage.store.url,
-        model=config.model,
-        dtype=config.dtype,
+        **{name: getattr(config, name) for name in _OF_CONFIG},
         codec=f"raw, {config.codec} later" if storage.coding.needs_profile else config.codec,
-        embedding=config.embedding,
-        chunk_tokens=config.chunk_tokens,
-        context=config.context,
-        context_tokens=config.context_tokens,
-        control_tokens=config.control_tokens,
         num_prefix_tokens=len(config.prefix_ids),
         num_documents=num_documents,
         num_chunks=num_chunks,
@@ -459,7 +459,6 @@ def stats_of(storage: Storage) -> IndexStats:
         num_records=len(stored),
         num_unreferenced_records=sum(digest not in needed for digest in stored),
         size_bytes=size_bytes,
-        bytes_per_token=config.bytes_per_token,
         stored_bytes_per_token=size_bytes / stored_tokens if stored_tokens else 0.0,
         catalog_bytes=_size_of(storage.path / catalogs.FILE_NAME),
         vectors_bytes=_size_of(storage.path / VECTORS_NAME),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvrag import arguments
 from kvrag.arguments import check_compute
 from kvrag.codec.names import parse_codec
-from kvrag.errors import IndexFormatError, ParameterError, StoreError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, profiles
@@ -48,7 +48,7 @@ from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
 from kvrag.store.base import ChecksWritable, Store, capability
-from kvrag.store.file import FileStore
+from kvrag.store.file import FileStore, store_errors
 from kvrag.store.registry import open_store
 
 if TYPE_CHECKING:
@@ -274,12 +274,8 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
             check_limit(opened, config)
             if (checks := capability(opened, ChecksWritable)) is not None:
                 checks.check_writable()
-        try:
+        with store_errors("make the folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"cannot make the folder {folder}: {error.strerror or error}; use another one"
-            ) from error
         with writer_lock(folder):
             _require_free(folder)
             store = FileStore(folder / KV_FOLDER) if opened is None else opened

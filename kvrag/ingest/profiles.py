@@ -7,9 +7,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrag.errors import ProfileError, StoreError
+from kvrag.errors import ProfileError
 from kvrag.ingest.config import write_atomically
 from kvrag.regularfile import open_regular
+from kvrag.store.file import store_errors
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
@@ -30,7 +31,7 @@ class ProfileFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._read: dict[str, Profile] = {}
         self._lock = threading.Lock()
 
@@ -44,12 +45,8 @@ class ProfileFolder:
                 f"a codec profile has at most {MAX_PROFILE_BYTES} bytes, this one has "
                 f"{len(profile.content)}; use codec cachegen for a model of this width"
             )
-        try:
-            self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"cannot make the folder {self._folder}: {error.strerror or error}"
-            ) from error
+        with store_errors("make the folder", self.folder):
+            self.folder.mkdir(exist_ok=True)
         try:
             read_profile(path, profile.hash)
         except ProfileError:  # missing or damaged
@@ -74,9 +71,9 @@ class ProfileFolder:
 
     def hashes(self) -> list[str]:
         """Return the hashes in the files' names, sorted."""
-        if not self._folder.is_dir():
+        if not self.folder.is_dir():
             return []
-        names = sorted(path.name for path in self._folder.iterdir())
+        names = sorted(path.name for path in self.folder.iterdir())
         return [match[1] for match in map(_NAME.fullmatch, names) if match]
 
     def delete(self, profile_hash: str) -> None:
@@ -85,13 +82,8 @@ class ProfileFolder:
             self._read.pop(profile_hash, None)
         self._path(profile_hash).unlink(missing_ok=True)
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the files; it may not exist yet."""
-        return self._folder
-
     def _path(self, profile_hash: str) -> Path:
-        return self._folder / f"{profile_hash}{_SUFFIX}"
+        return self.folder / f"{profile_hash}{_SUFFIX}"
 
 
 def read_profile(path: Path, expected_hash: str | None = None) -> Profile:

@@ -34,7 +34,7 @@ from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer
 from kvrag.regularfile import read_regular
 from kvrag.store.base import Store
-from kvrag.store.file import FileStore, store_error
+from kvrag.store.file import FileStore, store_errors
 from kvrag.store.registry import open_store, without_password
 
 if TYPE_CHECKING:
@@ -80,10 +80,8 @@ def calibration_problem(storage: Storage, *, repair: bool) -> str:
     except (IndexFormatError, IndexMismatchError, StoreError) as error:
         path = storage.path / CALIBRATION_NAME
         if repair:
-            try:
+            with store_errors("set aside", path):
                 path.replace(path.with_name(f"{CALIBRATION_NAME}.damaged"))
-            except OSError as refusal:
-                raise store_error("set aside", path, refusal) from refusal
         return str(error)
     return ""
 
@@ -91,22 +89,11 @@ def calibration_problem(storage: Storage, *, repair: bool) -> str:
 def check_can_keep(folder: Path) -> None:
     """Raise StoreError if an index folder takes no measurements, before they take minutes."""
     path = folder / CALIBRATION_NAME
-    try:
+    with store_errors("write", path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise store_error("write", path, error) from error
-
-
-def keep_calibration(storage: Storage, calibration: Calibration) -> None:
-    """Store measurements in place of the old ones (`Upkeep.keep_calibration`)."""
-    if calibration.model_fingerprint != storage.config.model_fingerprint:
-        raise IndexMismatchError(
-            f"{storage.path}: the calibration was measured with another model than the index's"
-        )
-    write_atomically(storage.path / CALIBRATION_NAME, calibration.to_json().encode())
 
 
 GRACE_SECONDS = 86_400.0
@@ -378,7 +365,12 @@ class Upkeep:
         StoreError
             When the folder refuses the write.
         """
-        keep_calibration(self._storage, calibration)
+        storage = self._storage
+        if calibration.model_fingerprint != storage.config.model_fingerprint:
+            raise IndexMismatchError(
+                f"{storage.path}: the calibration was measured with another model than the index's"
+            )
+        write_atomically(storage.path / CALIBRATION_NAME, calibration.to_json().encode())
 
     # -- private -----------------------------------------------------------------------------
 

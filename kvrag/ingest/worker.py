@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from kvrag.chunk import Document, Mark
 from kvrag.errors import DocumentError
-from kvrag.ingest.files import is_storable, printable
+from kvrag.ingest.files import encoded, is_storable, printable
 from kvrag.ingest.filters import plain_metadata
 from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS, MAX_METADATA_CHARACTERS
@@ -102,13 +102,7 @@ def _answer(
             if number >= MAX_DOCUMENTS:
                 raise DocumentError(f"{path}: holds more than {MAX_DOCUMENTS:,} rows; split it")
             part, metadata, outline = _checked(path, document)
-            try:
-                text = document.text.encode()
-            except UnicodeEncodeError as error:
-                raise DocumentError(
-                    f"{document.source}: the text holds half a surrogate pair at character "
-                    f"{error.start}; decode it correctly before it is added"
-                ) from error
+            text = encoded(document.source, document.text)
             _send(answers, {"part": part, "metadata": metadata, "outline": outline}, text)
     except NoTextError as error:
         return {"end": "no text", "reason": str(error)}

@@ -191,25 +191,21 @@ class Writer:
         num_before, seconds = outcome.num_context_tokens, outcome.seconds
         if num_before and run.config.chunk_context.is_filler:  # once, for all chunks
             num_before = min(num_before, run.cutter.num_filler_tokens())
+        of_plan = ("added", "changed", "removed", "unchanged", "failed")
+        told: dict[str, Any] = {name: tuple(getattr(plan, name)) for name in of_plan}
+        told |= vars(outcome) | {
+            "num_context_tokens": num_before,
+            "seconds": time.perf_counter() - started,
+            "compute_seconds": seconds,
+            "tokens_per_second": outcome.num_tokens_computed / seconds if seconds else 0.0,
+        }
         return IngestReport(
-            added=tuple(plan.added),
-            changed=tuple(plan.changed),
-            removed=tuple(plan.removed),
-            unchanged=tuple(plan.unchanged),
-            failed=tuple(plan.failed),
             num_chunks=plan.num_chunks,
             num_tokens=plan.num_tokens,
-            num_records=outcome.num_records,
-            num_tokens_computed=outcome.num_tokens_computed,
-            num_context_tokens=num_before,
-            size_bytes=outcome.size_bytes,
-            seconds=time.perf_counter() - started,
-            compute_seconds=seconds,
-            prefill_seconds=outcome.prefill_seconds,
-            tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=run.dry_run,
             note=note,
             control_strings=plan.control_strings,
+            **told,
         )
 
     def _heal_first(self) -> Held:

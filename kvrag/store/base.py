@@ -8,15 +8,22 @@ range. To read layer i + 1 while layer i is computed, read its range in another 
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.metrics import MISS_DAMAGED, StoreCounts, StoreMetrics
+from kvrag.store.metrics import (
+    MISS_ABSENT,
+    MISS_DAMAGED,
+    MISS_UNREADABLE,
+    StoreCounts,
+    StoreMetrics,
+)
 
 
 class StoredRecord(Protocol):
@@ -146,6 +153,31 @@ class CountedStore(Store):
 
     def counts(self) -> tuple[StoreCounts]:
         return (self.metrics.counts(),)
+
+
+_Store = TypeVar("_Store", bound=CountedStore)
+_Record = TypeVar("_Record")
+
+
+def counted(
+    open_record: Callable[[_Store, ChunkKey], _Record | None],
+) -> Callable[[_Store, ChunkKey], _Record | None]:
+    """Decorate a store's `open`: count what is found, missing or unreadable."""
+
+    @functools.wraps(open_record)
+    def opened(self: _Store, key: ChunkKey) -> _Record | None:
+        try:
+            record = open_record(self, key)
+        except StoreError:
+            self.metrics.miss(MISS_UNREADABLE)
+            raise
+        if record is None:
+            self.metrics.miss(MISS_ABSENT)
+        else:
+            self.metrics.hit()
+        return record
+
+    return opened
 
 
 def check_range(key: ChunkKey, size_bytes: int, offset: int, num_bytes: int) -> None:

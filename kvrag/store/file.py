@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -28,8 +28,8 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.regularfile import read_regular
 from kvrag.sqlitefile import connect, is_damage
-from kvrag.store.base import CountedStore
-from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
+from kvrag.store.base import CountedStore, counted
+from kvrag.store.metrics import StoreMetrics
 from kvrag.store.remote import HeadedRecord
 
 # A link or a pipe is not one of our files: neither follow it nor wait for it.
@@ -60,6 +60,16 @@ def store_error(action: str, path: Path, error: OSError) -> StoreError:
     """Return the StoreError for the system's refusal of an action on a path, with a remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
     return StoreError(f"cannot {action} {path}: {error.strerror or error}; {remedy}")
+
+
+@contextlib.contextmanager
+def store_errors(action: str, path: Path, *, may_lack: bool = False) -> Iterator[None]:
+    """Turn refusals of the system into StoreError; with `may_lack`, pass over a missing path."""
+    try:
+        yield
+    except OSError as error:
+        if not (may_lack and error.errno in ABSENT):
+            raise store_error(action, path, error) from error
 
 
 def refusal_of(folder: Path, text: str) -> OSError:
@@ -97,13 +107,10 @@ def check_writable(folder: Path) -> None:
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """Return a folder's entries; none if it does not exist. Raises StoreError."""
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise store_error("list", folder, error) from error
+    missing = contextlib.suppress(FileNotFoundError)
+    with store_errors("list", folder), missing, os.scandir(folder) as found:
+        return list(found)
+    return []
 
 
 def open_to_read(path: Path) -> tuple[int, int] | None:
@@ -111,21 +118,14 @@ def open_to_read(path: Path) -> tuple[int, int] | None:
 
     Raises StoreError.
     """
-    try:
+    with store_errors("open", path, may_lack=True), contextlib.ExitStack() as closing_again:
         descriptor = _open(path)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise store_error("open", path, error) from error
-    try:
+        closing_again.callback(os.close, descriptor)
         status = os.fstat(descriptor)
-    except OSError as error:
-        os.close(descriptor)
-        raise store_error("open", path, error) from error
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        return None
-    return descriptor, status.st_size
+        if stat.S_ISREG(status.st_mode):
+            closing_again.pop_all()
+            return descriptor, status.st_size
+    return None
 
 
 def _open(path: Path) -> int:
@@ -218,26 +218,14 @@ _IS_PLACE = (
 logger = logging.getLogger("kvrag")
 
 
-def unpack(
-    folder: Path, has: Callable[[ChunkKey], bool], write: Callable[[ChunkKey, bytes], None]
-) -> None:
-    """Give each packed record of a store's folder its own file, and remove the segments.
+def unpack(store: FileStore) -> None:
+    """Give each packed record of a store its own file, and remove the segments.
 
     What cannot be read is passed over: it is computed again when it is needed. A process that is
-    killed meanwhile leaves the rest for the next one.
-
-    Parameters
-    ----------
-    folder
-        The store's folder.
-    has, write
-        Say whether a record has its own file, and write it durably.
-
-    Raises
-    ------
-    StoreError
-        When the medium refuses; no record is lost.
+    killed meanwhile leaves the rest for the next one. Raises StoreError when the medium refuses; no
+    record is lost.
     """
+    folder = store.path
     index = folder / FILE_NAME
     if _kind(index) is None:
         return
@@ -245,7 +233,7 @@ def unpack(
     logger.warning("%s: records of kvrag 0.2 get a file each, once; many take minutes", folder)
     with _alone(folder):
         if (mode := _kind(index)) is not None:  # no other process has done it meanwhile
-            _unpack_all(folder, index, has, write, is_file=stat.S_ISREG(mode))
+            _unpack_all(store, index, is_file=stat.S_ISREG(mode))
 
 
 def remove_unnamed(folder: Path) -> None:
@@ -253,19 +241,16 @@ def remove_unnamed(folder: Path) -> None:
     if _kind(folder / FILE_NAME) is None:
         for path in (folder / FOLDER_NAME).glob("*.seg"):
             if _SEGMENT.fullmatch(path.name) and path.is_file():
-                _remove(path, Path.unlink)
+                _remove(path)
         with contextlib.suppress(OSError):  # there is none, or other files are in it
             (folder / FOLDER_NAME).rmdir()
 
 
 def _kind(index: Path) -> int | None:
     """Return the mode of `records.sqlite`; None if there is none. Raises StoreError."""
-    try:
+    with store_errors("read", index, may_lack=True):
         return index.lstat().st_mode
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise store_error("read", index, error) from error
+    return None
 
 
 @contextlib.contextmanager
@@ -279,14 +264,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _unpack_all(
-    folder: Path,
-    index: Path,
-    has: Callable[[ChunkKey], bool],
-    write: Callable[[ChunkKey, bytes], None],
-    *,
-    is_file: bool,
-) -> None:
+def _unpack_all(store: FileStore, index: Path, *, is_file: bool) -> None:
     is_damaged = False
     try:
         if not is_file:
@@ -298,7 +276,7 @@ def _unpack_all(
                 raise sqlite3.DatabaseError("file is not a database of records")
             query = "SELECT DISTINCT segment FROM records WHERE typeof(segment) = 'integer'"
             for (number,) in connection.execute(query).fetchall():
-                _unpack(connection, folder / FOLDER_NAME / f"{number:08d}.seg", number, has, write)
+                _unpack(store, connection, number)
     except (sqlite3.Error, OSError) as error:
         if "locked" in str(error):
             raise StoreUnreachableError(
@@ -306,7 +284,7 @@ def _unpack_all(
                 "again when it has finished"
             ) from error
         if not is_damage(error):
-            refused = error if isinstance(error, OSError) else refusal_of(folder, str(error))
+            refused = error if isinstance(error, OSError) else refusal_of(store.path, str(error))
             raise store_error("unpack", index, refused) from error
         logger.warning(
             "%s is damaged (%s): the records that it named are computed again when they are "
@@ -315,21 +293,17 @@ def _unpack_all(
             error,
         )
         is_damaged = True
-        _remove(index, lambda path: path.rename(path.with_name(f"{FILE_NAME}.damaged")))
+        with store_errors("remove", index, may_lack=True):
+            index.rename(index.with_name(f"{FILE_NAME}.damaged"))
     for end in ("", "-wal", "-shm", "-journal"):
-        _remove(index.with_name(FILE_NAME + end), Path.unlink)
+        _remove(index.with_name(FILE_NAME + end))
     if not is_damaged:  # else they stay until garbage is collected
-        remove_unnamed(folder)
+        remove_unnamed(store.path)
 
 
-def _unpack(
-    connection: sqlite3.Connection,
-    segment: Path,
-    number: int,
-    has: Callable[[ChunkKey], bool],
-    write: Callable[[ChunkKey, bytes], None],
-) -> None:
+def _unpack(store: FileStore, connection: sqlite3.Connection, number: int) -> None:
     """Unpack a segment, and remove it. A writer of 0.2 waits meanwhile."""
+    segment = store.path / FOLDER_NAME / f"{number:08d}.seg"
     connection.execute("BEGIN IMMEDIATE")
     rows = connection.execute(
         f"SELECT key, offset, size FROM records WHERE segment = ? AND {_IS_PLACE}", [number]
@@ -339,21 +313,18 @@ def _unpack(
         with os.fdopen(descriptor, "rb") as file:
             for key, offset, size in rows:
                 name = ChunkKey(key.hex())
-                if 0 <= offset <= offset + size <= end and not has(name):
+                if 0 <= offset <= offset + size <= end and not store.contains(name):
                     file.seek(offset)
-                    write(name, file.read(size))
+                    store.replace(name, file.read(size))
     connection.execute("DELETE FROM records WHERE segment = ?", [number])
     connection.execute("COMMIT")
-    _remove(segment, Path.unlink)
+    _remove(segment)
 
 
-def _remove(path: Path, remove: Callable[[Path], object]) -> None:
-    """Remove a file, or rename it, if it is there. Raises StoreError."""
-    try:
-        remove(path)
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise store_error("remove", path, error) from error
+def _remove(path: Path) -> None:
+    """Remove a file if it is there. Raises StoreError."""
+    with store_errors("remove", path, may_lack=True):
+        path.unlink()
 
 
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
@@ -414,10 +385,8 @@ class _OpenFile:
     def read_into(self, key: ChunkKey, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a place in the file. Raises as `FileRecord.read_into` does."""
         while buffer.nbytes:
-            try:
+            with store_errors("read", self.path):
                 count = os.preadv(self._descriptor, [buffer], offset)
-            except OSError as error:
-                raise store_error("read", self.path, error) from error
             if count == 0:
                 raise RecordError(
                     f"record {key}: expected {buffer.nbytes} bytes more in {self.path}, found its "
@@ -450,15 +419,12 @@ class FileStore(CountedStore):
     def __init__(self, path: str | Path) -> None:
         self.path = arguments.path(path, "path").absolute()
         self.url = f"file:{self.path}"
-        try:
-            is_other = self.path.exists() and not self.path.is_dir()
-        except OSError as error:
-            raise store_error("use", self.path, error) from error
-        if is_other:
-            raise store_error("use", self.path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
+        with store_errors("use", self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder")
         self.metrics = StoreMetrics("file")
         try:
-            unpack(self.path, self._is_file, self._write)
+            unpack(self)
         except StoreError as error:
             logger.warning("%s. Until then, records of kvrag 0.2 are computed again", error)
 
@@ -476,8 +442,20 @@ class FileStore(CountedStore):
         StoreError
             When it cannot be written; the old record then stays.
         """
-        self._write(key, record)
+        path = self._path_of(key)
+        with store_errors("write", path):
+            make_folder(path.parent)
+            descriptor, temporary = _create_beside(path)
+            try:
+                _write_durably(descriptor, temporary, record, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
+            sync_folder(path.parent)
+        self.metrics.wrote(len(record))
 
+    @counted
     def open(self, key: ChunkKey) -> FileRecord | None:
         """Open a record for reading, or return None if there is none.
 
@@ -486,35 +464,30 @@ class FileStore(CountedStore):
         StoreError
             When the record exists but cannot be opened.
         """
-        try:
-            with self.metrics.timing():
-                record = self._open_file(key)
-        except StoreError:
-            self.metrics.miss(MISS_UNREADABLE)
-            raise
-        if record is None:
-            self.metrics.miss(MISS_ABSENT)
-        else:
-            self.metrics.hit()
-        return record
+        path = self._path_of(key)
+        with self.metrics.timing():
+            found = open_to_read(path)
+        if found is None:
+            return None
+        descriptor, size_bytes = found
+        return FileRecord(key, _OpenFile(path, descriptor), size_bytes, self.metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        return self._is_file(key)
+        path = self._path_of(key)
+        with store_errors("look for", path, may_lack=True):
+            return stat.S_ISREG(path.lstat().st_mode)
+        return False
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one. Readers that have it open keep it."""
         # A power cut may bring the record back, which does no harm: the record is intact.
-        if not self._is_file(key):
-            return False
         path = self._path_of(key)
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise store_error("delete", path, error) from error
-        return True
+        if self.contains(key):
+            with store_errors("delete", path, may_lack=True):
+                path.unlink()
+                return True
+        return False
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""
@@ -545,15 +518,11 @@ class FileStore(CountedStore):
         newest = time.time() - min_age_seconds
         num_removed = 0
         for _, entry in self._files():
-            if not _TEMPORARY.fullmatch(entry.name):
-                continue
-            try:
-                if entry.stat(follow_symlinks=False).st_mtime <= newest:
-                    num_removed += _remove_leftover(Path(entry.path))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise store_error("remove", Path(entry.path), error) from error
+            path = Path(entry.path)
+            if _TEMPORARY.fullmatch(entry.name):
+                with store_errors("remove", path), contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_mtime <= newest:
+                        num_removed += _remove_leftover(path)
         remove_unnamed(self.path)
         return num_removed
 
@@ -564,39 +533,6 @@ class FileStore(CountedStore):
 
     def _path_of(self, key: ChunkKey) -> Path:
         return self.path / key.digest[:2] / f"{key.digest}.kv"
-
-    def _is_file(self, key: ChunkKey) -> bool:
-        path = self._path_of(key)
-        try:
-            return stat.S_ISREG(path.lstat().st_mode)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return False
-            raise store_error("look for", path, error) from error
-
-    def _write(self, key: ChunkKey, record: bytes) -> None:
-        path = self._path_of(key)
-        try:
-            make_folder(path.parent)
-            descriptor, temporary = _create_beside(path)
-            try:
-                _write_durably(descriptor, temporary, record, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
-            sync_folder(path.parent)
-        except OSError as error:
-            raise store_error("write", path, error) from error
-        self.metrics.wrote(len(record))
-
-    def _open_file(self, key: ChunkKey) -> FileRecord | None:
-        path = self._path_of(key)
-        found = open_to_read(path)
-        if found is None:
-            return None
-        descriptor, size_bytes = found
-        return FileRecord(key, _OpenFile(path, descriptor), size_bytes, self.metrics)
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files in the folders of records, each with its folder's name."""

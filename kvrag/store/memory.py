@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
-from kvrag.store.base import CountedStore, check_range
-from kvrag.store.metrics import MISS_ABSENT, StoreMetrics
+from kvrag.store.base import CountedStore, counted
+from kvrag.store.metrics import StoreMetrics
+from kvrag.store.remote import HeadedRecord
 
 
-class MemoryRecord:
-    """An opened record of a `MemoryStore`."""
+class MemoryRecord(HeadedRecord):
+    """An opened record of a `MemoryStore`; its head is all of it until it is closed."""
 
     def __init__(self, key: ChunkKey, record: bytes, metrics: StoreMetrics | None = None) -> None:
-        self._key = key
-        self._size_bytes = len(record)
-        self._bytes: memoryview | None = memoryview(record)
-        self._metrics = metrics
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record."""
-        return self._size_bytes
+        super().__init__(key, len(record), memoryview(record), metrics or StoreMetrics("memory"))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` starting at `offset`. Raises RecordError past the end of the record."""
-        if self._bytes is None:
-            raise StoreError(f"record {self._key} in memory: it was closed; open it again")
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        with nullcontext() if self._metrics is None else self._metrics.timing():
-            buffer[:] = self._bytes[offset : offset + buffer.nbytes]
-        if self._metrics is not None:
-            self._metrics.read(buffer.nbytes)
+        with self._metrics.timing():
+            super().read_into(offset, buffer)
+
+    def _fetch(self, first: int, buffer: memoryview) -> None:  # noqa: ARG002
+        raise StoreError(f"record {self._key} in memory: it was closed; open it again")
 
     def close(self) -> None:
         """Release the bytes."""
-        self._bytes = None
+        self._head = b""
 
 
 class MemoryStore(CountedStore):
@@ -64,15 +54,12 @@ class MemoryStore(CountedStore):
             self._records[key] = bytes(record)
         self.metrics.wrote(len(record))
 
+    @counted
     def open(self, key: ChunkKey) -> MemoryRecord | None:
         """Open a record for reading, or return None if there is none."""
         with self._lock:
             record = self._records.get(key)
-        if record is None:
-            self.metrics.miss(MISS_ABSENT)
-            return None
-        self.metrics.hit()
-        return MemoryRecord(key, record, self.metrics)
+        return None if record is None else MemoryRecord(key, record, self.metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""

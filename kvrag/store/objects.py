@@ -21,8 +21,9 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.plugins import require
 from kvrag.regularfile import read_regular
+from kvrag.store.base import counted
 from kvrag.store.file import read_secret
-from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
+from kvrag.store.metrics import StoreMetrics
 from kvrag.store.remote import (
     HeadedRecord,
     Options,
@@ -226,41 +227,28 @@ class Bucket:
             yield
         except (errors.BaseError, FileNotFoundError) as error:
             text = _text_of(error)
-            where = f"cannot {action} {self.url}"
+            short, kind = text[:_MOST_TEXT], StoreError
             if "NoSuchBucket" in text or "ContainerNotFound" in text:
-                raise StoreError(
-                    f"{where}: there is no such bucket; make it, or check the name"
-                ) from error
-            if "InvalidCertificate(" in str(error):
-                raise StoreError(
-                    f"{where}: its certificate is not trusted; name the file of who signed it: "
-                    "?ca=FILE"
-                ) from error
-            if "TimeTooSkewed" in text:
-                raise StoreError(
-                    f"{where}: the clock of this machine differs too much from the server's; set it"
-                ) from error
-            if isinstance(
+                why = "there is no such bucket; make it, or check the name"
+            elif "InvalidCertificate(" in str(error):
+                why = "its certificate is not trusted; name the file of who signed it: ?ca=FILE"
+            elif "TimeTooSkewed" in text:
+                why = "the clock of this machine differs too much from the server's; set it"
+            elif isinstance(
                 error, FileNotFoundError | errors.NotFoundError | errors.PreconditionError
             ):
-                raise AbsentError(f"{where}: {text}") from error
-            is_refused = isinstance(
+                kind, why = AbsentError, text
+            elif isinstance(error, errors.NotSupportedError):
+                why = f"{short}; use a server that answers requests for a range"
+            elif isinstance(
                 error, errors.PermissionDeniedError | errors.UnauthenticatedError
-            ) or any(part in text for part in _REFUSALS)
-            text = text[:_MOST_TEXT]
-            if isinstance(error, errors.NotSupportedError):
-                raise StoreError(
-                    f"{where}: {text}; use a server that answers requests for a range"
-                ) from error
-            if is_refused:
+            ) or any(part in text for part in _REFUSALS):
                 needed = _CREDENTIALS.get(self._scheme, "the folder's permissions")
-                raise StoreError(
-                    f"{where}: access is refused ({text}); set {needed}, or have the rights "
-                    "extended"
-                ) from error
-            raise StoreUnreachableError(
-                f"{where}: {text}; check the endpoint and the network, then try again"
-            ) from error
+                why = f"access is refused ({short}); set {needed}, or have the rights extended"
+            else:
+                kind = StoreUnreachableError
+                why = f"{short}; check the endpoint and the network, then try again"
+            raise kind(f"cannot {action} {self.url}: {why}") from error
 
 
 def server_of(scheme: str, endpoint: str | None) -> str:
@@ -441,39 +429,28 @@ class ObjectStore(RemoteStore):
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; further reads of that one are refused."""
-        with self._bucket.errors("write to"):
-            self._bucket.upload(_name_of(key), record)
+        self._bucket.put(_name_of(key), record)
         self.metrics.wrote(len(record))
 
+    @counted
     def open(self, key: ChunkKey) -> ObjectRecord | None:
         """Open a record for reading, or return None if there is none. Raises StoreError."""
         try:
             head, meta = self._get_head(key)
         except AbsentError:
-            self.metrics.miss(MISS_ABSENT)
             return None
-        except StoreError:
-            self.metrics.miss(MISS_UNREADABLE)
-            raise
-        self.metrics.hit()
         return ObjectRecord(self, key, head, meta)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        try:
-            with self._bucket.errors("read"):
-                self._bucket.obstore.head(self._bucket.client, _name_of(key))
-        except AbsentError:
-            return False
-        return True
+        return self._bucket.tag(_name_of(key)) is not None
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one. Further reads of it are refused."""
-        if not self.contains(key):
-            return False
-        with contextlib.suppress(AbsentError), self._bucket.errors("delete from"):
-            self._bucket.obstore.delete(self._bucket.client, _name_of(key))
-        return True
+        is_there = self.contains(key)
+        if is_there:
+            self._bucket.delete(_name_of(key))
+        return is_there
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""

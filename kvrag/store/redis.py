@@ -25,10 +25,12 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import KVRagError, ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.plugins import require
 from kvrag.recordformat import piece_ends
-from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
+from kvrag.store.base import counted
+from kvrag.store.metrics import StoreMetrics
 from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
 
 PASSWORD_VARIABLE = "KVRAG_REDIS_PASSWORD"
+_LOG_IN = f"set {PASSWORD_VARIABLE}, or put USER:PASSWORD@ before the host"
 DEFAULT_PREFIX = "kvrag"
 DEFAULT_TIMEOUT_SECONDS = 2.0
 GRACE_SECONDS = 60
@@ -235,6 +237,7 @@ class RedisStore(RemoteStore):
         """Write a record in place of the existing one; readers of that one can finish reading."""
         self._write(key, record, is_replacing=True)
 
+    @counted
     def open(self, key: ChunkKey) -> RedisRecord | None:
         """Open a record for reading, or return None if there is none.
 
@@ -245,17 +248,8 @@ class RedisStore(RemoteStore):
         RecordError
             When another kind of value is kept under its name.
         """
-        try:
-            (content,) = self.read([("GET", self.name_of(key))])
-        except StoreError:
-            self.metrics.miss(MISS_UNREADABLE)
-            raise
-        if content is None:
-            self.metrics.miss(MISS_ABSENT)
-            return None
-        record = RedisRecord(self, key, content)
-        self.metrics.hit()
-        return record
+        (content,) = self.read([("GET", self.name_of(key))])
+        return None if content is None else RedisRecord(self, key, content)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
@@ -349,32 +343,27 @@ class RedisStore(RemoteStore):
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
         errors = self._redis.exceptions
+        where = f"cannot {action} {self.url}"
         try:
             yield
         except (errors.AuthenticationError, errors.NoPermissionError) as error:
-            raise StoreError(
-                f"cannot {action} {self.url}: Redis refuses the password or the user ({error}); "
-                f"set {PASSWORD_VARIABLE}, or put USER:PASSWORD@ before the host"
-            ) from error
+            why = f"Redis refuses the password or the user ({error})"
+            raise StoreError(f"{where}: {why}; {_LOG_IN}") from error
         except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
             raise StoreUnreachableError(
-                f"cannot {action} {self.url}: Redis does not answer ({error}); start it, or "
-                "check the host and the port"
+                f"{where}: Redis does not answer ({error}); start it, or check the host and the "
+                "port"
             ) from error
-        except errors.ResponseError as error:
+        except errors.RedisError as error:
             text = str(error)
-            if "NOAUTH" in text or "WRONGPASS" in text:
-                raise StoreError(
-                    f"cannot {action} {self.url}: Redis asks for a password ({text}); set "
-                    f"{PASSWORD_VARIABLE}, or put USER:PASSWORD@ before the host"
-                ) from error
             if "WRONGTYPE" in text:
                 raise RecordError(
                     f"{self.url}: another program keeps something under a name that begins with "
                     f"{shown(self._prefix)} ({text}); choose another prefix"
                 ) from error
-            remedy = "see the log of Redis"
-            if "OOM" in text or "maxmemory" in text:
+            if "NOAUTH" in text or "WRONGPASS" in text:
+                remedy = f"Redis asks for a password: {_LOG_IN}"
+            elif "OOM" in text or "maxmemory" in text:
                 remedy = "its memory is full: raise its maxmemory, or set limit= of this tier"
             elif "READONLY" in text:
                 remedy = "it is a replica: give the URL of the primary"
@@ -382,16 +371,16 @@ class RedisStore(RemoteStore):
                 remedy = "give the number of a database that it has"
             elif text.startswith(("MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN")):
                 remedy = "it is a node of a cluster: give the URL of a proxy that speaks for all"
-            raise StoreError(f"cannot {action} {self.url}: {text}; {remedy}") from error
-        except errors.RedisError as error:
-            raise StoreError(f"cannot {action} {self.url}: {error}; see the log") from error
+            else:
+                remedy = "see the log of Redis"
+            raise StoreError(f"{where}: {text}; {remedy}") from error
         except KVRagError:
             raise
         except (ValueError, TypeError, LookupError, MemoryError) as error:
             # The client's parser passes on whatever it makes of a damaged reply.
             raise StoreError(
-                f"cannot {action} {self.url}: what came is no reply of Redis "
-                f"({type(error).__name__}: {error}); look at what lies between"
+                f"{where}: what came is no reply of Redis ({type(error).__name__}: {error}); look "
+                "at what lies between"
             ) from error
 
 

@@ -78,9 +78,9 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         return _open_tiers(rest.split("|"), must_answer)
     place, _, query = url.partition("?")
     if scheme == "memory":
-        return _wrap(MemoryStore(), _parse(url, {})[1])
+        return _wrap(MemoryStore(), parse_options(url, {})[1])
     if scheme == "file":
-        _, common = _parse(url, {})
+        _, common = parse_options(url, {})
         folder = _folder_of(place).absolute()
         if "?" in str(folder):  # its URL could not be opened again
             raise ParameterError(
@@ -89,9 +89,11 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
             )
         return _wrap(FileStore(folder), common)
     kind = store_class(scheme)
-    own, common = _parse(url, kind.options)
+    own, common = parse_options(url, kind.options)
     # The wrappers write the options that all stores have into the URL.
-    said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
+    said = [
+        one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in COMMON_OPTIONS
+    ]
     try:
         opened = kind(place, must_answer=must_answer, **own)
     except OSError as error:
@@ -196,9 +198,15 @@ def _wrap(store: Store, options: dict[str, Any]) -> Store:
     return store
 
 
-def _parse(url: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a store's own options as keyword arguments, and the options that all stores have."""
-    known = {**own, **_COMMON}
+def parse_options(
+    url: str, own: Options, of_all: Options | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a store's own options as keyword arguments, and those that all stores have.
+
+    Raises ParameterError for options that are neither `own` nor `of_all` (`COMMON_OPTIONS`).
+    """
+    of_all = COMMON_OPTIONS if of_all is None else of_all
+    known = {**own, **of_all}
     whole_place = without_password(url).partition("?")[0]
     place = arguments.cut(whole_place)
     found: dict[str, Any] = {}
@@ -227,12 +235,15 @@ def _parse(url: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:
             found[argument] = parse(value)
         except ValueError as error:
             raise ParameterError(f"{place}: {name}: {error}") from error
-    common = {name: found.pop(name) for name in _COMMON if name in found}
+    common = {name: found.pop(name) for name in of_all if name in found}
     return found, common
 
 
-def parse_bytes(text: str) -> int:
-    """Return the number of bytes in a text: ``20GB``, ``512 MiB``, ``1e9``. Raises ValueError."""
+def parse_bytes(text: str, where: str = "") -> int:
+    """Return the number of bytes in a text: ``20GB``, ``512 MiB``, ``1e9``.
+
+    Raises ParameterError, whose message begins with `where`.
+    """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kKMGT])(i?))?B?\s*", text)
     try:
         number = float(match[1]) if match else 0.0
@@ -241,7 +252,9 @@ def parse_bytes(text: str) -> int:
     if match and match[2]:
         number *= (1024 if match[3] else 1000) ** ("kMGT".index(match[2].replace("K", "k")) + 1)
     if not 1 <= number < 1e18:
-        raise ValueError(f"expected bytes as in 20GB or 512MiB, found {arguments.shown(text)}")
+        raise ParameterError(
+            f"{where}expected bytes as in 20GB or 512MiB, found {arguments.shown(text)}"
+        )
     return int(number)
 
 
@@ -251,4 +264,4 @@ def without_password(url: str) -> str:
     return re.sub(r"((?:client_secret|[?&]sig)=)[^&|'\s]*", r"\1***", masked)  # of Azure
 
 
-_COMMON: Options = {"limit": ("limit", parse_bytes), "key_file": ("key_file", file_path)}
+COMMON_OPTIONS: Options = {"limit": ("limit", parse_bytes), "key_file": ("key_file", file_path)}

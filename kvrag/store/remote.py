@@ -73,7 +73,9 @@ class RemoteStore(CountedStore):
 class HeadedRecord:
     """An opened record whose head came with the answer to the opening request, if it has one."""
 
-    def __init__(self, key: ChunkKey, size_bytes: int, head: bytes, metrics: StoreMetrics) -> None:
+    def __init__(
+        self, key: ChunkKey, size_bytes: int, head: bytes | memoryview, metrics: StoreMetrics
+    ) -> None:
         self._key = key
         self._size_bytes = size_bytes
         self._head = head

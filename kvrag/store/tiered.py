@@ -222,11 +222,6 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name="kvrag-upload", daemon=True)
         self._thread.start()
 
-    @property
-    def num_pending(self) -> int:
-        """Number of records that are yet to be uploaded."""
-        return len(self._outbox.keys())
-
     def write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
         """Write a record to the disk tier, durably, and list it for upload.
 

@@ -12,7 +12,8 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest.index import Index
-from kvrag.ingest.shared import opening
+from kvrag.ingest.shared import log as opening
+from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.log import SharedLog
 from kvrag.ingest.shared.manifest import File, Log
 from kvrag.ingest.shared.place import make_room, read_place, remove_view
@@ -44,16 +45,16 @@ def test_a_view_that_is_being_made_stays(
     index = machine("one", folder_url, context="none")
     index.add([page(0)])
     machine("other", f"{folder_url}-of-others", context="none").close()
-    build = opening.build
+    build = manifest.build
 
     def slowly(folder: Path, *args: Any) -> None:
-        monkeypatch.setattr(opening, "build", build)
+        monkeypatch.setattr(manifest, "build", build)
         build(folder, *args)
         with monkeypatch.context() as beside:
             beside.setenv("KVRAG_VIEWS_BYTES", "1B")
             machine("other", f"{folder_url}-of-others")
 
-    monkeypatch.setattr(opening, "build", slowly)
+    monkeypatch.setattr(manifest, "build", slowly)
     assert sources(machine("other", folder_url)) == {"d0"}
 
 

@@ -243,13 +243,13 @@ def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Pat
 def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have looked, both write: one record stays, whole."""
     both_have_looked = threading.Barrier(2)
-    whole = FileStore._write
+    whole = FileStore.replace
 
     def write(self: FileStore, *args: object, **kwargs: object) -> None:
         both_have_looked.wait(10)
         whole(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FileStore, "_write", write)
+    monkeypatch.setattr(FileStore, "replace", write)
     records = [bytes([number]) * 100_000 for number in range(2)]
     together(*(partial(FileStore(folder).put, KEY, record) for record in records))
     assert stored(FileStore(folder), KEY) in records

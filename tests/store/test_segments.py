@@ -103,7 +103,7 @@ def test_a_full_disk_loses_nothing(
         raise StoreError("cannot write: the disk is full")
 
     with monkeypatch.context() as patch, closing(FileStore(folder.parent / "other")) as _:
-        patch.setattr(FileStore, "_write", refuse)
+        patch.setattr(FileStore, "replace", refuse)
         with closing(FileStore(folder)) as store:
             assert stored(store, KEYS[0]) is None
     assert "the disk is full. Until then, records of kvrag 0.2" in caplog.text
@@ -150,7 +150,7 @@ def test_processes_that_open_the_folder_wait_for_the_one_that_unpacks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They go on when it has finished, and do not take its last step for damage."""
-    write = FileStore._write
+    write = FileStore.replace
     others = [threading.Thread(target=FileStore, args=[folder]) for _ in range(3)]
 
     def start_others(self: FileStore, key: ChunkKey, record: bytes) -> None:
@@ -161,7 +161,7 @@ def test_processes_that_open_the_folder_wait_for_the_one_that_unpacks(
             monkeypatch.setattr("kvrag.store.file.connect", pytest.fail)
         write(self, key, record)
 
-    monkeypatch.setattr(FileStore, "_write", start_others)
+    monkeypatch.setattr(FileStore, "replace", start_others)
     FileStore(folder)
     for other in others:
         other.join(30)

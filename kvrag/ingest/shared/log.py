@@ -25,17 +25,33 @@ from kvrag.errors import (
     IndexMismatchError,
     IndexNotFoundError,
     KVRagError,
+    ParameterError,
     StoreError,
 )
-from kvrag.ingest.catalogfile import next_path, write_copy
-from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, WORDS_NAME, IndexConfig, write_atomically
+from kvrag.ingest.catalog import FILE_NAME
+from kvrag.ingest.catalogfile import is_lost, next_path, write_copy
+from kvrag.ingest.config import (
+    RUNS_NAME,
+    VECTORS_NAME,
+    VIEW_OF_NAME,
+    WORDS_NAME,
+    IndexConfig,
+    write_atomically,
+)
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.encryption import key_check, require_key
+from kvrag.ingest.opening import Given, make_index, open_index
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport
 from kvrag.ingest.schema import Change
+from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.shared import manifest as m
-from kvrag.ingest.shared.place import Place, held, lock_path
+from kvrag.ingest.shared import place as p
+from kvrag.ingest.shared.place import Place, held, in_use_path, lock_path
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
+from kvrag.store.file import store_errors
+from kvrag.store.registry import open_store
 
 logger = logging.getLogger("kvrag")
 
@@ -545,3 +561,174 @@ def read_config(place: Place, segments: Store, head: m.Manifest) -> IndexConfig:
     path = Path(f"{place}/index.json")
     config = IndexConfig.from_bytes(m.get_bytes(segments, head.config), path)
     return replace(config, store=config.store or place.store_url("kv"))
+
+
+# -- creating and opening ------------------------------------------------------------------------
+
+
+def make_shared(url: str, given: Any, settings: IndexSettings) -> tuple[Storage, Encoders]:
+    """Create an empty index at a URL. Parameters and errors are those of `Index.create`."""
+    place = p.read_place(url)
+    with _connected(place) as (log, segments), contextlib.ExitStack() as using:
+        if settings.store is None:
+            settings = replace(settings, store=place.store_url("kv"))
+        with held(lock_path(place.view)):
+            if log.versions():
+                raise _taken(place)
+            _clear(place)
+            using.enter_context(held(in_use_path(place.view), shared=True))
+            storage, encoders = make_index(place.view, given, settings)
+            with _closing_on_error(storage):
+                _make_folder(place)
+                written = log.create(_first(place, segments, storage))
+                if written is None:
+                    raise _taken(place)
+                m.note_applied(place.view, written.names())
+                _attach(place, log, segments, storage, using)
+        return storage, encoders
+
+
+def _first(place: Place, segments: Store, storage: Storage) -> m.Manifest:
+    """Return the manifest of a new index. Raises ParameterError if its stores have two keys."""
+    config = storage.config
+    if config.key_check != key_check(segments):
+        raise ParameterError(
+            f"{place} and its store of KV need the same key, or none: give ?key_file=PATH "
+            "in both URLs"
+        )
+    return m.Manifest(
+        version=0,
+        time=time.time(),
+        index_id=config.index_id,
+        key_check=config.key_check,
+        config=put_config(place, segments, config),
+        profiles=tuple(put_profiles(segments, storage.profiles)),
+    )
+
+
+def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
+    """Open the index at a URL. Parameters and errors are those of `Index.open`."""
+    place = p.read_place(url)
+    with _connected(place) as (log, segments), contextlib.ExitStack() as using:
+        versions = log.versions()
+        head = log.read(versions[-1]) if versions else None
+        if head is None:
+            raise IndexNotFoundError(
+                f"there is no index at {place}; make one with 'kvrag ingest PATH... --index "
+                f"{place} --model MODEL' or Index.create"
+            )
+        _check_key(place, head, segments)
+        p.make_room(place.view)
+        with held(lock_path(place.view)):
+            config = _config(place, segments, head)
+            p.remove_scratch(place.view)
+            using.enter_context(held(in_use_path(place.view), shared=True))
+            _make_folder(place)  # the view may have made room meanwhile
+            config.save(place.view)
+            if is_lost(place.view / FILE_NAME):
+                _make_view(place, config, head, segments)
+        try:
+            storage, encoders = open_index(place.view, given, mend=False, is_view=True)
+        except IndexFormatError as error:
+            logger.warning("the view of %s is made again: %s", place, error)
+            with held(lock_path(place.view)):
+                _make_view(place, config, head, segments)
+            storage, encoders = open_index(place.view, given, mend=False, is_view=True)
+        with _closing_on_error(storage):
+            _attach(place, log, segments, storage, using).refresh()
+        return storage, encoders
+
+
+@contextlib.contextmanager
+def _connected(place: Place) -> Iterator[tuple[m.Log, Store]]:
+    """Open the log and the store of segments; close the store if the block fails."""
+    log = m.Log(place.bucket("log"))
+    log.check()
+    segments = open_store(place.store_url("segments"))
+    with _closing_on_error(segments):
+        yield log, segments
+
+
+@contextlib.contextmanager
+def _closing_on_error(opened: Store | Storage) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _attach(
+    place: Place, log: m.Log, segments: Store, storage: Storage, using: contextlib.ExitStack
+) -> SharedLog:
+    """Return the log of an opened view; it takes over what says that the view is in use."""
+    shared = SharedLog(place, log, segments, storage)
+    shared.on_close = using.pop_all()
+    storage.log = shared
+    return shared
+
+
+def _clear(place: Place) -> None:
+    """Remove the view of an index that was at a place. Raises IndexMismatchError if it is used."""
+    if not p.remove_view(place.view):
+        raise IndexMismatchError(
+            f"a process of this machine has the index that was at {place} before open: end it, or "
+            "set KVRAG_VIEWS to another folder for this process"
+        )
+
+
+def _config(place: Place, segments: Store, head: m.Manifest) -> IndexConfig:
+    """Return a version's settings; another index's view goes."""
+    known: IndexConfig | None = None
+    with contextlib.suppress(KVRagError):
+        known = IndexConfig.load(place.view)
+    if known is not None and known.index_id != head.index_id:
+        known = None
+    try:
+        config = read_config(place, segments, head)
+    except IndexFormatError:
+        if known is None:
+            raise
+        config = known  # 'kvrag verify --repair' publishes it again
+    if known is None:
+        _clear(place)
+    return config
+
+
+def _make_folder(place: Place) -> None:
+    """Make the folder of a view, if there is none, and say that it is one."""
+    with store_errors("make the folder", place.view):
+        place.view.mkdir(parents=True, exist_ok=True)
+    write_atomically(place.view / VIEW_OF_NAME, f"{place}\n".encode())
+
+
+def _make_view(place: Place, config: IndexConfig, head: m.Manifest, segments: Store) -> None:
+    """Write the catalog of a view that has none, or a damaged one."""
+    with (
+        tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=place.view) as scratch,
+        contextlib.closing(open_store(config.store, must_answer=False)) as store,
+    ):
+        made = Path(scratch)
+        m.build(made, config, head, segments, store)
+        m.forget_applied(place.view)
+        for path in place.view.glob(f"{FILE_NAME}*"):
+            path.unlink()
+        for path in sorted(made.iterdir(), reverse=True):  # the catalog last: it makes the view
+            path.replace(place.view / path.name)
+        m.note_applied(place.view, head.names())
+
+
+def _check_key(place: Place, head: m.Manifest, segments: Store) -> None:
+    """Raise IndexMismatchError unless a URL has the index's key, or neither has one."""
+    found = key_check(segments)
+    if found and not head.key_check:
+        raise IndexMismatchError(
+            f"the index at {place} is not encrypted: leave ?key_file= out of its URL"
+        )
+    require_key(f"the index at {place}", head.key_check, found, "add ?key_file=PATH to its URL")
+
+
+def _taken(place: Place) -> ParameterError:
+    return ParameterError(
+        f"there is an index at {place} already: open it with Index.open, or use another URL"
+    )

@@ -11,6 +11,7 @@ high-performance ACID table storage over cloud object stores", 2020) and Apache 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -47,7 +48,7 @@ from kvrag.ingest.schema import Change, ChunkRow, FileState
 from kvrag.regularfile import NAME as CHECKSUM
 from kvrag.regularfile import checksum, open_regular
 from kvrag.store.base import Store, room_for
-from kvrag.store.file import store_error
+from kvrag.store.file import store_errors
 from kvrag.store.objects import Bucket
 
 FORMAT = 1
@@ -468,11 +469,8 @@ def put_file(store: Store, path: Path) -> File:
             file.seek(first)
             return _put(store, file.read(PART_BYTES))
 
-    try:
-        with ThreadPoolExecutor(_THREADS, "kvrag-parts") as pool:
-            parts = tuple(pool.map(put, range(0, size, PART_BYTES)))
-    except OSError as error:
-        raise store_error("read", path, error) from error
+    with store_errors("read", path), ThreadPoolExecutor(_THREADS, "kvrag-parts") as pool:
+        parts = tuple(pool.map(put, range(0, size, PART_BYTES)))
     return File(path.name, parts)
 
 
@@ -483,31 +481,22 @@ def get_bytes(store: Store, file: File) -> bytes:
 
 def get_file(store: Store, file: File, path: Path) -> None:
     """Write a file's bytes to a new file at `path`. Raises as `get_bytes`, and StoreError."""
-    places: list[tuple[int, Part]] = []
-    at = 0
-    for part in file.parts:
-        places.append((at, part))
-        at += part.size
+    places = itertools.accumulate((part.size for part in file.parts), initial=0)
     rooms = threading.local()  # new memory for each part would cost more than the copy
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with store_errors("write", path), os.fdopen(os.open(path, flags, 0o600), "wb") as made:
 
-            def fetch(place: tuple[int, Part]) -> None:
-                if not hasattr(rooms, "room"):
-                    rooms.room = bytearray(PART_BYTES)
-                content = _get(store, file, place[1], rooms.room)
-                written = 0
-                while written < len(content):
-                    written += os.pwrite(descriptor, content[written:], place[0] + written)
+        def fetch(part: Part, place: int) -> None:
+            if not hasattr(rooms, "room"):
+                rooms.room = bytearray(PART_BYTES)
+            content = _get(store, file, part, rooms.room)
+            written = 0
+            while written < len(content):
+                written += os.pwrite(made.fileno(), content[written:], place + written)
 
-            with ThreadPoolExecutor(_THREADS, "kvrag-parts") as pool:
-                for _ in pool.map(fetch, places):
-                    pass
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise store_error("write", path, error) from error
+        with ThreadPoolExecutor(_THREADS, "kvrag-parts") as pool:
+            for _ in pool.map(fetch, file.parts, places):
+                pass
 
 
 def damage_of(store: Store, files: Iterable[File], say: Callable[[str], None]) -> None:

@@ -17,9 +17,9 @@ from urllib.parse import parse_qsl, urlencode
 from kvrag import arguments
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.config import VIEW_OF_NAME
-from kvrag.store.file import store_error
+from kvrag.store.file import store_errors
 from kvrag.store.objects import SCHEMES, Bucket, ObjectStore, server_of
-from kvrag.store.registry import parse_bytes
+from kvrag.store.registry import COMMON_OPTIONS, parse_bytes, parse_options
 
 DEFAULT_VIEWS_BYTES = 100_000_000_000
 
@@ -78,7 +78,7 @@ class Place:
 
 def read_place(url: str) -> Place:
     """Read the URL of a shared index. Raises ParameterError."""
-    place, mark, query = url.partition("?")
+    place, _, query = url.partition("?")
     scheme, _, rest = place.partition("://")
     is_known = scheme in SCHEMES or (scheme == "file" and rest.startswith("/"))
     if not is_known or not rest.strip("/"):
@@ -87,29 +87,10 @@ def read_place(url: str) -> Place:
             "file:///FOLDER, and an index on this machine a folder without ://; found "
             f"{arguments.shown(url)}"
         )
-    known = ("key_file",) if scheme == "file" else (*_BUCKET_OPTIONS, "key_file")
-    try:
-        pairs = (
-            parse_qsl(query or mark, keep_blank_values=True, strict_parsing=True) if mark else []
-        )
-        for name, value in pairs:
-            if name not in known:
-                raise ParameterError(
-                    f"{place} has no option {arguments.shown(name)}; it has {', '.join(known)}"
-                )
-            if name in _BUCKET_OPTIONS:
-                _BUCKET_OPTIONS[name][1](value)
-    except ParameterError:
-        raise
-    except ValueError as error:
-        raise ParameterError(
-            f"{place}: options are NAME=VALUE with & between, from {', '.join(known)}: {error}"
-        ) from error
-    # Here, since each process may run in another folder.
-    pairs = [
-        (name, str(Path(value).expanduser().absolute()) if name == "key_file" else value)
-        for name, value in pairs
-    ]
+    own = {} if scheme == "file" else _BUCKET_OPTIONS
+    _, common = parse_options(url, own, {"key_file": COMMON_OPTIONS["key_file"]})
+    # A whole path, since each process may run in another folder.
+    pairs = {**dict(parse_qsl(query)), **common}
     if scheme == "file":
         place = f"file://{arguments.resolved_path(rest, 'file:')}"
     return Place(place.rstrip("/"), urlencode(pairs, safe="/:"))
@@ -143,11 +124,9 @@ def held(path: Path, *, shared: bool = False, waits: bool = True) -> Iterator[No
     StoreError
         When the file cannot be made.
     """
-    try:
+    with store_errors("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise store_error("write", path, error) from error
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(descriptor, kind if waits else kind | fcntl.LOCK_NB)
@@ -182,11 +161,8 @@ def make_room(keep: Path) -> None:
 
     The limit is `KVRAG_VIEWS_BYTES`. The view `keep` stays.
     """
-    text = os.environ.get("KVRAG_VIEWS_BYTES", str(DEFAULT_VIEWS_BYTES))
-    try:
-        limit = parse_bytes(text)
-    except ValueError as error:
-        raise ParameterError(f"KVRAG_VIEWS_BYTES: {error}") from error
+    name = "KVRAG_VIEWS_BYTES"
+    limit = parse_bytes(os.environ.get(name, str(DEFAULT_VIEWS_BYTES)), f"{name}: ")
     # Other folders here are no views: uploads.
     views = [one.parent for one in keep.parent.glob(f"*/{VIEW_OF_NAME}")]
     sizes = {one: _size_of(one) for one in views}
