@@ -38,7 +38,7 @@ class Command(TyperCommand):
     # Typer's names for the types of contexts and commands differ between versions.
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, and where the options are that it leaves out."""
-        num_more = sum(key.is_hidden for key in self.keys.values())
+        num_more = sum(key.info.hidden for key in self.keys.values())
         if num_more:
             named = " ".join(_place(ctx))
             self.epilog = f"'kvrag config {named}' lists all options, {num_more} more than these."
@@ -83,12 +83,12 @@ class Command(TyperCommand):
         file = s.read_file(None if named is None else Path(named), root.command, root)
         from_file = {} if file is None else file.of(place, self.keys)
         said = {
-            name: given[key.parameter]
+            name: given[key.parameter.name]
             for name, key in self.keys.items()
-            if given.get(key.parameter) is not None
+            if given.get(key.parameter.name) is not None
         }
         kept = _own_parameters(from_file, said, self.keys)
-        ctx.default_map = {self.keys[name].parameter: one.value for name, one in kept.items()}
+        ctx.default_map = {self.keys[name].parameter.name: one.value for name, one in kept.items()}
         ctx.meta[_FILE] = file
         used = [
             cut(f"{name}={one.value}") for name, one in sorted(kept.items()) if name not in said
@@ -191,7 +191,7 @@ def _own_parameters(
     """
     in_file = from_file.get(_POLICY)
     is_another = _POLICY in said and said[_POLICY] != (
-        keys[_POLICY].default if in_file is None else in_file.value
+        keys[_POLICY].parameter.default if in_file is None else in_file.value
     )
     if is_another or not _PARAMETERS.isdisjoint(said):
         return {name: one for name, one in from_file.items() if name not in _PARAMETERS}

@@ -78,10 +78,10 @@ def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
 def _row(key: Key, given: Setting | None) -> dict[str, Any]:
     return {
         "key": key.name,
-        "value": key.default if given is None else given.value,
+        "value": key.parameter.default if given is None else given.value,
         "from": "default" if given is None else given.origin,
-        "is_hidden": key.is_hidden,
-        "help": key.text,
+        "is_hidden": key.info.hidden,
+        "help": (key.info.help or "").replace("\\[", "["),
     }
 
 

@@ -71,10 +71,6 @@ class Conversation:
         if self._most is not None:
             self.turns = self.turns[len(self.turns) - self._most :]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.turns = []
-
     def forget_half(self) -> int:
         """Forget the older half of the turns; return how many these were.
 
@@ -131,12 +127,11 @@ class Asker:
         self._engine = engine
         self._asking = asking
         self._paused = nullcontext if idle is None else idle.paused
-        self._conversation = Conversation(history) if remembers and history != 0 else None
+        self._conversation = Conversation(history if remembers else 0)
 
     def forget(self) -> None:
         """Begin a new conversation."""
-        if self._conversation is not None:
-            self._conversation.clear()
+        self._conversation.turns = []
 
     def ask(
         self, question: str, say: Say, options: Mapping[str, Any], *, verifies: bool = False
@@ -159,24 +154,17 @@ class Asker:
 
     def _ask(self, question: str, say: Say, options: Mapping[str, Any], verifies: bool) -> Outcome:
         engine, conversation = self._engine, self._conversation
-        search, known = question, tuple[str, ...]()
-        if conversation is None:
-            request, seconds = retrieve(
-                engine.index, [as_turn(question)], self._asking, say, **options
-            )
-        else:
-            known = conversation.chunk_ids
-            search = search_question(engine, conversation.turns, question)
-            if search != question:
-                say("search", search)
-            request, seconds = self._fitting(conversation, question, search, say, options)
+        known = conversation.chunk_ids
+        search = search_question(engine, conversation.turns, question)
+        if search != question:
+            say("search", search)
+        request, seconds = self._fitting(question, search, say, options)
         if verifies:
             from kvrag.engine.verify import to_verify, verify
 
             request = to_verify(request.over(engine.defaults))
         answered = answer(engine, request, partial(say, "text"))
-        if conversation is not None:
-            assert isinstance(request.prompt, list)  # only chat prompts remember
+        if isinstance(request.prompt, list):  # others are not remembered
             said = request.prompt[-1]["content"]
             new = tuple(i for i in request.hints if i not in conversation.chunk_ids)
             conversation.add(Turn(question, said, answered.text, new))
@@ -188,15 +176,10 @@ class Asker:
         return Outcome(question, answered, seconds, found, known, verdict)
 
     def _fitting(
-        self,
-        conversation: Conversation,
-        question: str,
-        search: str,
-        say: Say,
-        options: Mapping[str, Any],
+        self, question: str, search: str, say: Say, options: Mapping[str, Any]
     ) -> tuple[Request, float]:
         """Return a request for which the model's window has room, and the seconds of the search."""
-        engine, index = self._engine, self._engine.index
+        engine, index, conversation = self._engine, self._engine.index, self._conversation
         while True:
             request, seconds = retrieve(
                 index,
@@ -207,9 +190,11 @@ class Asker:
                 hints=conversation.chunk_ids,
                 **options,
             )
+            if not conversation.turns:
+                return request, seconds
             num_tokens = len(engine.prompt_ids(request.prompt, hints=request.hints))
             most = request.over(engine.defaults).max_tokens or 0
-            if num_tokens + most <= index.config.max_positions or not conversation.turns:
+            if num_tokens + most <= index.config.max_positions:
                 return request, seconds
             number = conversation.forget_half()
             say("note", f"the model's window is full: forgot {count(number, 'turn')}")

@@ -99,14 +99,6 @@ class Target:
     store: o.StoreOption = None
 
 
-@dataclass(frozen=True)
-class _Given:
-    """Objects for an index, which have no name to compare; None means none."""
-
-    profile: Profile | None
-    embedding: Embedding | None
-
-
 def index_into(
     target: Target,
     documents: Iterable[Any],
@@ -140,13 +132,12 @@ def index_into(
     custom, name = _embedding(settings.get("embedding"))
     asked = {**settings, "embedding": name}
     asked = {name: value for name, value in asked.items() if value is not None}
-    given = _Given(profile, custom)
     quiet_libraries()
     if target.model is not None:
         check_model(target.model)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
-        opened = _open_or_create(target, asked, given, folder)
+        opened = _open_or_create(target, asked, profile, custom, folder)
         has_bar = adding.get("runner") is None  # Ray has its own
         with opened, console.progress("reading", has_bar=has_bar) as say:
             bar = IngestBar(opened.path, say)
@@ -245,35 +236,34 @@ def _only_model() -> str:
 
 
 def _open_or_create(
-    target: Target, settings: Mapping[str, Any], objects: _Given, scratch: Path | None
+    target: Target,
+    settings: Mapping[str, Any],
+    profile: Profile | None,
+    embedding: Embedding | None,
+    scratch: Path | None,
 ) -> Index:
     """Open the index, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.embedding import HASHING, HashingEmbedding
     from kvrag.ingest.index import Index
 
     path, model, store = target.index, target.model, target.store
-    given: dict[str, Any] = {
-        "device": target.device,
-        "store": store,
-        "embedding": objects.embedding,
-    }
+    given: dict[str, Any] = {"device": target.device, "store": store, "embedding": embedding}
     try:
         opened = Index.open(path, model=model, mend=not scratch, **given)
     except IndexNotFoundError:
         if model is None:
             model = _only_model()
             console.note(f"no --model given: the new index uses {model}, which is installed here")
-        if "embedding" not in settings and objects.embedding is None:
+        if "embedding" not in settings and embedding is None:
             _tell_default_embedding()
         folder = scratch / "index" if scratch is not None else path
-        return Index.create(folder, model=model, profile=objects.profile, **{**given, **settings})
+        return Index.create(folder, model=model, profile=profile, **{**given, **settings})
     try:
         if store is not None and opened.store.url != opened.config.store:
             raise ParameterError(
                 f"the index at {path} keeps its KV in {opened.config.store or 'its own folder'}, "
                 f"asked for {opened.store.url}: leave --store out, or make a new index"
             )
-        profile = objects.profile
         if profile is not None and profile.hash != opened.config.profile:
             raise ParameterError(
                 f"the index at {path} exists already, and --profile is for a new index: leave it "

@@ -145,10 +145,8 @@ class Asked:
         from kvrag.store.registry import parse_bytes
 
         least, most = self._actors()
-        try:
-            limit = None if self.ray_memory is None else parse_bytes(self.ray_memory)
-        except ValueError as error:
-            raise ParameterError(f"--ray-memory: {error}") from error
+        memory = self.ray_memory
+        limit = None if memory is None else parse_bytes(memory, "--ray-memory: ")
         try:
             return RayOptions(
                 address=None if self.ray == "auto" else self.ray,
@@ -363,14 +361,11 @@ def _code_read_as_plain_text(sources: Iterable[str], loaders: Collection[str]) -
 def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> ParseLimits:
     from kvrag.store.registry import parse_bytes
 
-    sizes = {"--max-file-size": max_file_size, "--parse-memory": parse_memory}
-    numbers = []
-    for name, text in sizes.items():
-        try:
-            numbers.append(parse_bytes(text))
-        except ValueError as error:
-            raise ParameterError(f"{name}: {error}") from error
-    return ParseLimits(max_file_bytes=numbers[0], seconds=parse_seconds, memory_bytes=numbers[1])
+    return ParseLimits(
+        max_file_bytes=parse_bytes(max_file_size, "--max-file-size: "),
+        seconds=parse_seconds,
+        memory_bytes=parse_bytes(parse_memory, "--parse-memory: "),
+    )
 
 
 def _loaders(given: list[str]) -> dict[str, str]:

@@ -108,13 +108,6 @@ def load_reranker(name: str | None) -> Reranker | None:
     return Reranker(name)
 
 
-def open_catalog(path: Path | str, store: str | None = None) -> Index:
-    """Open an index for work that needs no model; no model library is imported."""
-    from kvrag.ingest.index import Index
-
-    return Index.open(path, store=store)
-
-
 def warm_up(index: Index) -> None:
     """Load model, embedding and matcher, so that no answer's time includes loading them."""
     with console.working("loading the model"):

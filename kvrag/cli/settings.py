@@ -87,32 +87,21 @@ class Key:
 
     Attributes
     ----------
-    name, parameter
-        Its name, and the name of the command's parameter.
+    name
+        The name.
+    parameter, info
+        The command's parameter, and what Typer knows of it.
     kind
         `bool`, `int`, `float` or `Path`; anything else is text.
     is_list
         Whether it may be given more than once.
-    is_hidden
-        Whether ``--help`` leaves it out.
-    least, most
-        Its range; None means no limit.
-    parse
-        A function that raises `typer.BadParameter` for an invalid value.
-    default, text
-        Its default (None if it has none), and its help text.
     """
 
     name: str
-    parameter: str
+    parameter: Any
+    info: Any
     kind: type
     is_list: bool
-    is_hidden: bool
-    least: float | None
-    most: float | None
-    parse: Callable[[str], object] | None
-    default: object
-    text: str
 
     @property
     def expected(self) -> str:
@@ -120,10 +109,10 @@ class Key:
         if self.is_list:
             return "a list of texts"
         _, noun = _KINDS.get(self.kind, _TEXT)
-        if self.kind not in _NUMBERS or self.least is None:
+        least, most = self.info.min, self.info.max
+        if self.kind not in _NUMBERS or least is None:
             return noun
-        to = "" if self.most is None else f" to {self.most:g}"
-        return f"{noun} from {self.least:g}{to}"
+        return f"{noun} from {least:g}" + ("" if most is None else f" to {most:g}")
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value has this key's type and is in its range."""
@@ -135,9 +124,8 @@ class Key:
             return False
         if self.kind in _NUMBERS:
             # Written so that NaN is outside every range.
-            return (self.least is None or value >= self.least) and (
-                self.most is None or value <= self.most
-            )
+            least, most = self.info.min, self.info.max
+            return (least is None or value >= least) and (most is None or value <= most)
         # An empty path would mean the working directory.
         return self.kind is not Path or bool(value.strip())
 
@@ -190,18 +178,7 @@ def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
         kinds = [one for one in (typing.get_args(given) or (given,)) if one is not type(None)]
         is_list = typing.get_origin(kinds[0]) is list
         name = max(parameter.opts, key=len).lstrip("-")
-        keys[name] = Key(
-            name=name,
-            parameter=parameter.name,
-            kind=str if is_list else kinds[0],
-            is_list=is_list,
-            is_hidden=info.hidden,
-            least=info.min,
-            most=info.max,
-            parse=info.parser,
-            default=parameter.default,
-            text=(info.help or "").replace("\\[", "["),
-        )
+        keys[name] = Key(name, parameter, info, str if is_list else kinds[0], is_list)
     return keys
 
 
@@ -219,9 +196,9 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
         raise ParameterError(
             f"{origin}: {name}: expected {key.expected}, found {arguments.shown(value)}"
         )
-    if key.parse is not None:
+    if key.info.parser is not None:
         try:
-            key.parse(typing.cast("str", value))
+            key.info.parser(value)
         except typer.BadParameter as error:
             raise ParameterError(f"{origin}: {name}: {error.message}") from error
     return Setting(value, origin)

@@ -18,7 +18,7 @@ from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.console import EXIT_FAILURE, fail
-from kvrag.cli.opening import open_catalog, open_index
+from kvrag.cli.opening import open_index
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def ls(
     as_json: o.JsonOption = False,
 ) -> None:
     """List the documents with their chunks, tokens and bytes of KV."""
-    with open_catalog(index, store) as opened:
+    with open_index(index, store=store) as opened:
         rows = opened.documents()
     if as_json:
         console.print_json(rows)
@@ -69,7 +69,7 @@ def stats(
     """
     from kvrag.ingest.counting import read_kept
 
-    with open_catalog(index, store) as opened:
+    with open_index(index, store=store) as opened:
         values = console.plain(opened.stats())
         counted = read_kept(opened.path)
     if as_json:
@@ -137,7 +137,7 @@ def gc(
     as_json: o.JsonOption = False,
 ) -> None:
     """Delete records that no chunk refers to, such as those of an interrupted run."""
-    with open_catalog(index, store) as opened:
+    with open_index(index, store=store) as opened:
         report = opened.upkeep.gc(delete_shared=shared, grace_seconds=3600 * grace)
     console.show(report, as_json, _print_deleted)
 
@@ -336,7 +336,7 @@ def rm(
     if any(not one.strip() for one in sources):
         # An empty path would mean the working directory, with everything in it.
         raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")
-    with open_catalog(index, store) as opened:
+    with open_index(index, store=store) as opened:
         rows = opened.documents()
         num_damaged = opened.catalog.num_noted
         found: dict[str, DocumentRow] = {}

@@ -274,16 +274,7 @@ class Service:
         leaving = asyncio.create_task(left(http))
         try:
             request = to_verify((await self._conversation(asked, http))[0])
-            account = record_of(http).account
-            num_tokens = 0
-            if account.counts_tokens:
-                num_tokens = await self.in_thread(lambda: self._count(request))
-                account.check_prompt(num_tokens)
-            generation = Generation(
-                self._queue, self._engine, account.tenant, [request], self._audits
-            )
-            record_of(http).generation = generation
-            account.charge(_VERIFYING_COSTS * num_tokens)
+            generation = await self._begin(http, [request], [request], _VERIFYING_COSTS)
             async with generation.ended_by(http):
                 while not generation.is_done:
                     await generation.next()
@@ -408,18 +399,10 @@ class Service:
         self, asked_for: Sequence[Request], asked: q.Generating, http: HttpRequest, shape: Shape
     ) -> Response:
         record = record_of(http)
-        account = record.account
         requests = choices(asked_for, asked.n or 1)
-        account.add(len(requests) - 1)
+        record.account.add(len(requests) - 1)
         record.num_answers = len(requests)
-        counts = []
-        if account.counts_tokens:
-            counts = await self.in_thread(lambda: [self._count(one) for one in asked_for])
-            account.check_prompt(max(counts))
-        generation = Generation(self._queue, self._engine, account.tenant, requests, self._audits)
-        record.generation = generation
-        # Not before: the queue may refuse.
-        account.charge(sum(counts) * (asked.n or 1))
+        generation = await self._begin(http, asked_for, requests, asked.n or 1)
         async with generation.ended_by(http):
             if not asked.stream:
                 while not generation.is_done:
@@ -432,8 +415,29 @@ class Service:
             headers={"X-Accel-Buffering": "no"},
         )
 
-    def _count(self, one: Request) -> int:
-        return len(self._engine.prompt_ids(one.prompt, hints=one.hints, tools=one.tools))
+    async def _begin(
+        self,
+        http: HttpRequest,
+        asked_for: Sequence[Request],
+        requests: Sequence[Request],
+        times: int,
+    ) -> Generation:
+        """Submit requests; the tokens of those that were asked for count several times."""
+        record = record_of(http)
+        account, engine, counts = record.account, self._engine, [0]
+        if account.counts_tokens:
+            counts = await self.in_thread(
+                lambda: [
+                    len(engine.prompt_ids(one.prompt, hints=one.hints, tools=one.tools))
+                    for one in asked_for
+                ]
+            )
+            account.check_prompt(max(counts))
+        generation = Generation(self._queue, engine, account.tenant, requests, self._audits)
+        record.generation = generation
+        # Not before: the queue may refuse.
+        account.charge(sum(counts) * times)
+        return generation
 
 
 def _embedding_list(asked: q.EmbeddingRequest, vectors: Vectors, num_tokens: int) -> str:

@@ -43,11 +43,15 @@ class Shape(ABC):
         The time in which the server found the chunks; None if it did not search.
     found
         Those chunks, if the stream begins with them.
+    whole, piece
+        The bodies of a response and of a stream's event.
     media_type, ping, ending
         Of streams: their type, what keeps a connection open, and what follows the last event.
     """
 
     prefix: str
+    whole: Any
+    piece: Any
     media_type = "text/event-stream"
     ping = ": waiting\n\n"
     ending = "data: [DONE]\n\n"
@@ -69,7 +73,10 @@ class Shape(ABC):
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response with all answers as JSON values."""
-        return to_json(self.whole(answers))
+        choices = [self._choice(number, answer) for number, answer in enumerate(answers)]
+        details = self._details(answers) if self._asked.kvrag.report else None
+        told = {"usage": self._usage(answers), "kvrag": details}
+        return to_json(self.whole(choices=choices, **self._head, **told))
 
     def written(self, body: dict[str, Any]) -> str:
         """Return an event as a stream has it."""
@@ -81,42 +88,29 @@ class Shape(ABC):
         """Yield the events before the first piece."""
         yield from ()
 
+    @abstractmethod
     def events(self, number: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Yield the events for a piece of a choice as JSON values."""
-        yield from map(to_json, self.pieces(number, delta))
 
     def closing(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """Yield the events after the last piece."""
-        if (last := self.end(answers)) is not None:
-            yield to_json(last)
+        """Yield a stream's last event, which has no choices, if anything is left to say."""
+        fields: dict[str, Any] = {}
+        if self._asked.includes_usage:
+            fields["usage"] = self._usage(answers)
+        if self._asked.kvrag.report:
+            fields["kvrag"] = self._details(answers)
+        if fields:
+            yield self._event([], **fields)
 
     def failure(self, problem: RequestError) -> Iterator[dict[str, Any]]:
         """Yield the events of a stream that fails."""
         yield problem.to_dict()
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer]) -> r.Head:
-        """Return the response with all answers, one for each choice."""
+    def _choice(self, number: int, answer: Answer) -> Any: ...
 
-    @abstractmethod
-    def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
-        """Yield the events for a piece of a choice."""
-
-    def end(self, answers: Sequence[Answer]) -> r.Head | None:
-        """Return a stream's last event, which has no choices; None if nothing is left to say."""
-        fields: dict[str, Any] = {}
-        if self._asked.includes_usage:
-            fields["usage"] = self._usage(answers)
-        if self._asked.kvrag.report:
-            fields["kvrag"] = self._details(answers)
-        return self._event([], **fields) if fields else None
-
-    @abstractmethod
-    def _event(self, choices: list[Any], **fields: Any) -> r.Head: ...
-
-    def _ending(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        details = self._details(answers) if self._asked.kvrag.report else None
-        return {**self._head, "usage": self._usage(answers), "kvrag": details}
+    def _event(self, choices: list[Any], **fields: Any) -> dict[str, Any]:
+        return to_json(self.piece(choices=choices, **self._head, **fields))
 
     def _usage(self, answers: Sequence[Answer]) -> r.Usage:
         # Choices of one prompt count its tokens once, as in OpenAI's API.
@@ -158,7 +152,7 @@ class ChatShape(Shape):
         How the model writes calls of tools; None if answers have none.
     """
 
-    prefix = "chatcmpl"
+    prefix, whole, piece = "chatcmpl", r.ChatCompletion, r.ChatChunk
 
     def __init__(
         self,
@@ -181,12 +175,7 @@ class ChatShape(Shape):
         """Yield what was found, if the request asks for it."""
         if self.found:
             found = [cited(one).model_dump(mode="json") for one in self.found]
-            yield to_json(self._event([])) | {"kvrag": {"found": found}}
-
-    def whole(self, answers: Sequence[Answer]) -> r.Head:
-        """Return the response with all answers."""
-        choices = [self._choice(number, answer) for number, answer in enumerate(answers)]
-        return r.ChatCompletion(choices=choices, **self._ending(answers))
+            yield self._event([]) | {"kvrag": {"found": found}}
 
     def _choice(self, number: int, answer: Answer) -> r.ChatChoice:
         said = ToolCallParser(self._calls).whole(answer.text)
@@ -204,7 +193,7 @@ class ChatShape(Shape):
             finish_reason=finish,
         )
 
-    def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
+    def events(self, number: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Yield the role once, then text and calls, then the reason for the end."""
         if number not in self._begun:
             self._begun.add(number)
@@ -235,12 +224,9 @@ class ChatShape(Shape):
         delta: r.ChatMessage,
         finish: r.FinishReason | None = None,
         likely: r.ChatLogprobs | None = None,
-    ) -> r.Head:
+    ) -> dict[str, Any]:
         choice = r.ChatDelta(index=number, delta=delta, logprobs=likely, finish_reason=finish)
         return self._event([choice])
-
-    def _event(self, choices: list[Any], **fields: Any) -> r.Head:
-        return r.ChatChunk(choices=choices, **self._head, **fields)
 
     def _likely(self, tokens: Sequence[TokenLogprob]) -> r.ChatLogprobs | None:
         is_asked = self._asked.num_logprobs is not None
@@ -253,30 +239,20 @@ class ChatShape(Shape):
 class TextShape(Shape):
     """Completions."""
 
-    prefix = "cmpl"
+    prefix, whole, piece = "cmpl", r.Completion, r.Completion
 
-    def whole(self, answers: Sequence[Answer]) -> r.Head:
-        """Return the response with all completions."""
-        choices = [
-            self._choice(number, answer.text, answer.logprobs, finish_of(answer))
-            for number, answer in enumerate(answers)
-        ]
-        return r.Completion(choices=choices, **self._ending(answers))
-
-    def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
+    def events(self, number: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Yield the text, the last time with the reason for the end."""
         finish = None if delta.answer is None else finish_of(delta.answer)
-        yield self._event([self._choice(number, delta.text, delta.logprobs, finish)])
+        yield self._event([self._choice(number, delta, finish)])
 
     def _choice(
-        self, number: int, text: str, tokens: Sequence[TokenLogprob], finish: r.FinishReason | None
+        self, number: int, said: Answer | AnswerDelta, finish: r.FinishReason | None = None
     ) -> r.TextChoice:
         is_asked = self._asked.num_logprobs is not None
-        likely = text_logprobs(self._tokenizer, tokens) if is_asked else None
-        return r.TextChoice(index=number, text=text, logprobs=likely, finish_reason=finish)
-
-    def _event(self, choices: list[Any], **fields: Any) -> r.Head:
-        return r.Completion(choices=choices, **self._head, **fields)
+        likely = text_logprobs(self._tokenizer, said.logprobs) if is_asked else None
+        finish = finish_of(said) if isinstance(said, Answer) else finish
+        return r.TextChoice(index=number, text=said.text, logprobs=likely, finish_reason=finish)
 
 
 def to_json(body: r.Head) -> dict[str, Any]:

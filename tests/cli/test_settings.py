@@ -327,9 +327,9 @@ class TestHelp:
         shown = run(*name.split(), "--help").out
         keys = COMMANDS[name].keys.values()
         for key in keys:
-            assert (f"--{key.name} " in shown) == (not key.is_hidden and key.name != "k")
-        assert sum(not key.is_hidden for key in keys) + len(("--config", "--help")) <= 12
-        num_more = sum(key.is_hidden for key in keys)
+            assert (f"--{key.name} " in shown) == (not key.info.hidden and key.name != "k")
+        assert sum(not key.info.hidden for key in keys) + len(("--config", "--help")) <= 12
+        num_more = sum(key.info.hidden for key in keys)
         if num_more:
             said = f"'kvrag config {name}' lists all options, {num_more} more than these."
             assert said in " ".join(shown.split())
