@@ -46,12 +46,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Values for fields that the first files of this version lack.
 _DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": "", "trust": INDEX}
 # How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
-_HEXADECIMAL = {
-    "profile": "([0-9a-f]{40})?",
-    "key_check": "([0-9a-f]{32})?",
-    "index_id": "([0-9a-f]{32})?",
-    "tenant_salt": "([0-9a-fA-F]{2}){1,64}",
-}
+_HEXADECIMAL = {"profile": 40, "key_check": 32, "index_id": 32}
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
     "control_tokens": CONTROL_TOKENS,
@@ -301,8 +296,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         if not is_valid:
             raise _foreign(path, f"{field.name!r} is {shown(value)}")
         checked[field.name] = value
-    for name, form in _HEXADECIMAL.items():
-        if not re.fullmatch(form, checked[name]):
+    for name, length in _HEXADECIMAL.items():
+        if not re.fullmatch(f"([0-9a-f]{{{length}}})?", checked[name]):
             raise _foreign(path, f"{name!r} is {shown(checked[name])}")
     for name, known in _CHOICES.items():
         if checked[name] not in known:
@@ -312,6 +307,12 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
             f"{path}: chunks are stored as {shown(checked['compression'])}. {COMPRESSION_GONE}; "
             "ingest the documents into a new index"
         )
+    try:
+        salt = bytes.fromhex(checked["tenant_salt"])
+    except ValueError as error:
+        raise _foreign(path, "'tenant_salt' is not hexadecimal") from error
+    if not 1 <= len(salt) <= 64:
+        raise _foreign(path, "'tenant_salt' is not 1 to 64 bytes")
     return checked
 
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -35,12 +35,13 @@ from kvrag.ingest.report import (
 from kvrag.ingest.storage import Storage
 from kvrag.recordformat import check_record
 from kvrag.regularfile import open_regular
-from kvrag.store.base import Flushes, Store, capability, read_whole
+from kvrag.store.base import Flushes, Store, capability, content_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvrag.codec.container import RecordHeader
     from kvrag.ingest.coding import RecordCoding
     from kvrag.kvcache import ChunkKV
 
@@ -177,16 +178,20 @@ def remove_others(store: Store, needed: Collection[str]) -> tuple[int, int]:
 
 def _profiles_in_use(store: Store, needed: Collection[str]) -> set[str]:
     """Return the profiles that records name; damaged records are left out."""
+    found = (_read_header(store, ChunkKey(digest)) for digest in needed)
+    return {header.profile for _, header in filter(None, found)}
+
+
+def _read_header(store: Store, key: ChunkKey) -> tuple[int, RecordHeader] | None:
+    """Return a record's size in bytes and its header; None if it is missing or damaged."""
     from kvrag.codec.container import RecordReader
 
-    used = set()
-    for key in map(ChunkKey, needed):
-        with contextlib.suppress(RecordError, StoreError):
-            record = store.open(key)
-            if record is not None:
-                with contextlib.closing(record):
-                    used.add(RecordReader(record, key).header.profile)
-    return used
+    with contextlib.suppress(RecordError, StoreError):
+        record = store.open(key)
+        if record is not None:
+            with contextlib.closing(record):
+                return record.size_bytes, RecordReader(record, key).header
+    return None
 
 
 def recode_records(
@@ -218,9 +223,9 @@ def recode_records(
     for number, (key, num_tokens) in enumerate(sorted(needed.items())):
         if on_progress is not None:
             on_progress(number, len(needed))
-        old_bytes, is_done = _coded_already(store, coding, key)
+        old_bytes, header = _read_header(store, key) or (0, None)
         size_before += old_bytes
-        if is_done:
+        if header is not None and coding.writes(header):
             size_after += old_bytes
             continue
         kv = read_exact(key, num_tokens, store, coding, storage.config.spec)
@@ -252,20 +257,6 @@ def check_room(storage: Storage, needed: Mapping[ChunkKey, int], codec: str) -> 
             f"records in codec {codec} need about {more / 1e6:,.0f} MB more in {storage.path}, "
             f"and {free / 1e6:,.0f} MB are free; free some space, or choose a smaller codec"
         )
-
-
-def _coded_already(store: Store, coding: RecordCoding, key: ChunkKey) -> tuple[int, bool]:
-    """Return a record's size in bytes, and whether it already has the wanted coding."""
-    from kvrag.codec.container import RecordReader
-
-    try:
-        record = store.open(key)
-        if record is None:
-            return 0, False
-        with contextlib.closing(record):
-            return record.size_bytes, coding.writes(RecordReader(record, key).header)
-    except (RecordError, StoreError):
-        return 0, False
 
 
 class Guest(Protocol):
@@ -372,12 +363,9 @@ def is_same_store(one: Store, other: Store) -> bool:
 def _read(key: ChunkKey, source: Store) -> bytes | None:
     """Return a record, or None if there is none or it is damaged."""
     try:
-        record = source.open(key)
-        if record is None:
-            return None
-        with closing(record):
-            content = read_whole(record)
-        check_record(key, content)
+        content = content_of(source, key)
+        if content is not None:
+            check_record(key, content)
     except RecordError:
         source.note_damage(key)
         return None

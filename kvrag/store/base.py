@@ -274,6 +274,15 @@ def read_whole(record: StoredRecord) -> bytes:
     return bytes(content)
 
 
+def content_of(store: Store, key: ChunkKey) -> bytes | None:
+    """Return all bytes of a record, or None if there is none. Raises as reading it does."""
+    record = store.open(key)
+    if record is None:
+        return None
+    with contextlib.closing(record):
+        return read_whole(record)
+
+
 def room_for(record: StoredRecord) -> bytearray:
     """Return a buffer for all bytes of an opened record.
 

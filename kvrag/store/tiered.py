@@ -324,17 +324,15 @@ class Uploader:
 
     def _upload(self, entry: _Entry) -> None:
         try:
-            record = self._disk.open(entry.key)
-            if record is not None:
-                with contextlib.closing(record):
-                    content = b.read_whole(record)
+            content = b.content_of(self._disk, entry.key)
+            if content is not None:
                 self._check(entry.key, content)
         except RecordError:
             # Damaged, so there is nothing to upload: the next reader computes it again.
             self._disk.note_damage(entry.key)
             self._disk.delete(entry.key)
         else:
-            if record is not None:
+            if content is not None:
                 self._send(entry, content)
             elif entry.age_seconds < _ABANDONED_SECONDS:
                 return  # it is being written, or its writer was killed before it was
@@ -643,11 +641,9 @@ class TieredStore(b.Store):
         for tier in self.tiers[:-1]:
             with contextlib.suppress(StoreError):
                 try:
-                    record = tier.open(key)
-                    if record is None:
-                        continue
-                    with contextlib.closing(record):
-                        self._check(key, b.read_whole(record))
+                    content = b.content_of(tier, key)
+                    if content is not None:
+                        self._check(key, content)
                 except RecordError:
                     self._give_up(tier, key)
                     return

@@ -30,7 +30,7 @@ from kvrag.loading import LOAD_THREADS
 from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.loading.pace import fit_prices
 from kvrag.regularfile import read_regular
-from kvrag.store.base import Store, read_whole, tiers_of
+from kvrag.store.base import Store, content_of, tiers_of
 from kvrag.store.registry import open_store, without_password
 
 # -- prices --------------------------------------------------------------------------------------
@@ -248,10 +248,10 @@ def given(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
     given = []
     for chunk in chunks:
         with suppress(StoreError, RecordError):
-            record = index.store.open(index.key_of(chunk))
-            if record is not None:
-                with closing(record):
-                    tier.put(index.key_of(chunk), read_whole(record))
+            key = index.key_of(chunk)
+            content = content_of(index.store, key)
+            if content is not None:
+                tier.put(key, content)
                 given.append(chunk)
     return given
 
