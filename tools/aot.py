@@ -4,7 +4,8 @@
     python -m tools.aot --arch sm_90 --head-dim 128 --json   # some of them, and what they take
 
 It needs Triton (the extra ``dev``), no card. Each kernel is told with its registers, bytes of
-spilled registers and matrix instructions; the program ends with 1 if a kernel spills.
+spilled registers and matrix instructions; the program ends with 1 if a kernel spills, or takes
+more shared memory than its cards have.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import kvrag
 from kvrag.native.gpu import tiled
 
 ROOT = Path(__file__).parent.parent
+# KiB of shared memory that a block may have.
+MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma")
 _PROJECT = """\
@@ -88,6 +91,13 @@ def main() -> None:
     spilled = [key for key, told in made.items() if told["spills"]]
     if spilled:
         sys.exit(f"spilled registers: {', '.join(spilled)}")
+    large = [
+        key
+        for key, told in made.items()
+        if told["shared"] > MOST_SHARED[key.rpartition("-")[2]] << 10
+    ]
+    if large:
+        sys.exit(f"more shared memory than a block may have: {', '.join(large)}")
 
 
 def wanted(given: argparse.Namespace) -> Iterator[tuple[str, str, str, Mapping[str, int]]]:

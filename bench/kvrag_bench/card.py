@@ -31,7 +31,7 @@ from kvrag.fusion import card as placing
 from kvrag.fusion import staging
 from kvrag.fusion.card import Placement
 from kvrag.loading import threads
-from kvrag.loading.hot import buffers, copy_stream, decode_stream
+from kvrag.loading.hot import buffers, streams
 from kvrag.models import cardlayers, compiled, rowgraphs
 from kvrag.models.compiled import Description
 from kvrag.native.gpu import tiled
@@ -688,9 +688,9 @@ def pretended_card() -> Iterator[Counts]:
 
     torch._C._ensureCUDADeviceGuardSet()
     with ExitStack() as stack:
-        for kept in (copy_stream, decode_stream, buffers):
-            kept.cache_clear()
-            stack.callback(kept.cache_clear)
+        stack.enter_context(patch.dict(streams, clear=True))
+        buffers.cache_clear()
+        stack.callback(buffers.cache_clear)
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(threads, "start", started))

@@ -137,18 +137,18 @@ def synthesise(
 ):  # fmt: skip
     """Dequantise, transform back, and write keys or values of a layer, ``[H, T, D]``.
 
-    Programs: tiles of BT tokens of the longest entry, heads of each entry. An entry is 0. its first
+    Programs: heads of each entry, tiles of BT tokens of the longest entry. An entry is 0. its first
     row in `numbers`, 1. rows, 2. tokens, 3. the address of the first of its channels in the basis
     ``[R, N]``, 4. N, addresses of 5. shrinkage and 6. steps by row, and of 7. factors and 8. means
     by channel, 9. the address to write to. Without `SUMS` there is no basis: rows are the channels,
     the first of which has the number 3. EXACT: products are those of float32. `like` has the type
     of what is written.
     """
-    entry = entries + tl.program_id(1) // num_heads * 10
-    head = tl.program_id(1) % num_heads
+    entry = entries + tl.program_id(0) // num_heads * 10
+    head = tl.program_id(0) % num_heads
     num_tokens = tl.load(entry + 2)
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    if tl.program_id(0) * BT < num_tokens:
+    token = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
+    if tl.program_id(1) * BT < num_tokens:
         source = numbers + tl.load(entry)
         num_rows = tl.load(entry + 1)
         shrink = _address(entry, 5, tl.float32)
@@ -227,8 +227,8 @@ def unpack(
 ):  # fmt: skip
     """Write keys or values of a layer, ``[H, T, D]``, from rows of numbers of fixed width.
 
-    Programs: tiles of BT tokens of the longest entry, bands in tiles of WIDTH channels (of the
-    entry that has most), entries. An entry is 0. the place of its first row in `payload` (bytes),
+    Programs: entries, bands in tiles of WIDTH channels (of the entry that has most), tiles of BT
+    tokens of the longest entry. An entry is 0. the place of its first row in `payload` (bytes),
     1. bytes from row to row, 2. tokens, 3. the address to write to, 4. bands, 5. bytes of a band in
     a row, 6. its numbers K, 7. its channels n, addresses of 8. where numbers are, int32
     ``[bands, K]`` (bits from the band's first byte on, times 8, plus the width), 9. the bases, int8
@@ -239,13 +239,13 @@ def unpack(
 
     Sums of products are whole numbers below 2^24: in float32, they are exact in any order.
     """
-    entry = entries + tl.program_id(2) * 14
+    entry = entries + tl.program_id(0) * 14
     num_tokens = tl.load(entry + 2)
     num_channels = tl.load(entry + 7).to(tl.int32)
     num_tiles = (num_channels + WIDTH - 1) // WIDTH
     band = tl.program_id(1) // num_tiles
-    if (tl.program_id(0) * BT < num_tokens) & (band < tl.load(entry + 4)):
-        token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    if (tl.program_id(2) * BT < num_tokens) & (band < tl.load(entry + 4)):
+        token = tl.program_id(2).to(tl.int64) * BT + tl.arange(0, BT)
         live = token < num_tokens
         rows = payload + tl.load(entry) + token * tl.load(entry + 1) + band * tl.load(entry + 5)
         num_numbers = tl.load(entry + 6)

@@ -241,9 +241,14 @@ class CardDecoding:
         for one in read:
             work.add(one, self._levels[one.number], self._num_tokens[one.number])
         tables = work.tables()
-        numbers = upload(torch.from_numpy(np.concatenate([one.ravel() for one in tables])))
-        pieces = torch.split(numbers, [one.size for one in tables])
-        jobs = dict(zip(work.names(), pieces, strict=True))
+        # Kernels take addresses that are multiples of 16, or are compiled again.
+        padded = [np.pad(one.ravel(), (0, one.size % 2)) for one in tables]
+        numbers = upload(torch.from_numpy(np.concatenate(padded)))
+        pieces = torch.split(numbers, [*map(len, padded)])
+        jobs = {
+            name: piece[: table.size]
+            for name, piece, table in zip(work.names(), pieces, tables, strict=True)
+        }
         made = torch.empty(work.num_numbers, dtype=torch.int16, device=self._device)
         counts = torch.empty(
             sum(map(len, work.streams[:1])), dtype=torch.int32, device=self._device
@@ -258,18 +263,19 @@ class CardDecoding:
             constants = _constants(spec, sums)
             tile = tiled.tiling_of("synthesise", self._device, **constants)["BT"]
             longest = max((entry[2] for entry in entries), default=0)
-            grid = -(-longest // tile), len(entries) * spec.num_kv_heads
+            # A card takes at most 65,535 programs in other directions than the first.
+            programs = len(entries) * spec.num_kv_heads, -(-longest // tile)
             given = made, jobs[f"entries {sums}"], read[0].into, spec.num_kv_heads
-            self._start("synthesise", grid, *given, **constants)
+            self._start("synthesise", programs, *given, **constants)
         bands = [level for level in self._levels if isinstance(level, CardBands)]
         if bands:
             tiling = tiled.tiling_of("unpack", self._device)
             most = max(
                 num * -(-width // tiling["WIDTH"]) for num, width in (o.shape for o in bands)
             )
-            tiles = -(-work.most_tokens // tiling["BT"]), most, sum(map(len, work.rows))
+            grid = sum(map(len, work.rows)), most, -(-work.most_tokens // tiling["BT"])
             constant = jobs["rows"], bands[0].levels, bands[0].powers
-            self._start("unpack", tiles, payload, *constant, read[0].into, spec.head_dim)
+            self._start("unpack", grid, payload, *constant, read[0].into, spec.head_dim)
         if work.kept:
             self._start("kept", (len(work.kept),), bits, jobs["kept"])
 

@@ -4,8 +4,8 @@ A step computes one token of every running answer together. Prompts that join ar
 slices of a quarter of a second before each step, so that no running answer waits for a long prompt.
 With fewer slices, answers end before others join, and each step reads the weights for few tokens.
 While one prompt waits for its stored KV, another is computed. On a card, prompts go through layers
-together (`kvrag.models.joining`). On the CPU, rows of several in one matrix product would gain
-little: of SmolLM2 a row takes 1.23 ms beside 63 others, 1.07 beside 255.
+together (`kvrag.models.batched_prefill`). On the CPU, rows of several in one matrix product would
+gain little: of SmolLM2 a row takes 1.23 ms beside 63 others, 1.07 beside 255.
 
 One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
 wait, a thread of the scheduler's own does, which ends with their last answer. Beside it, other
@@ -36,7 +36,7 @@ from kvrag.engine.options import MAX_BATCH
 from kvrag.fusion.decoding import step_all
 from kvrag.fusion.slices import Slices
 from kvrag.loading import threads
-from kvrag.models.joining import Meeting, Share
+from kvrag.models.batched_prefill import Meeting, Share
 from kvrag.models.kv_model import KVModel
 from kvrag.process import working
 

@@ -41,7 +41,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import last_row, num_before, rows_on
-from kvrag.models.joining import meets, share_of
+from kvrag.models.batched_prefill import meets, share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass

@@ -26,8 +26,8 @@ from kvrag.models.attention import (
     num_before,
     rows_on,
 )
+from kvrag.models.batched_prefill import share_of
 from kvrag.models.cardlayers import CardLayers, RowsAsked
-from kvrag.models.joining import share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedLayers
 from kvrag.models.rows import Attending, RowPass

@@ -14,7 +14,7 @@ from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.fusion.layout import RecordId
 from kvrag.loading import threads
 from kvrag.loading.patience import SlowStoreError
-from kvrag.models.joining import Share
+from kvrag.models.batched_prefill import Share
 from kvrag.models.rows import rows_at_once
 
 T = TypeVar("T")

@@ -269,23 +269,31 @@ def registered(num_bytes: int) -> torch.Tensor | None:
     return memory
 
 
+streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+"""The streams of this process besides those that compute, by their work."""
+_making = threading.Lock()
+
+
 def start_copy(into: torch.Tensor, memory: torch.Tensor) -> None:
     """Have page-locked memory copied to a card, on the current stream, without waiting for it."""
     into.copy_(memory, non_blocking=True)
 
 
-@cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which everything is copied to a card, so that copies follow in order."""
-    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return made
+    return _stream("copy", device)
 
 
-@cache
 def decode_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which what was copied is decoded, while more is copied."""
-    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return made
+    return _stream("decode", device)
+
+
+def _stream(work: str, device: torch.device) -> torch.cuda.Stream:
+    with _making:  # threads that ask at the same time get the same one
+        if (work, device) not in streams:
+            streams[work, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return streams[work, device]
 
 
 @cache
@@ -295,5 +303,4 @@ def buffers() -> PinnedBuffers:
 
 
 after_fork(buffers.cache_clear)
-after_fork(copy_stream.cache_clear)
-after_fork(decode_stream.cache_clear)
+after_fork(streams.clear)

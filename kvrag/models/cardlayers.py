@@ -26,6 +26,7 @@ from kvrag.native.gpu import tiled
 from kvrag.native.gpu.compiling import free_bytes
 from kvrag.native.gpu.rows import (
     MOST_SPLITS,
+    MOST_TABLES,
     LayerKind,
     RowKernels,
     RowOperations,
@@ -55,7 +56,7 @@ def on_card(description: Description, device: torch.device, num_rotated: int) ->
     num_rotated
         Channels of a head that positions rotate.
     """
-    if num_rotated != description.head_dim:
+    if num_rotated != description.head_dim or len(description.tables) > MOST_TABLES:
         return False
     if any(width % _ALIGNED for width in description.widths.values()):
         return False
@@ -205,6 +206,7 @@ class Slots:
         self._widths, self._dtype, self._device = description.widths, description.dtype, device
         self._made: dict[str, torch.Tensor] = {}
         self._num_rows = 0
+        self._stream: torch.cuda.Stream | None = None
         self.most_rows = MOST_ROWS
         if device.type == "cuda":
             room = free_bytes(device)[0] // _FREE_SHARE
@@ -212,14 +214,24 @@ class Slots:
             while self.most_rows > _FEWEST_ROWS and self.most_rows * of_row > room:
                 self.most_rows //= 2
 
+    def follow(self) -> None:
+        """Let what is started next wait for those who used the slots before on another stream."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
     def of(self, num_rows: int) -> dict[str, torch.Tensor]:
         """Return the slots of some rows. Earlier ones stay valid."""
         if num_rows > self._num_rows:
             self._made, self._num_rows = {}, 0  # even if there is no memory
-            self._made = {
-                name: torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
-                for name, width in self._widths.items()
-            }
+            with torch.inference_mode(False):  # they outlive the caller's
+                self._made = {
+                    name: torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
+                    for name, width in self._widths.items()
+                }
             self._num_rows = num_rows
         return {name: made[:num_rows] for name, made in self._made.items()}
 
@@ -289,6 +301,7 @@ class CardLayers:
         """Return slots of some rows, which the next call, and the next layer, overwrites."""
         if self._slots is None:
             self._slots = Slots(self._description, next(_weights(self._description)).device)
+        self._slots.follow()
         return self._slots.of(num_rows)
 
     def run_rows(
@@ -313,6 +326,8 @@ class CardLayers:
         only_writes
             Whether the layer ends once K/V are written.
         """
+        if self._slots is not None:
+            self._slots.follow()
         prepared.slots[HIDDEN] = hidden
         operations = self._description.layers[layer_index]
         prepared.run(layer_index, operations, only_writes=only_writes, stops=stops)

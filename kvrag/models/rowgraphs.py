@@ -415,6 +415,7 @@ class RowGraphs:
         if graph is None:
             self._wanted.add((bucket, looks, many))
             return False
+        self._slots.follow()
         if [*map(id, self._owners)] != [*map(id, states)]:
             self._owners = states
             for number, (some, state) in enumerate(zip(rows, states, strict=True)):
@@ -464,6 +465,7 @@ class RowGraphs:
         # Since `find`, memory may have ended, and with it buckets that lack other graphs.
         buckets = self._captured[layers.start, looks]
         bucket = buckets[bisect_left(buckets, len(rows))]
+        self._slots.follow()
         if self._owner is not state:
             self._positions[: len(rows)].copy_(rows)
             self._state[: len(state)].copy_(state)
@@ -560,6 +562,7 @@ class RowGraphs:
             return True
         description = self._description
         # There are no rows: what is carried out here writes to slots alone.
+        self._slots.follow()
         self._owner = None
         self._state.zero_()
         try:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kvrag
 from kvrag.chunk import Document
 from kvrag.cli.main import app
-from kvrag.engine import prompt_reader
+from kvrag.engine import prices, prompt_reader
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import PromptTooLongError
@@ -25,7 +25,7 @@ from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
-from kvrag.models.rowgraphs import RowGraphs
+from kvrag.models.rowgraphs import RowGraphs, groups_of
 from kvrag_bench import shapes
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
 from kvrag_bench.launches import count_launches, narrow_model
@@ -98,6 +98,21 @@ def test_branches_for_a_card_fuse_as_the_cpu_does(
     assert counted == sum(run.report.hot_bytes["card"] for run in runs[1:]) > 0
     counts.settle("test")
     assert counts.names["test", "graph"] > 0
+
+
+def test_prices_are_those_of_captured_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen2")
+    monkeypatch.setattr(prices, "_NUM_ROWS", (16, 40))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    with pretended_card() as counts:
+        to_card(model.hf, counts)
+        prices.measure(model)
+        counts.settle("test")
+        on = prices._key(model, "")
+        monkeypatch.setenv("KVRAG_CUDA_GRAPHS", "off")
+        assert prices._key(model, "") != on
+    num_groups = len(groups_of(model.spec.num_layers))
+    assert counts.names["test", "graph"] == 2 * prices._REPEATS * num_groups
 
 
 def test_records_are_opened_before_the_prompt_is_tokenised(

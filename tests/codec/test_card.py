@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -70,6 +71,10 @@ class _Setting:
             if name == "synthesise":
                 self.numbers = given[0].clone()
             if 0 not in grid:
+                # Of another alignment, a kernel would be compiled again.
+                assert all(
+                    one.data_ptr() % 16 == 0 for one in given if isinstance(one, torch.Tensor)
+                )
                 self.started.append(name)
                 if in_kernel:
                     start(name, grid, *given, **more)
@@ -193,6 +198,21 @@ def test_rows_of_fixed_width_become_what_the_host_makes_of_them(shape: str, is_h
     for found, chunk in zip(staged, chunks, strict=True):
         expected = torch.stack([torch.stack(chunk.read_layer(one)) for one in range(2)])
         torch.testing.assert_close(found, expected, rtol=most, atol=most * float(expected.std()))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_thousand_records_fit_a_card_s_grid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "_on_card", cache(card._on_card))
+    setting = _Setting(name, torch.float32)
+    chunk, layers, many = setting.chunks[0], range(2), 17_000
+    memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
+    parts = chunk.read_coded(layers, memory.numpy().data)
+    decoding, grids = CardDecoding([chunk] * many, CPU), []
+    monkeypatch.setattr(decoding, "_start", lambda _, grid, *__, **___: grids.append(grid))
+    read = [Coded(number, 0, parts, torch.empty(99), 1) for number in range(many)]
+    decoding.decode(layers, memory, read, torch.clone)
+    assert max(grid[0] for grid in grids) > 65_535
+    assert all(size < 65_536 for grid in grids for size in grid[1:])
 
 
 @pytest.mark.parametrize("heads", [range(1), range(1, 3), range(2, 3)])

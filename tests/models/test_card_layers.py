@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -162,6 +163,15 @@ def test_kernels_that_are_wrong_are_not_used(
     monkeypatch.setattr(RowKernels, "_start", some)
     assert not cardlayers.is_right(described, torch.device("cpu"))
     assert "out of shared memory" in caplog.text
+
+
+def test_layers_with_three_tables_are_left_to_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cardlayers, "is_right", lambda *_: True)
+    monkeypatch.setattr(cardlayers, "are_ready", lambda *_: True)
+    described = on_card(model_of("gemma3"))._description
+    given = torch.device("cpu"), described.head_dim
+    assert cardlayers.on_card(described, *given)
+    assert not cardlayers.on_card(replace(described, tables=(0, 1, 2)), *given)
 
 
 def test_kernels_get_positions_that_are_aligned() -> None:

@@ -12,16 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers.generation  # noqa: F401  # before there are other streams
+import transformers.generation.continuous_batching  # noqa: F401  # before there are other streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.kvcache import FusedKV
 from kvrag.models import cardlayers, rowgraphs
 from kvrag.models.attention import MassObserver, num_before, rows_on
+from kvrag.models.batched_prefill import Meeting, share_of
 from kvrag.models.cardlayers import RowsAsked, Slots
 from kvrag.models.compiled import describe_layers
-from kvrag.models.joining import Meeting, share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import BUCKETS, CapturedLayers, RowGraphs, groups_of
 from kvrag.models.rows import Attending, RowPass
@@ -413,6 +413,47 @@ def test_slots_take_a_part_of_what_a_card_has_free(
     assert cardlayers.Slots(made, torch.device("cuda")).most_rows == most
 
 
+def test_slots_wait_for_their_last_user_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Named(Stream):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            if isinstance(other, Named):  # not the stream of captures
+                waits.append((self.name, other.name))
+
+    model, here = deep("llama"), Named("prompt")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: here)
+    compiled, graphs = graphs_of(model)
+    graphs._slots._device = torch.device("cuda")  # but its memory is the host's
+    monkeypatch.setattr(torch, "empty", partial(_on_host, torch.empty))
+    one, other = (Prompt(model, 40, 20, seed) for seed in (1, 2))
+    one.run(compiled, looks=False, together=True)
+    assert not waits
+    here = Named("background")
+    graphs.capture()
+    assert ("background", "prompt") in waits
+    here = Named("another prompt")
+    assert other.run(compiled, looks=False, together=True) > 0
+    assert waits[-1] == ("another prompt", "background")
+    here = Named("joined")
+    shares = [(one.hidden, one.rows), (other.hidden, other.rows)]
+    states = [compiled.state_of(each.rows, each.fused, each.tables, None) for each in (one, other)]
+    group = compiled.together(0, one.rows)
+    graphs.run_joined(group, *zip(*shares, strict=True), states, looks=False)
+    graphs.capture()
+    here = Named("joined again")
+    with torch.no_grad():
+        assert graphs.run_joined(group, *zip(*shares, strict=True), states, looks=False)
+    assert waits[-1] == ("joined again", "joined")
+
+
+def _on_host(empty: Any, *size: Any, **more: Any) -> torch.Tensor:
+    return empty(*size, **more | {"device": CPU})
+
+
 def test_memory_that_ends_later_leaves_smaller_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
@@ -506,6 +547,16 @@ def test_a_prompt_without_memory_leaves_it_to_the_next(monkeypatch: pytest.Monke
     # Prompts that began before memory was short never take more than graphs know.
     slots.most_rows = 16
     assert compiled.most_rows == 16
+
+
+def test_what_a_prompt_in_inference_mode_took_is_captured() -> None:
+    compiled, graphs = graphs_of(deep("llama"))
+    with torch.inference_mode():
+        graphs._slots.of(cardlayers.MOST_ROWS)
+        graphs.find(0, 20, looks=False)
+    graphs.capture()
+    assert rowgraphs.uses_graphs()
+    assert Prompt(deep("llama"), 40, 20, 1).run(compiled, looks=False, together=True) > 0
 
 
 def test_rows_that_would_fill_a_bucket_at_a_price_are_carried_out() -> None:

@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from kvrag.native.gpu import tiled
+from kvrag.native.gpu import compiling, tiled
 from kvrag.native.gpu.rows import Norm, RowKernels, RowPlaces, RowTensors, Scores
 from tests.support.properties import few
 
@@ -157,6 +161,49 @@ def test_attention_and_mass(
     torch.testing.assert_close(mine, others, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("arch", tiled.ARCHITECTURES)
+def test_tiles_of_every_card_hold_all_rows(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "architecture", lambda _: arch)
+    for head_dim, group, num_rows in product((16, 64, 128, 256), (1, 4), (1, 31, 40, 781, 4096)):
+        started: list[tuple[tuple[int, ...], dict[str, int]]] = []
+
+        class Kernels(RowKernels):
+            def _start(self, name: str, grid: Any, *_: object, **constants: int) -> None:
+                started.append((grid, constants))  # noqa: B023
+
+        kernels = Kernels(torch.zeros(num_rows), torch.zeros(1), torch.bfloat16, (group, 1))
+        rows = torch.empty(0)
+        kernels.attend(rows, rows, 0, Scores(1.0), head_dim)
+        ((num_tiles, _, splits), constants) = started[0]
+        block = tiled.PROGRAMS["attend"].tiling(constants, arch).constants["BM"]
+        assert num_tiles * block >= num_rows * group
+        assert num_tiles <= len(kernels._counters)
+        assert constants["WHOLE"] == (splits == 1)
+
+
+def test_a_stream_is_told_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Any, ...]] = []
+    core = SimpleNamespace(
+        Device=lambda _: SimpleNamespace(set_current=lambda: None),
+        LaunchConfig=dict,
+        Stream=SimpleNamespace(from_handle=lambda address: f"stream {address}"),
+        launch=lambda *given: started.append(given),
+    )
+    monkeypatch.setattr(compiling, "_cuda_core", lambda: core)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    # As PyTorch's before 2.10: it knows nothing of other libraries' streams.
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    given: Any = torch.zeros(4), 3, 0.5, None
+    compiling.launch_function(
+        "kernel", torch.device("cuda", 0), (2, 1), given, num_threads=64, shared_bytes=9
+    )
+    ((stream, config, function, address, number, real, nothing),) = started
+    assert (stream, function) == ("stream 77", "kernel")
+    assert config == {"grid": (2, 1), "block": 64, "shmem_size": 9}
+    assert (address, number, real.value, nothing) == (given[0].data_ptr(), 3, 0.5, 0)
+
+
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"GELU": 0}
     assert tiled.is_ready("gated", torch.float32, CPU, **flags)
@@ -169,7 +216,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
-from kvrag.native.gpu import tiled
+from kvrag.native.gpu import compiling, tiled
 
 DIFFERS = {"num_skipped", "first_layer", "capacity", "layer", "table", "most_rows", "window"}
 for name, program in tiled.PROGRAMS.items():

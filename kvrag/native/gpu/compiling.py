@@ -62,7 +62,9 @@ def launch_function(
         core.Device(torch.cuda.current_device()).set_current()
         config = core.LaunchConfig(grid=grid, block=num_threads, shmem_size=shared_bytes)
         passed = map(_passed, arguments)
-        core.launch(torch.cuda.current_stream(), config, function, *passed)
+        # PyTorch before 2.10 does not say itself what its streams are.
+        stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        core.launch(stream, config, function, *passed)
 
 
 def load_function(cubin: bytes, name: str, index: int, shared_bytes: int) -> Any:

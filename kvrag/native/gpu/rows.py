@@ -19,9 +19,10 @@ from kvrag.native.gpu.tiled import is_ready, start, tiling_of
 
 MOST_SPLITS = 16
 """Into how many parts a row's keys are split at most."""
+MOST_TABLES = 2
+"""Tables of cosines and sines that the layers of a model may have."""
 # Programs that keep a card busy: some for each of its processors.
 _PROGRAMS = 264
-_MOST_TABLES = 2
 
 
 class Norm(NamedTuple):
@@ -77,7 +78,7 @@ class RowPlaces:
             mass = self.mass.data_ptr() - 4 * row * self.first_mass, row
             num_keys = min(num_keys, self.mass.shape[1])
         numbers = [self.num_rows, capacity, self.first_counted, num_keys, *mass]
-        for index in range(_MOST_TABLES):
+        for index in range(MOST_TABLES):
             numbers += [part.data_ptr() for part in self.tables[min(index, len(self.tables) - 1)]]
         firsts = self.keys.data_ptr(), self.values.data_ptr()
         size = self.keys.stride(0) * self.keys.itemsize
@@ -258,12 +259,16 @@ class RowKernels:
     def attend(
         self, query: torch.Tensor, out: torch.Tensor, layer: int, scores: Scores, head_dim: int
     ) -> None:
-        flags = {"D": head_dim, "SOFTCAP": int(bool(scores.softcap)), "WHOLE": 1}
+        flags = {"D": head_dim, "SOFTCAP": int(bool(scores.softcap))}
         group = self._asked // self._given
-        block = tiling_of("attend", self._device, **flags)["BM"]
-        tiles = -(-self._most_rows * group // block)
-        splits = min(self._most_splits, num_splits(tiles * self._given))
-        flags["WHOLE"] = int(splits == 1)
+
+        def num_tiles(whole: int) -> int:
+            # Tiles whose keys are split may have fewer rows.
+            block = tiling_of("attend", self._device, **flags, WHOLE=whole)["BM"]
+            return -(-self._most_rows * group // block)
+
+        splits = min(self._most_splits, num_splits(num_tiles(1) * self._given))
+        whole = int(splits == 1)
         partial = counters = self._counters
         if splits > 1:
             shape = (splits, self._asked, self._most_rows, head_dim + 16)
@@ -272,7 +277,8 @@ class RowKernels:
             partial = self._partial
         given = query, self._positions, self._state, out, self._lse, partial, counters
         numbers = layer, self._asked, group, self._most_rows, *scores.numbers()
-        self._start("attend", (tiles, self._given, splits), *given, *numbers, **flags)
+        grid = num_tiles(whole), self._given, splits
+        self._start("attend", grid, *given, *numbers, **flags, WHOLE=whole)
 
     def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
         group = self._asked // self._given

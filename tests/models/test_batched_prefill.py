@@ -16,14 +16,14 @@ from kvrag.fusion.fuser import FusedPrompt, fuse_in_slices
 from kvrag.fusion.repair import make_repair
 from kvrag.fusion.slices import Slices, whole
 from kvrag.kvcache import FusedKV
-from kvrag.models import cardlayers, joining
+from kvrag.models import batched_prefill, cardlayers
+from kvrag.models.batched_prefill import Meeting, Share, share_of
 from kvrag.models.cardlayers import CardLayers, RowsAsked, Slots
 from kvrag.models.compiled import describe_layers
-from kvrag.models.joining import Meeting, Share, share_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowPass
 from kvrag_testing.bench_top import Bench
-from tests.models.test_card_layers import POLICIES, by_tensors
+from tests.models.test_card_layers import POLICIES, by_tensors, on_card
 from tests.models.test_compiled import FAMILIES, model_of
 from tests.models.test_row_graphs import CPU, Prompt, deep
 from tests.support.properties import examples
@@ -217,7 +217,7 @@ class _Compiled(CardLayers):
     """Layers that differ from others only if their number does."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number, self._slots = number, None
 
     def is_like(self, other: CardLayers) -> bool:
         assert isinstance(other, _Compiled)
@@ -276,7 +276,7 @@ def test_who_meets(shares: list[Any], going: set[int]) -> None:
     offered = [_share(**one) for one in shares]
     with (
         patch.object(Meeting, "_run", lambda _, some: met.append(some) is None),
-        patch.object(joining, "_replay", lambda some: met.append(some) is None),
+        patch.object(batched_prefill, "_replay", lambda some: met.append(some) is None),
     ):
         found = Meeting().compute(offered)
     assert {number for number, one in enumerate(offered) if one in found} == going
@@ -292,6 +292,11 @@ def test_where_memory_is_short_fewer_meet() -> None:
     assert not any(one.is_done or one.error for one in shares)
     with patch.object(Meeting, "_prepared", side_effect=AssertionError):
         assert meeting.compute(shares) == shares[:1]
+        # Slots that cannot grow: graphs read these.
+        for one in shares:
+            one.compiled._slots = Slots(on_card(one.model).description, CPU)
+            one.compiled._slots.most_rows = 300
+        assert Meeting().compute(shares) == shares[:1]
 
 
 def test_what_is_not_offered() -> None:
@@ -305,6 +310,6 @@ def test_what_is_not_offered() -> None:
         assert share_of(*given, of) is not None
         assert share_of(*given, RowPass(prompt.rows, prompt.fused, prompt.tables)) is None
         assert share_of(*given, of.over(prompt.rows.clone())) is None  # their last is not known
-        with patch.object(joining, "MOST_JOINED", 19):
+        with patch.object(batched_prefill, "MOST_JOINED", 19):
             assert share_of(*given, of) is None
     assert share_of(*given, of) is None

@@ -169,7 +169,9 @@ class Meeting:
         stop = shares[0].layers.start
         near = [one for one in shares if stop - GROUP_LAYERS <= one.layers.start <= stop]
         first = min(near, key=lambda one: one.layers.start)
-        chosen, room = [first], self._most_rows - len(first.of.rows)
+        # More rows would take other slots than those that graphs read.
+        room = min(self._most_rows, first.compiled.most_rows) - len(first.of.rows)
+        chosen = [first]
         most = len(shares) if first.graphs is None else first.graphs.room_for(len(first.of.rows))
         for one in shares:
             if one is not first and len(one.of.rows) <= room and one.is_like(first):
