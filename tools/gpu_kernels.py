@@ -96,9 +96,13 @@ def measured(shape: tuple[Any, ...]) -> dict[str, Any]:
 def main() -> None:
     """Print what is found, and end with 1 if a kernel is wrong."""
     shapes = SHAPES if DEVICE.type == "cuda" else SMALL
-    found = {name: measured(shape) for name, shape in shapes.items()}
-    compiled = bool(tiled._compiled())
-    print(json.dumps({"architecture": tiled.architecture(DEVICE), "ahead": compiled, **found}))
+    ahead = bool(tiled._compiled())
+    found: dict[str, Any] = {}
+    try:
+        for name, shape in shapes.items():
+            found[name] = measured(shape)
+    finally:
+        print(json.dumps({"architecture": tiled.architecture(DEVICE), "ahead": ahead, **found}))
     sys.exit(any(one["error"] > one["most"] for one in found.values()))
 
 

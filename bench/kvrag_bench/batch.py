@@ -8,7 +8,7 @@ it are being answered.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -37,8 +37,10 @@ class BatchOptions:
         A name in `kvrag_bench.shapes.SHAPES`.
     policies
         Policies, each measured separately.
+    device
+        Where the model runs, such as ``"cuda"``; None means the CPU.
     num_prompts
-        Prompts answered together.
+        How many prompts are answered together, each measured separately.
     num_chunks
         Chunks of 200 tokens in each prompt, from twice as many in all, in another order each.
     num_tokens
@@ -52,15 +54,16 @@ class BatchOptions:
 
     model: str | None = None
     shape: str = "qwen2.5-0.5b"
+    device: str | None = None
     policies: tuple[str, ...] = ("none", "two_stage")
-    num_prompts: int = 8
+    num_prompts: Sequence[int] = (8,)
     num_chunks: int = 10
     num_tokens: int = 64
     repeats: int = 3
     processor_time: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.num_prompts, self.num_chunks, self.num_tokens, self.repeats) < 1:
+        if min(*self.num_prompts, self.num_chunks, self.num_tokens, self.repeats) < 1:
             raise ParameterError(
                 "bench batch: prompts, chunks, tokens and repeats must be 1 or more"
             )
@@ -70,7 +73,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One policy.
+    """One policy, with one number of prompts.
 
     Attributes
     ----------
@@ -84,7 +87,7 @@ class BatchRow:
         Time of all prompts together, in times of one of them alone.
     median_gap, longest_gap
         Seconds between two tokens of an answer while others join: the median over all answers, and
-        the longest in the median run.
+        the longest in the median run; None if answers have fewer than three tokens.
     gap_ratio
         Their ratio.
     same
@@ -101,39 +104,41 @@ class BatchRow:
     together_seconds: float
     speedup: float
     cost: float
-    median_gap: float
-    longest_gap: float
-    gap_ratio: float
+    median_gap: float | None
+    longest_gap: float | None
+    gap_ratio: float | None
     same: float
 
 
-def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
-    """Measure both ways for each policy.
+def run_batch_bench(options: BatchOptions) -> Iterator[BatchRow]:
+    """Yield a row for each policy and number of prompts.
 
     Raises
     ------
     ParameterError, ModelLoadError, UnsupportedModelError
         Before anything is timed.
     """
-    model = chosen_model(options.model, options.shape)
+    model = chosen_model(options.model, options.shape, options.device)
     needed = options.num_chunks * (_CHUNK_TOKENS + 2) + _QUESTION_TOKENS + options.num_tokens + 2
     require_room(model, needed, "fewer chunks")
     num_texts = 2 * options.num_chunks
     texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(num_texts)]
-    prompts = []
-    for number in range(options.num_prompts):
+    prompts, most = [], max(options.num_prompts)
+    for number in range(most):
         order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(number))
         question = random_text(model, _QUESTION_TOKENS, seed=num_texts + number)
         prompts.append("\n\n".join([*(texts[i] for i in order[: options.num_chunks]), question]))
     with temporary_index(model, texts, _CHUNK_TOKENS) as index:
         engine = KVEngine(
             index,
-            max_batch=options.num_prompts,
+            max_batch=most,
             max_tokens=options.num_tokens,
             load_threads=0 if options.processor_time else None,
             session_bytes=0,
         )
-        return [_measure(engine, prompts, policy, options) for policy in options.policies]
+        for policy in options.policies:
+            for number in options.num_prompts:
+                yield _measure(engine, prompts[:number], policy, options)
 
 
 def _measure(
@@ -151,10 +156,12 @@ def _measure(
         batch = engine.generate_batch(requests)
         together.append(clock() - started)
         answers[1] = [answer.text for answer in batch]
-        gaps = _gaps(engine, requests, clock)
-        medians.append(median(gaps))
-        ratios.append(max(gaps) / medians[-1])
-    usual, longest = median(medians[1:]), median(ratios[1:])
+        if gaps := _gaps(engine, requests, clock) if options.num_tokens > 2 else []:
+            medians.append(median(gaps))
+            ratios.append(max(gaps) / medians[-1])
+        # What the first run lacked is captured before the others, not beside them.
+        engine.index.model.capture_rows()
+    usual, longest = (median(runs[1:]) if runs else None for runs in (medians, ratios))
     seconds = [median(runs[1:]) for runs in (alone, together)]
     same = sum(a == b for a, b in zip(*answers, strict=True)) / len(requests)
     return BatchRow(
@@ -169,7 +176,7 @@ def _measure(
         speedup=seconds[0] / seconds[1],
         cost=seconds[1] / (seconds[0] / len(requests)),
         median_gap=usual,
-        longest_gap=usual * longest,
+        longest_gap=usual and longest and usual * longest,
         gap_ratio=longest,
         same=same,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+
+Row = TypeVar("Row")
 
 MEMORIES = ("none", "pinned", "card")
 """Where a prompt on a card may find chunks besides the store."""
@@ -72,6 +74,18 @@ def require_one_thread(benchmark: str) -> None:
             f"bench {benchmark}: processor time adds up the {torch.get_num_threads()} threads; set "
             "OMP_NUM_THREADS=1"
         )
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """Return rows; after an interrupt those that are there, if there are any."""
+    found: list[Row] = []
+    try:
+        for row in rows:
+            found.append(row)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    return found
 
 
 def chosen_clock(processor_time: bool) -> Callable[[], float]:

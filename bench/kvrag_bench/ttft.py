@@ -1,17 +1,21 @@
 """`kvrag bench ttft`: time to first token against plain Transformers, in one run.
 
-The whole path is timed, from the prompt's text to the first token's id, over an index on disk.
+The whole path is timed, from the prompt's text to the first token's id, over an index on disk;
+plain Transformers' from the prompt's ids, and from its text, too.
 Figures of different runs are not comparable: machines differ and drift; the ratios are.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
+
+import torch
 
 from kvrag.codec.names import RAW
 from kvrag.engine.answer import Answer
@@ -106,7 +110,9 @@ class TTFTRow:
     Attributes
     ----------
     plain_ttft_seconds, ttft_seconds
-        Medians of plain Transformers and of kvrag.
+        Medians of plain Transformers, from the prompt's ids on, and of kvrag, from its text on.
+    plain_text_seconds
+        Plain Transformers from the prompt's text on: from its ids, and what tokenising takes.
     speedup, prefill_speedup
         Plain Transformers' seconds over those of kvrag, with and without reuse, in the same round;
         the medians. So they are not the ratios of the medians above.
@@ -138,6 +144,7 @@ class TTFTRow:
     chunk_tokens: int
     context_tokens: int
     plain_ttft_seconds: float
+    plain_text_seconds: float
     ttft_seconds: float
     speedup: float
     floor_seconds: float
@@ -156,6 +163,8 @@ def run_ttft_bench(
     options: TTFTOptions, on_progress: Callable[[str], None] | None = None
 ) -> Iterator[TTFTRow]:
     """Yield one row per chunk length, policy and context: all of a length after its last run.
+
+    After an interrupt, those follow that finished runs tell.
 
     Raises
     ------
@@ -208,16 +217,23 @@ def _rows(
             for index in indexes
         ]
         asked = [_Asked(e, prompt, p, options) for p in options.policies for e in engines]
-        rounds = []
+        rounds: list[_Round] = []
         for i in range(options.repeats + 1):
             say(f"{chunk_tokens * len(texts)} tokens, run {i + 1} of {options.repeats + 1}")
-            rounds.append(_Round.of(engines[0], prompt, asked))
-            # What the first round lacked is captured before the others, not beside them.
-            model.capture_rows()
+            try:
+                rounds.append(_Round.of(engines[0], prompt, asked))
+                # What the first round lacked is captured before the others, not beside them.
+                model.capture_rows()
+            except KeyboardInterrupt:
+                if len(rounds) < 2:
+                    raise
+                break
         own = meter.measure(rounds[-1].own.report)
         for place, one in enumerate(asked):
             say(f"memory and operations of {one.policy}")
             yield _row(one, rounds[1:], place, own.seconds, chunk_tokens, meter)
+        if len(rounds) <= options.repeats:
+            raise KeyboardInterrupt
 
 
 class _Asked(NamedTuple):
@@ -242,10 +258,12 @@ class _Asked(NamedTuple):
 class _Round(NamedTuple):
     """Everything once, in turn: a busy minute of the machine slows all of it.
 
-    Plain Transformers' seconds, kvrag's answer without reuse, and one for each policy and context.
+    Plain Transformers' seconds, those of tokenising, kvrag's answer without reuse, and one for each
+    policy and context.
     """
 
     plain: float
+    tokenising: float
     own: Answer
     answers: Sequence[Answer]
 
@@ -253,6 +271,7 @@ class _Round(NamedTuple):
     def of(cls, engine: KVEngine, prompt: str, asked: Sequence[_Asked]) -> _Round:
         return cls(
             engine.plain_ttft_seconds(prompt),
+            _tokenising_seconds(engine, prompt),
             engine.generate(prompt, reuse=False, max_tokens=1),
             [one.answer() for one in asked],
         )
@@ -284,6 +303,7 @@ def _row(
         chunk_tokens=chunk_tokens,
         context_tokens=report.num_tokens - options.question_tokens,
         plain_ttft_seconds=median(one.plain for one in rounds),
+        plain_text_seconds=median(one.plain + one.tokenising for one in rounds),
         ttft_seconds=ttft,
         speedup=median(one.plain / one.answers[place].ttft_seconds for one in rounds),
         floor_seconds=floor,
@@ -297,6 +317,13 @@ def _row(
         outpriced_tokens=report.num_outpriced,
         compute=report.compute,
     )
+
+
+def _tokenising_seconds(engine: KVEngine, prompt: str) -> float:
+    """Return the seconds from a prompt's text to its ids, where the model is."""
+    started = time.perf_counter()
+    torch.tensor([engine.prompt_ids(prompt)], device=engine.index.model.device)
+    return time.perf_counter() - started
 
 
 def _select_seconds(given: Answer) -> float:

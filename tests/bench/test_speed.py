@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.ingest import IngestOptions, run_ingest_bench
 from kvrag_bench.session import SessionOptions, run_session_bench
+from kvrag_bench.setting import measured
 from kvrag_bench.shapes import random_model
 from kvrag_bench.ttft import TTFTOptions, run_ttft_bench
 
@@ -107,14 +108,48 @@ def test_the_decode_row_is_a_ratio_of_its_own_figures() -> None:
 
 
 def test_batch_rows_are_ratios_of_their_own_figures() -> None:
-    options = BatchOptions(shape="test", num_prompts=2, num_chunks=1, num_tokens=4, repeats=1)
-    for policy, row in zip(("none", "two_stage"), run_batch_bench(options), strict=True):
-        assert row.policy == policy
+    options = BatchOptions(shape="test", num_prompts=(1, 2), num_chunks=1, num_tokens=4, repeats=1)
+    wanted = product(("none", "two_stage"), (1, 2))
+    for (policy, number), row in zip(wanted, run_batch_bench(options), strict=True):
+        assert (row.policy, row.num_prompts) == (policy, number)
         assert row.same == 1.0
         assert row.speedup == row.alone_seconds / row.together_seconds
         assert row.cost == pytest.approx(row.num_prompts / row.speedup)
+        assert row.median_gap
+        assert row.longest_gap
         assert row.longest_gap >= row.median_gap > 0
         assert 1 <= row.num_tokens <= 4
+
+
+def test_an_answer_of_one_token_has_no_gaps() -> None:
+    options = BatchOptions(shape="test", policies=("none",), num_chunks=1, num_tokens=1, repeats=1)
+    (row,) = run_batch_bench(options)
+    assert (row.median_gap, row.longest_gap, row.gap_ratio) == (None, None, None)
+    assert row.same == 1.0
+
+
+@pytest.mark.parametrize("finished", [1, 2])
+def test_rounds_before_an_interrupt_count(finished: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    of = ttft._Round.of
+
+    def some(*given: Any) -> Any:
+        if len(made) == finished:
+            raise KeyboardInterrupt
+        made.append(0)
+        return of(*given)
+
+    monkeypatch.setattr(ttft._Round, "of", some)
+    options = TTFTOptions(
+        shape="test", num_chunks=1, chunk_tokens=(16, 17), policies=("none",), repeats=5
+    )
+    if finished == 1:  # which does not count
+        with pytest.raises(KeyboardInterrupt):
+            measured(run_ttft_bench(options))
+        return
+    (row,) = measured(run_ttft_bench(options))
+    assert row.chunk_tokens == 16
+    assert row.ttft_seconds > 0
 
 
 def test_session_rows_count_what_is_kept() -> None:

@@ -39,7 +39,7 @@ def decode(**options: Any) -> object:
 
 
 def batch(**options: Any) -> object:
-    return run_batch_bench(BatchOptions(shape="test", **options))
+    return next(run_batch_bench(BatchOptions(shape="test", **options)))
 
 
 def session(**options: Any) -> object:

@@ -63,6 +63,7 @@ class FakeRow:
     chunk_tokens: int = 500
     context_tokens: int = 5000
     plain_ttft_seconds: float = 9.0
+    plain_text_seconds: float = 9.1
     ttft_seconds: float = 1.8
     speedup: float = 5.0
     floor_seconds: float = 1.5

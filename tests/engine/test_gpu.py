@@ -17,10 +17,14 @@ from kvrag_testing.bench_top import TEXTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = "cuda"
+CODECS = ["packed", "raw", "lossless", "cachegen", "transform", "stream"]
+POLICIES = ["none", "boundary", "deviation", "query", "random", "two_stage", "gradual"]
 PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
 
 
-@pytest.fixture(scope="module", params=["raw", "lossless", "cachegen", "transform", "stream"])
+@pytest.fixture(
+    scope="module", params=["packed", "raw", "lossless", "cachegen", "transform", "stream"]
+)
 def indexes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Index, Index]]:
@@ -36,10 +40,7 @@ def indexes(
             yield here, there
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["none", "boundary", "deviation", "query", "random", "two_stage"],
-)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_fused_prompt(indexes: tuple[Index, Index], policy: str) -> None:
     expected, found = (KVEngine(index).fuse(PROMPT, policy=policy) for index in indexes)
     assert found.report.rows_by_layer == expected.report.rows_by_layer
@@ -85,7 +86,7 @@ def test_a_conversation_and_a_batch(indexes: tuple[Index, Index]) -> None:
     assert [one.text for one in batches[1]] == [one.text for one in batches[0]]
 
 
-@pytest.mark.parametrize("policy", ["none", "two_stage"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_captured_rows(indexes: tuple[Index, Index], policy: str) -> None:
     here, there = (KVEngine(index, session_bytes=0) for index in indexes)
     expected = here.fuse(PROMPT, policy=policy)
@@ -97,6 +98,17 @@ def test_captured_rows(indexes: tuple[Index, Index], policy: str) -> None:
     assert not model.lacks_graphs
     for found in (first, again):
         torch.testing.assert_close(found.logits.cpu(), expected.logits, rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize("policy", ["none", "two_stage"])
+def test_prompts_that_wait_at_the_same_time(indexes: tuple[Index, Index], policy: str) -> None:
+    questions = ("Who keeps the ledger?", "And who keeps the light?", "What is weighed?")
+    requests = [Request(PROMPT + one, policy=policy) for one in questions]
+    here, there = (KVEngine(index, max_tokens=6, session_bytes=0) for index in indexes)
+    expected = [here.generate(one).text for one in requests]
+    for _ in range(3):  # by operations, then by graphs that were captured after it
+        assert [one.text for one in there.generate_batch(requests)] == expected
+        there.index.model.capture_rows()
 
 
 def test_captured_steps(indexes: tuple[Index, Index]) -> None:

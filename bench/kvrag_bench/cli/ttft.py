@@ -53,6 +53,7 @@ def bench_ttft(
     lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
     names = lists.names(policies, "--policies")
     from kvrag.cli.opening import quiet_libraries
+    from kvrag_bench.setting import measured
     from kvrag_bench.ttft import TTFTOptions, run_ttft_bench
 
     quiet_libraries()
@@ -73,7 +74,7 @@ def bench_ttft(
         memory=memory,
     )
     with console.progress("measuring") as say:
-        rows = list(run_ttft_bench(options, on_progress=say))
+        rows = measured(run_ttft_bench(options, on_progress=say))
     if as_json:
         console.print_json(rows)
     else:
@@ -171,6 +172,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     for name in (
         "prompt",
         "plain",
+        "of text",
         "prefill",
         "kvrag",
         "speedup",
@@ -190,6 +192,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
             "nothing" if row.context == "none" else row.context,
             f"{row.context_tokens:,} tokens",
             console.format_seconds(row.plain_ttft_seconds),
+            console.format_seconds(row.plain_text_seconds),
             f"{row.prefill_speedup:.2f}x, {row.prefill_rate:.0%}",
             console.format_seconds(row.ttft_seconds),
             f"{row.speedup:.1f}x",
@@ -205,8 +208,9 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     if rows:
         out.print(
             f"{rows[0].model}, {rows[0].num_chunks} chunks, computing in {rows[0].compute}; time "
-            "to first token, median; speedup: median of rounds in which all ran in turn; prefill: "
-            "plain over kvrag's own without reuse, and the rate of the latter over that of its "
+            "to first token, median; plain: from the prompt's ids; of text: from its text; "
+            "speedup: median of rounds in which all ran in turn; prefill: plain over "
+            "kvrag's own without reuse, and the rate of the latter over that of its "
             "matrices alone; choice: share of it spent on choosing; work: multiplications over "
             "those that chosen and fresh tokens need",
             style="dim",
