@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -25,41 +27,28 @@ from kvrag.weights.packing import plan
 from tests.support.gguf_files import write_gguf, write_model
 from tests.support.models import SMALL
 
-_EPS = {"rms_norm_eps": 1e-5}
 _BASE = {**SMALL, "num_hidden_layers": 2, "intermediate_size": 128}
+_WITHOUT_RMS = ("Cohere2", "Nemotron", "Phi", "StableLm", "Starcoder2")
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
 }
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
     "original_max_position_embeddings": 512,
 }
 _SHORT, _LONG = ([1.0 + by * number for number in range(6)] for by in (0.1, 0.5))
 _LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.75,
-    "short_factor": _SHORT,
-    "long_factor": _LONG,
-    "attention_factor": 1.19,
+    **{"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    **{"short_factor": _SHORT, "long_factor": _LONG, "attention_factor": 1.19},
     "original_max_position_embeddings": 512,
 }
 _SCALED_YARN = {
-    "rope.freq_base": 1e6,
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 4.0,
+    **{"rope.freq_base": 1e6, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
     "rope.scaling.original_context_length": 512,
 }
 _STRONG_YARN = {
-    **_YARN,
-    "original_max_position_embeddings": 2048,
+    **{**_YARN, "original_max_position_embeddings": 2048},
     "attention_factor": 1.2 * (1 + 0.1 * math.log(4)),
 }
 _LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -79,198 +68,141 @@ def _llama3_factors(width: int, factor: float = 32.0) -> dict[str, np.ndarray]:
     return {"rope_freqs.weight": (plain / rotary.inv_freq).numpy()}
 
 
+def _rope(theta: float = 10_000.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**_LOCAL, "rope_theta": theta, **more}}
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Case(NamedTuple):
+    architecture: str
+    kind: str
+    """The class of Transformers."""
+    settings: Mapping[str, Any] = _NONE
+    """What its configuration says beside sizes."""
+    fields: Mapping[str, Any] = _NONE
+    """What the file says."""
+    tensors: Mapping[str, np.ndarray] = _NONE
+    """Of the file, and no weights."""
+
+
 _ROPE = {"rope.dimension_count": 16, "rope.freq_base": 10_000.0}
 _WIDE = {"attention.key_length": 32, "attention.value_length": 32}
-_FULL = ["full_attention"] * 4
-# By name: the architecture, the class of Transformers, what its configuration says beside sizes,
-# what the file says, and tensors of it that are no weights.
-_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] = {
-    "llama": ("llama", "Llama", _EPS, _ROPE, {}),
-    "llama-untied": ("llama", "Llama", {**_EPS, "tie_word_embeddings": False}, _ROPE, {}),
-    "llama-biases": (
-        "llama",
-        "Llama",
-        {**_EPS, "attention_bias": True, "mlp_bias": True},
-        _ROPE,
-        {},
-    ),
-    "llama-3.2": (
-        "llama",
-        "Llama",
-        {**_EPS, "head_dim": 32, "max_position_embeddings": 131_072, "rope_parameters": _LLAMA3},
+_HEAD = {"head_dim": 32}
+_UNTIED = {"tie_word_embeddings": False}
+_HALF = {"partial_rotary_factor": 0.5}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+_GEMMA3 = {**_HEAD, "num_hidden_layers": 6, "query_pre_attn_scalar": 32, "sliding_window": 64}
+_BOTH = {"rope_parameters": {"full_attention": _GLOBAL, "sliding_attention": _LOCAL}}
+_WINDOW = {"attention.sliding_window": 64}
+_THREE_OF_FOUR = {"attention.sliding_window_pattern": [True, True, True, False]}
+_CASES = {
+    "llama": _Case("llama", "Llama", {}, _ROPE),
+    "llama-untied": _Case("llama", "Llama", _UNTIED, _ROPE),
+    "llama-biases": _Case("llama", "Llama", {"attention_bias": True, "mlp_bias": True}, _ROPE),
+    "llama-3.2": _Case(
+        *("llama", "Llama"),
+        {**_HEAD, "max_position_embeddings": 131_072, "rope_parameters": _LLAMA3},
         {"rope.dimension_count": 32, "rope.freq_base": 500_000.0},
         _llama3_factors(32),
     ),
-    "llama-linear": (
-        "llama",
-        "Llama",
-        {**_EPS, "rope_parameters": {**_LOCAL, "rope_type": "linear", "factor": 4.0}},
+    "llama-linear": _Case(
+        *("llama", "Llama", _rope(rope_type="linear", factor=4.0)),
         {**_ROPE, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-        {},
     ),
-    "llama-none": (
-        "llama",
-        "Llama",
-        _EPS,
+    "llama-none": _Case(
+        *("llama", "Llama", {}),
         {**_ROPE, "rope.scaling.type": "none", "rope.scaling.factor": 4.0},
-        {},
     ),
-    "llama-linear-without-a-factor": (
-        "llama",
-        "Llama",
-        _EPS,
+    "llama-linear-without-a-factor": _Case(
+        *("llama", "Llama", {}),
         {**_ROPE, "rope.scaling.type": "linear", "rope.scaling.factor": 0.0},
-        {},
     ),
-    "mistral": (
-        "llama",
-        "Mistral",
-        {**_EPS, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
-        {"rope.dimension_count": 32, "attention.key_length": 32, "attention.value_length": 32},
-        {},
+    "mistral": _Case(
+        *("llama", "Mistral", {**_HEAD, **_UNTIED, "sliding_window": None}),
+        {**_WIDE, "rope.dimension_count": 32},
     ),
-    "qwen2": ("qwen2", "Qwen2", {**_EPS, "rope_parameters": _YARN}, _SCALED_YARN, {}),
-    "qwen2-strong": (
-        "qwen2",
-        "Qwen2",
-        {**_EPS, "rope_parameters": _STRONG_YARN},
+    "qwen2": _Case("qwen2", "Qwen2", {"rope_parameters": _YARN}, _SCALED_YARN),
+    "qwen2-strong": _Case(
+        *("qwen2", "Qwen2", {"rope_parameters": _STRONG_YARN}),
         {
             **{"rope.freq_base": 1e6, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
             "rope.scaling.attn_factor": 1.2,
         },
-        {},
     ),
-    "qwen3": (
-        "qwen3",
-        "Qwen3",
-        {**_EPS, "head_dim": 32, "rope_parameters": {**_LOCAL, "rope_theta": 1e6}},
-        {"attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 1e6},
-        {},
+    "qwen3": _Case("qwen3", "Qwen3", {**_HEAD, **_rope(1e6)}, {**_WIDE, "rope.freq_base": 1e6}),
+    "qwen3moe": _Case(
+        "qwen3moe", "Qwen3Moe", {**_HEAD, **_MOE, "norm_topk_prob": True}, {**_WIDE, **_EXPERTS}
     ),
-    "qwen3moe": (
-        "qwen3moe",
-        "Qwen3Moe",
-        {
-            **_EPS,
-            **{"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2},
-            **{"moe_intermediate_size": 32, "norm_topk_prob": True},
-        },
-        {
-            **{"attention.key_length": 32, "attention.value_length": 32, "expert_count": 4},
-            **{"expert_used_count": 2, "expert_feed_forward_length": 32},
-        },
-        {},
-    ),
-    "phi3": (
-        "phi3",
-        "Phi3",
-        {**_EPS, "sliding_window": 64, "tie_word_embeddings": False},
-        {**_ROPE, "attention.sliding_window": 64},
-        {},
-    ),
-    "phi4-mini": (
-        "phi3",
-        "Phi3",
-        {**_EPS, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 512},
+    "phi3": _Case("phi3", "Phi3", {**_UNTIED, "sliding_window": 64}, {**_ROPE, **_WINDOW}),
+    "phi4-mini": _Case(
+        *("phi3", "Phi3"),
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512},
         {
             **{"rope.dimension_count": 12, "rope.scaling.original_context_length": 512},
             **{"rope.scaling.attn_factor": 1.19, "attention.sliding_window": 0},
         },
+        {"rope_factors_long.weight": _array(_LONG), "rope_factors_short.weight": _array(_SHORT)},
+    ),
+    "gemma2": _Case(
+        *("gemma2", "Gemma2"),
+        {**_HEAD, "query_pre_attn_scalar": 32, "sliding_window": 64, **_CAPS},
+        {**_WIDE, **_CAPS, **_WINDOW},
+    ),
+    "gemma3": _Case(
+        *("gemma3", "Gemma3Text", {**_GEMMA3, **_BOTH}),
         {
-            "rope_factors_long.weight": _array(_LONG),
-            "rope_factors_short.weight": _array(_SHORT),
+            **{**_WIDE, **_WINDOW, "rope.freq_base": 1e6},
+            **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         },
     ),
-    "gemma2": (
-        "gemma2",
-        "Gemma2",
-        {**_EPS, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64, **_CAPS},
-        {"attention.key_length": 32, "attention.value_length": 32, **_CAPS}
-        | {"attention.sliding_window": 64},
-        {},
-    ),
-    "gemma3": (
-        "gemma3",
-        "Gemma3Text",
+    "gemma3-1b-of-ollama": _Case(
+        *("gemma3", "Gemma3Text"),
         {
-            **_EPS,
-            **{"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32},
-            "sliding_window": 64,
-            "rope_parameters": {"full_attention": _GLOBAL, "sliding_attention": _LOCAL},
-        },
-        {
-            **{"attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 1e6},
-            **{"attention.sliding_window": 64, "rope.scaling.type": "linear"},
-            "rope.scaling.factor": 8.0,
-        },
-        {},
-    ),
-    "gemma3-1b-of-ollama": (
-        "gemma3",
-        "Gemma3Text",
-        {
-            **{"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, **_EPS},
-            "sliding_window": 64,
+            **_GEMMA3,
             "rope_parameters": {
                 "full_attention": {**_LOCAL, "rope_theta": 2e6},
                 "sliding_attention": {**_LOCAL, "rope_theta": 2e4},
             },
         },
         {
-            **{"attention.key_length": 32, "attention.value_length": 32},
-            **{"attention.sliding_window": 64, "attention.sliding_window_pattern": 6},
+            **{**_WIDE, **_WINDOW, "attention.sliding_window_pattern": 6},
             **{"rope.global.freq_base": 2e6, "rope.local.freq_base": 2e4},
         },
-        {},
     ),
-    "gemma3-4b-of-ollama": (
-        "gemma3",
-        "Gemma3Text",
+    "gemma3-4b-of-ollama": _Case(
+        *("gemma3", "Gemma3Text"),
+        {**_GEMMA3, **_BOTH, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6},
         {
-            **{"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32},
-            **{"sliding_window": 64, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6},
-            "rope_parameters": {"full_attention": _GLOBAL, "sliding_attention": _LOCAL},
-        },
-        {
-            **{"attention.key_length": 32, "attention.value_length": 32},
-            **{"attention.sliding_window": 64, "attention.layer_norm_rms_epsilon": None},
+            **{**_WIDE, **_WINDOW, "attention.layer_norm_rms_epsilon": None},
             "attention.sliding_window_pattern": [True] * 5 + [False],
         },
         {"v.patch_embedding.bias": _array([1.0]), "mm.mm_soft_emb_norm.weight": _array([1.0])},
     ),
-    "starcoder2": (
-        "starcoder2",
-        "Starcoder2",
-        {"norm_epsilon": 1e-5, "rope_parameters": {**_LOCAL, "rope_theta": 1e5}},
+    "starcoder2": _Case(
+        *("starcoder2", "Starcoder2"),
+        {"norm_epsilon": 1e-5, **_rope(1e5)},
         {"rope.freq_base": 1e5},
-        {},
     ),
-    "stablelm": (
-        "stablelm",
-        "StableLm",
-        {"use_qkv_bias": True, "rope_parameters": {**_LOCAL, "partial_rotary_factor": 0.25}},
+    "stablelm": _Case(
+        *("stablelm", "StableLm", {"use_qkv_bias": True, **_rope(partial_rotary_factor=0.25)}),
         {"rope.dimension_count": 4},
-        {},
     ),
-    "mixtral": (
-        "llama",
-        "Mixtral",
-        {**_EPS, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _LOCAL},
+    "mixtral": _Case(
+        *("llama", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_rope()}),
         {**_ROPE, "expert_count": 4, "expert_used_count": 2},
-        {},
     ),
-    "mistral-small": (
-        "mistral3",
-        "Mistral",
-        {**_EPS, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
+    "mistral-small": _Case(
+        *("mistral3", "Mistral", {**_HEAD, **_UNTIED, "sliding_window": None}),
         {**_WIDE, "rope.dimension_count": 32},
         {"v.patch_conv.weight": _array([1.0])},
     ),
-    "ministral3": (
-        "mistral3",
-        "Ministral3",
+    "ministral3": _Case(
+        *("mistral3", "Ministral3"),
         {
-            **{**_EPS, "head_dim": 32},
+            **_HEAD,
             "rope_parameters": {
                 **{**_YARN, "original_max_position_embeddings": 64, "mscale": 1.0},
                 **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
@@ -283,168 +215,95 @@ _CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, np.n
             **{"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0},
             "attention.temperature_scale": 0.1,
         },
-        {},
     ),
-    "qwen2-vl": (
-        "qwen2vl",
-        "Qwen2",
-        {**_EPS, "rope_parameters": {**_LOCAL, "rope_theta": 1e6}},
+    "qwen2-vl": _Case(
+        *("qwen2vl", "Qwen2", _rope(1e6)),
         {"rope.freq_base": 1e6, "rope.dimension_sections": [2, 3, 3, 0]},
-        {},
     ),
-    "qwen3-vl": (
-        "qwen3vl",
-        "Qwen3",
-        {**_EPS, "head_dim": 32, "rope_parameters": {**_LOCAL, "rope_theta": 5e6}},
-        {**_WIDE, "rope.freq_base": 5e6, "rope.dimension_sections": [6, 5, 5, 0]}
-        | {"n_deepstack_layers": 3},
-        {},
-    ),
-    "qwen3-vl-moe": (
-        "qwen3vlmoe",
-        "Qwen3Moe",
+    "qwen3-vl": _Case(
+        *("qwen3vl", "Qwen3", {**_HEAD, **_rope(5e6)}),
         {
-            **{**_EPS, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2},
-            **{"moe_intermediate_size": 32, "norm_topk_prob": True},
+            **{**_WIDE, "rope.freq_base": 5e6, "rope.dimension_sections": [6, 5, 5, 0]},
+            "n_deepstack_layers": 3,
         },
-        {
-            **{**_WIDE, "expert_count": 4, "rope.dimension_sections": [6, 5, 5, 0]},
-            **{"expert_used_count": 2, "expert_feed_forward_length": 32},
-        },
-        {},
     ),
-    "gpt-oss": (
-        "gpt-oss",
-        "GptOss",
+    "qwen3-vl-moe": _Case(
+        *("qwen3vlmoe", "Qwen3Moe", {**_HEAD, **_MOE, "norm_topk_prob": True}),
+        {**_WIDE, **_EXPERTS, "rope.dimension_sections": [6, 5, 5, 0]},
+    ),
+    "gpt-oss": _Case(
+        *("gpt-oss", "GptOss"),
         {
-            **{**_EPS, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-            **{"sliding_window": 64, "tie_word_embeddings": False},
+            **{**_HEAD, **_UNTIED, "num_local_experts": 4, "num_experts_per_tok": 2},
+            "sliding_window": 64,
             "rope_parameters": {**_YARN, "original_max_position_embeddings": 64, "truncate": False},
         },
         {
-            **{**_WIDE, **_SCALED_YARN, "expert_count": 4, "expert_used_count": 2},
-            **{"expert_feed_forward_length": 128, "attention.sliding_window": 64},
+            **{**_WIDE, **_SCALED_YARN, **_EXPERTS, **_WINDOW, "expert_feed_forward_length": 128},
             **{"rope.scaling.original_context_length": 64, "rope.scaling.yarn_beta_fast": 32.0},
         },
-        {},
     ),
-    "phi2": (
-        "phi2",
-        "Phi",
-        {"rope_parameters": {**_LOCAL, "partial_rotary_factor": 0.5}, "tie_word_embeddings": False},
-        {"rope.dimension_count": 8},
-        {},
-    ),
-    "gemma": ("gemma", "Gemma", {**_EPS, "head_dim": 32}, _WIDE, {}),
-    "granite": (
-        "granite",
-        "Granite",
+    "phi2": _Case("phi2", "Phi", {**_UNTIED, **_rope(**_HALF)}, {"rope.dimension_count": 8}),
+    "gemma": _Case("gemma", "Gemma", _HEAD, _WIDE),
+    "granite": _Case(
+        *("granite", "Granite"),
         {
-            **{**_EPS, "attention_multiplier": 0.1, "embedding_multiplier": 6.0},
+            **{"attention_multiplier": 0.1, "embedding_multiplier": 6.0},
             **{"residual_multiplier": 0.5, "logits_scaling": 4.0},
         },
         {
             **{**_ROPE, "attention.scale": 0.1, "embedding_scale": 6.0},
             **{"residual_scale": 0.5, "logit_scale": 4.0},
         },
-        {},
     ),
-    "smollm3": (
-        "smollm3",
-        "SmolLM3",
-        {**_EPS, "num_hidden_layers": 4, "rope_parameters": {**_LOCAL, "rope_theta": 5e6}},
+    "smollm3": _Case(
+        *("smollm3", "SmolLM3", {"num_hidden_layers": 4, **_rope(5e6)}),
         {**_ROPE, "rope.freq_base": 5e6},
-        {},
     ),
-    "olmo2": (
-        "olmo2",
-        "Olmo2",
-        {**_EPS, "tie_word_embeddings": False, "rope_parameters": {**_LOCAL, "rope_theta": 5e5}},
-        {"rope.freq_base": 5e5},
-        {},
-    ),
-    "olmo3": (
-        "olmo2",
-        "Olmo3",
+    "olmo2": _Case("olmo2", "Olmo2", {**_UNTIED, **_rope(5e5)}, {"rope.freq_base": 5e5}),
+    "olmo3": _Case(
+        *("olmo2", "Olmo3"),
         {
-            **{**_EPS, "num_hidden_layers": 4, "sliding_window": 64},
-            "tie_word_embeddings": False,
+            **{**_UNTIED, "num_hidden_layers": 4, "sliding_window": 64},
             "rope_parameters": {
                 "full_attention": {**_YARN, "attention_factor": 1.2},
                 "sliding_attention": {**_LOCAL, "rope_theta": 1e6},
             },
         },
-        {
-            **{**_SCALED_YARN, "rope.scaling.yarn_attn_factor": 1.2},
-            **{"attention.sliding_window": 64},
-            "attention.sliding_window_pattern": [True, True, True, False],
-        },
-        {},
+        {**_SCALED_YARN, "rope.scaling.yarn_attn_factor": 1.2, **_WINDOW, **_THREE_OF_FOUR},
     ),
-    "cohere2": (
-        "cohere2",
-        "Cohere2",
+    "cohere2": _Case(
+        *("cohere2", "Cohere2"),
         {"num_hidden_layers": 4, "sliding_window": 64, "logit_scale": 0.25},
-        {**_ROPE, "attention.sliding_window": 64, "logit_scale": 0.25, "rope.scaling.type": "none"},
-        {},
+        {**_ROPE, **_WINDOW, "logit_scale": 0.25, "rope.scaling.type": "none"},
     ),
-    "glm4": (
-        "glm4",
-        "Glm4",
-        {
-            **{**_EPS, "head_dim": 32, "attention_bias": True, "tie_word_embeddings": False},
-            "rope_parameters": {**_LOCAL, "partial_rotary_factor": 0.5},
-        },
+    "glm4": _Case(
+        *("glm4", "Glm4", {**_HEAD, **_UNTIED, "attention_bias": True, **_rope(**_HALF)}),
         {**_WIDE, "rope.dimension_count": 16},
-        {},
     ),
-    "glm4-without-biases": (
-        "glm4",
-        "Glm4",
-        {
-            **{**_EPS, "head_dim": 32, "attention_bias": False},
-            "rope_parameters": {**_LOCAL, "partial_rotary_factor": 0.5},
-        },
+    "glm4-without-biases": _Case(
+        *("glm4", "Glm4", {**_HEAD, "attention_bias": False, **_rope(**_HALF)}),
         {**_WIDE, "rope.dimension_count": 16},
-        {},
     ),
-    "exaone4-32b": (
-        "exaone4",
-        "Exaone4",
+    "exaone4-32b": _Case(
+        *("exaone4", "Exaone4"),
         {
-            **{**_EPS, "num_hidden_layers": 4, "sliding_window": 64, "head_dim": 32},
-            **{"tie_word_embeddings": False, "rope_parameters": {**_LLAMA3, "factor": 16.0}},
+            **{**_HEAD, **_UNTIED, "num_hidden_layers": 4, "sliding_window": 64},
+            "rope_parameters": {**_LLAMA3, "factor": 16.0},
         },
-        {
-            **{**_WIDE, "rope.freq_base": 500_000.0, "attention.sliding_window": 64},
-            "attention.sliding_window_pattern": [True, True, True, False],
-        },
+        {**_WIDE, **_WINDOW, **_THREE_OF_FOUR, "rope.freq_base": 500_000.0},
         _llama3_factors(32, 16.0),
     ),
-    "exaone4-1.2b": (
-        "exaone4",
-        "Exaone4",
-        {**_EPS, "num_hidden_layers": 4, "sliding_window": None, "layer_types": _FULL},
-        {},
-        {},
+    "exaone4-1.2b": _Case(
+        *("exaone4", "Exaone4"),
+        {"num_hidden_layers": 4, "sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
-    "seed-oss": (
-        "seed_oss",
-        "SeedOss",
-        {
-            **{**_EPS, "head_dim": 32, "attention_bias": True, "attention_out_bias": False},
-            **{"tie_word_embeddings": False, "rope_parameters": {**_LOCAL, "rope_theta": 1e7}},
-        },
+    "seed-oss": _Case(
+        *("seed_oss", "SeedOss"),
+        {**_HEAD, **_UNTIED, "attention_bias": True, "attention_out_bias": False, **_rope(1e7)},
         {**_WIDE, "rope.freq_base": 1e7},
-        {},
     ),
-    "nemotron": (
-        "nemotron",
-        "Nemotron",
-        {"rope_parameters": {**_LOCAL, "partial_rotary_factor": 0.5}},
-        {"rope.dimension_count": 8},
-        {},
-    ),
+    "nemotron": _Case("nemotron", "Nemotron", _rope(**_HALF), {"rope.dimension_count": 8}),
 }
 
 
@@ -452,6 +311,8 @@ def made(name: str, path: Path, **more: Any) -> PreTrainedModel:
     """Write a case's file; return its model with the weights that the file has, in float32."""
     architecture, kind, settings, fields, tensors = _CASES[name]
     sizes = {**_BASE, "tie_word_embeddings": True, **settings, **more}
+    if kind not in _WITHOUT_RMS:
+        sizes.setdefault("rms_norm_eps", 1e-5)
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**sizes))
     with torch.no_grad():
