@@ -50,20 +50,6 @@ def test_json_of_a_schema(rag: Rag, sampling: dict[str, Any]) -> None:
     assert answer.usage.cached_tokens > 0
 
 
-def test_a_regular_expression(rag: Rag) -> None:
-    engine = KVEngine(rag.index)
-    for seed in range(5):
-        answer = engine.generate(
-            PROMPT,
-            constraint=Constraint.regex("(yes|no)( [0-9]{2}){3}"),
-            max_tokens=60,
-            temperature=1.5,
-            seed=seed,
-        )
-        assert re.fullmatch("(yes|no)( [0-9]{2}){3}", answer.text)
-        assert answer.finish_reason == "stop"
-
-
 def test_a_grammar_and_a_stream(rag: Rag) -> None:
     grammar = 'start: "a" (item ",")* item\nitem: "b" | "c"\n'
     pieces = list(

@@ -41,25 +41,6 @@ def make_index(folder: Path, family: str, **options: str) -> Index:
     return index
 
 
-@pytest.mark.parametrize(
-    ("family", "policy"),
-    [
-        *(("llama", "none"), ("llama", "two_stage"), ("gemma3", "none"), ("gemma2", "two_stage")),
-        *(("gpt2", "none"), ("phi3", "two_stage")),
-    ],
-)
-def test_what_evicts_nothing_answers_as_the_full_cache(
-    tmp_path: Path, family: str, policy: str
-) -> None:
-    with make_index(tmp_path / "index", family) as index:
-        engine = KVEngine(index, policy=policy, max_tokens=12)
-        full, evicting = engine.generate(PROMPT), engine.generate(PROMPT, eviction=KeepAll())
-    assert evicting.text == full.text
-    assert evicting.usage == full.usage
-    assert full.report.eviction is None
-    assert evicting.report.eviction is not None
-
-
 @pytest.mark.parametrize("way", ["embeddings", "adapter"])
 def test_behind_link_tokens(index: Index, tmp_path: Path, way: str) -> None:
     make_links(index.model, way).save(tmp_path / FILE_NAME)

@@ -2,9 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from kvrag.models.rows import RowRunner
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import HEAD, make_model, make_tokenizer
 from tests.support.properties import examples, few
-from tests.support.threads import together
 
 QUESTIONS = ("Who keeps it?", "Where is the old tower?", "When did she say so, and why?")
 
@@ -316,15 +314,6 @@ def test_what_cannot_be_kept_is_not(index: Index, options: dict[str, Any]) -> No
 # -- who may take what ---------------------------------------------------------------------------
 
 
-def test_sessions_share_nothing(index: Index) -> None:
-    engine = KVEngine(index, max_tokens=4)
-    prompt = root_of((0, 1), QUESTIONS[0])
-    for session in ("ines", "tomas", None):
-        assert engine.generate(prompt, session=session).report.num_kept == 0
-    for session in ("ines", "tomas", None):
-        assert engine.generate(prompt, session=session).report.num_kept > 50
-
-
 # -- answers that end early ----------------------------------------------------------------------
 
 
@@ -394,34 +383,3 @@ def test_lost_records_do_not_matter_to_kept_rows(tmp_path: Path, model: KVModel)
         again = engine.generate(root_of((0, 1), QUESTIONS[2])).report
         assert 0 < again.num_kept <= len(engine.prompt_ids(HEAD + TEXTS[0] + "\n\n"))
         assert again.num_kept + again.num_fresh == again.num_tokens
-
-
-def test_threads_and_streams_each_have_their_conversation(index: Index) -> None:
-    """Several conversations, each in a thread, with one engine."""
-    engine, alone = KVEngine(index, max_tokens=5, max_batch=3), KVEngine(index, max_tokens=5)
-
-    def turns(name: str, order: tuple[int, ...]) -> Iterator[str]:
-        prompt = root_of(order, f"{name}?")
-        for question in QUESTIONS:
-            answer = yield prompt
-            prompt = next_of(prompt, answer, order[:1], question)
-
-    def texts(one: KVEngine, name: str, order: tuple[int, ...]) -> list[str]:
-        conversation, found = turns(name, order), []
-        prompt: str | None = next(conversation)
-        while prompt is not None:
-            answer = one.generate(prompt)
-            if found:
-                assert answer.report.num_kept > 0
-            found.append(answer.text)
-            try:
-                prompt = conversation.send(answer.text)  # type: ignore[attr-defined]
-            except StopIteration:
-                prompt = None
-        return found
-
-    names = {"Ines": (1, 0), "Tomas": (2, 3), "Varn": (3, 0, 2), "fox": (1, 2)}
-    expected = {name: texts(alone, name, order) for name, order in names.items()}
-
-    found = together(*(partial(texts, engine, *one) for one in names.items()))
-    assert found == list(expected.values())

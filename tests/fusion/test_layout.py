@@ -154,13 +154,6 @@ def test_chunk_inside_the_prefix_is_computed():
     assert [span.prompt_start for span in layout.spans] == [len(prefix_ids) + 1]
 
 
-def test_last_token_is_always_computed():
-    tokenizer = get_tokenizer("byte-level")
-    layout, chunks, _ = find_and_lay_out(tokenizer, A, {"a": A}, (0,))
-    assert num_trimmed(layout, chunks) == [(0, 1)]
-    assert layout.spans[0].prompt_end == len(layout.token_ids) - 1
-
-
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
 def test_cut_chunk_is_reused_up_to_the_cut(name):
     tokenizer = get_tokenizer(name)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import resource
 import shutil
 import sqlite3
 import stat
@@ -365,35 +364,6 @@ def test_a_full_disk_under_the_catalog_loses_nothing(index: Index, docs: Path) -
     connection.execute("PRAGMA max_page_count = 1000000")
     assert index.add(given).num_tokens_computed == 0  # the records were there already
     assert index.stats().num_documents == 5
-
-
-@pytest.mark.slow
-def test_a_file_size_limit_is_a_store_error(index: Index, docs: Path) -> None:
-    code = (
-        "import resource, signal, sys\n"
-        "from kvrag.chunk import Document\n"
-        "from kvrag.errors import StoreError\n"
-        "from kvrag.ingest.index import Index\n"
-        "from tests.ingest.test_kill import tiny_model\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "index = Index.open(sys.argv[1], model=tiny_model())\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))\n"
-        "try:\n"
-        "    index.add(Document('a', 'the keeper of the northern light ' * 20))\n"
-        "except StoreError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(index.path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert "cannot write" in done.stdout
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 8192
-    assert index.upkeep.verify().ok
-    assert index.stats().num_documents == 0
 
 
 @contextlib.contextmanager

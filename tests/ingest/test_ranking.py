@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import sentences as turns_module
-from kvrag.ingest.config import WORDS_NAME
 from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import WORDS_WEIGHT, Reranker, fused
@@ -64,18 +63,6 @@ def test_a_search_finds_by_meaning_and_by_words(filled: Index) -> None:
     scores = [hit.score for hit in filled.search("ledger fox dog")]
     assert scores == sorted(scores, reverse=True)
     assert 0 < scores[-1] <= scores[0] <= 1
-
-
-def test_words_follow_changes_and_old_indexes(filled: Index) -> None:
-    filled.add(Document("new", "Form QX-9000 is void."))
-    assert sources(filled, "void", 1) == ["new"]
-    filled.delete(sources=["new"])
-    assert "new" not in sources(filled, "void", 10)
-    for content in (None, b"", b"damaged" * 1000):
-        path = filled.path / WORDS_NAME
-        path.unlink() if content is None else path.write_bytes(content)
-        with Index.open(filled.path, model=filled.model, embedding=Topics()) as again:
-            assert sources(again, "QX-4471", 1) == ["code"]
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
