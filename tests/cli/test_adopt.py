@@ -33,10 +33,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_adopt(run: Run, module: str, model_folder: Path, tmp_path: Path) -> None:
     common = ("-i", tmp_path / "i", "-m", model_folder, "--embedding", "hashing")
     dry = run("adopt", f"{module}:store", *common, "--dry-run")
-    assert (dry.code, "would compute" in dry.out) == (0, True), dry.err
+    assert "would compute" in dry.out
     assert not (tmp_path / "i" / "index.json").exists()
     made = run("adopt", f"{module}:store", *common, "--json")
-    assert made.code == 0, made.err
     assert (made.json["num_chunks"], sorted(made.json["added"])) == (2, ["a", "b"])
     again = run("adopt", f"{module}:texts", *common)
     assert "2 unchanged" in again.out
@@ -56,8 +55,7 @@ def test_adopt(run: Run, module: str, model_folder: Path, tmp_path: Path) -> Non
     ],
 )
 def test_what_lists_nothing(run: Run, module: str, tmp_path: Path, name: str, why: str) -> None:
-    done = run("adopt", f"{module}:{name}", "-i", tmp_path / "i", "-m", "kvrag-tiny")
-    assert done.code == 1
+    done = run("adopt", f"{module}:{name}", "-i", tmp_path / "i", "-m", "kvrag-tiny", code=1)
     assert why in " ".join(done.err.split())
     assert "report it" not in done.err
     assert not (tmp_path / "i").exists()
@@ -77,8 +75,7 @@ def test_a_module_that_fails_is_named_with_its_place(
 ) -> None:
     (tmp_path / "my_broken_module.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    done = run(*command.split(), "my_broken_module:store", "-i", tmp_path / "i")
-    assert done.code == 1
+    done = run(*command.split(), "my_broken_module:store", "-i", tmp_path / "i", code=1)
     assert why in " ".join(done.err.split())
     assert f"my_broken_module.py, line {len(text.splitlines())}" in done.err
     assert "report it" not in done.err

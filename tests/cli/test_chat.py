@@ -31,8 +31,7 @@ def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
 
 def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) -> None:
     lines = "why " * 3000 + "\nWho keeps the ledger?\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
-    assert done.code == 1
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines, code=1)
     refused, answered = done.json["turns"]
     assert refused["question"].startswith("why why")
     assert "tokens" in refused["error"]
@@ -76,7 +75,6 @@ def test_a_follow_up_searches_for_what_the_model_writes(
         return search(index, question, k, **options)
 
     def written(engine: KVEngine, request: Request) -> Any:
-        assert isinstance(request.prompt, list)
         assert "Last question: And the clock?" in request.prompt[0]["content"]
         return SimpleNamespace(text='\nQuestion: "Who repairs the clock?"\nBecause')
 
@@ -84,7 +82,6 @@ def test_a_follow_up_searches_for_what_the_model_writes(
     monkeypatch.setattr(KVEngine, "generate", written)
     lines = "Who keeps the ledger?\nAnd the clock?\n"
     done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
-    assert done.code == 0, done.err
     assert asked == ["Who keeps the ledger?", "Who repairs the clock?"]
     assert done.out.count("searching for: Who repairs the clock?") == 1
 
@@ -130,7 +127,6 @@ def test_the_first_line_without_its_label(text: str, line: str) -> None:
 def test_commands(run: Run, index_folder: Path) -> None:
     lines = "/why\n/sources\nWho keeps the ledger?\n/sources\n/why\n/help\n/ratio\n"
     done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
-    assert done.code == 0
     assert done.err.count("nothing has been answered yet") == 2
     assert "Ines keeps the harbour ledger. She writes down every boat." in done.out
     assert "Who keeps the ledger?" in done.out.partition("searched for")[2]
@@ -158,7 +154,6 @@ def test_wrong_commands_get_one_line_each(run: Run, index_folder: Path) -> None:
         "/": "unknown command '/'",
     }
     done = run("chat", "--index", index_folder, stdin="\n".join([*expected, ""]))
-    assert done.code == 0
     told = [one for one in done.err.splitlines() if "error: " in one]
     for line, one in zip(expected.values(), told, strict=True):
         assert line in one
@@ -171,7 +166,6 @@ def test_the_oldest_turns_are_forgotten_when_the_window_is_full(
     long = "why does the keeper of the light go to the river bank " * 12
     lines = "".join(f"{number} {long}\n" for number in range(12))
     done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
-    assert done.code == 0, done.err
     assert done.out.count("first token") == 12
     assert 1 <= done.err.count("the model's window is full: forgot") <= 6
 
@@ -212,8 +206,7 @@ def test_bytes_that_are_no_text_are_one_bad_question(
     run: Run, index_folder: Path, output: tuple[str, ...]
 ) -> None:
     lines = b"Who keeps the ledger?\nWho \xff?\nAnd the clock?\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, *output, stdin=lines)
-    assert done.code == 1
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, *output, stdin=lines, code=1)
     assert "is not valid Unicode" in done.err
     if not output:
         assert done.out.count("first token") == 2

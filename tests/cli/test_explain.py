@@ -30,8 +30,8 @@ def test_every_part_of_a_prompt_is_explained(run, index_folder, tmp_path: Path) 
 
 def test_a_file_that_is_no_text(run, index_folder, tmp_path: Path) -> None:
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
-    assert "is not UTF-8 text" in run("explain", tmp_path / "prompt.bin", "-i", index_folder).err
-    assert "cannot read" in run("explain", tmp_path / "absent", "-i", index_folder).err
+    for name, said in (("prompt.bin", "is not UTF-8 text"), ("absent", "cannot read")):
+        assert said in run("explain", tmp_path / name, "-i", index_folder, code=1).err
 
 
 def test_a_first_chunk_is_fresh_once_and_exact_afterwards(run, tmp_path: Path) -> None:

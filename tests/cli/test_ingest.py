@@ -34,26 +34,23 @@ def test_an_index_is_made_once(
     changed = run(*common)
     assert "1 changed" in changed.out
     assert "embedding" not in changed.out + changed.err
-    done = run(*common, "--chunk-tokens", 64)
-    assert done.code == 1
+    done = run(*common, "--chunk-tokens", 64, code=1)
     assert "chunk_tokens=512" in done.err
 
 
 def test_another_model_is_refused_even_where_nothing_is_to_be_done(
     run: Run, common: tuple[object, ...], documents: Path, tmp_path: Path
 ) -> None:
-    assert run(*common).code == 0
+    run(*common)
     make_model("llama", seed=7).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     again = ("ingest", documents, "--index", common[3], "--model")
     for model, message in ((tmp_path / "gone", "no model at"), (tmp_path / "other", "fingerprint")):
-        done = run(*again, model)
-        assert done.code == 1
+        done = run(*again, model, code=1)
         assert message in done.err
     shutil.copytree(str(common[5]), tmp_path / "copy")
     for model in (common[5], tmp_path / "copy"):
         done = run(*again, model, "--json")
-        assert done.code == 0, done.err
         assert done.json["num_tokens_computed"] == 0
 
 
@@ -61,7 +58,7 @@ def test_records_for_the_first_place_can_be_stored_at_once(
     run: Run, common: tuple[object, ...]
 ) -> None:
     settings = (*common, "--chunk-tokens", 32, "--context", "filler:20")
-    assert run(*settings, "--first-records", "--dry-run").code == 0
+    run(*settings, "--first-records", "--dry-run")
     num_records = run(*settings, "--json").json["num_records"]
     stored = run(*settings, "--first-records", "--json")
     assert stored.json["num_records"] == 0
@@ -77,14 +74,12 @@ def test_context_is_recorded_told_and_cannot_change(
     (documents / "long.txt").write_text(long)
     settings = ("--chunk-tokens", 32, "--context", "document:20")
     done = run(*common, *settings)
-    assert done.code == 0, done.err
     assert "tokens of context computed with them, not stored" in done.out
     stats = run("stats", "--index", common[3], "--json").json
     assert (stats["context"], stats["context_tokens"]) == ("document", 20)
     for same in ("document", "document:20"):
-        assert run(*common, "--context", same).code == 0
-    other = run(*common, "--context", "neighbours")
-    assert other.code == 1
+        run(*common, "--context", same)
+    other = run(*common, "--context", "neighbours", code=1)
     assert "was made with context=document:20, asked for neighbours" in other.err
 
 
@@ -93,13 +88,11 @@ def test_control_strings_are_told(
 ) -> None:
     (documents / "evil.txt").write_text("Ines says <eos> and <bos>.")
     assert "read as text: 2 control strings of the model, in 1 document\n" in run(*common).out
-    done = run(*common, "--control-tokens", "keep")
-    assert done.code == 1
+    done = run(*common, "--control-tokens", "keep", code=1)
     assert "control_tokens=neutralise" in done.err
-    assert run(*common, "--control-tokens", "drop").code == 1
+    run(*common, "--control-tokens", "drop", code=1)
     refusing = (*common[:2], "--index", tmp_path / "other", *common[4:])
-    done = run(*refusing, "--control-tokens", "refuse")
-    assert done.code == 1
+    done = run(*refusing, "--control-tokens", "refuse", code=1)
     assert "left out" in done.err
     assert "line 1 of its text holds '<eos>'" in done.err
 
@@ -112,16 +105,14 @@ def test_one_bad_file_leaves_the_rest_and_exit_code_1(
     (documents / "rows.jsonl").write_text('{"text": 1\n')
     (documents / "bad.html").write_text('<meta charset="hex"><p>x')
     (documents / "long.txt").write_text("x" * 2000)
-    done = run(*common, "--max-file-size", "1kB")
-    assert done.code == 1
+    done = run(*common, "--max-file-size", "1kB", code=1)
     assert "left out" in done.err
     assert "declares 'hex'" in done.err
     assert "at most 1,000 are read" in done.err
     assert "5 left out" in done.out
     for name in ("empty.txt", "broken.pdf", "rows.jsonl: line 1"):
         assert done.err.count(name) == 1
-    again = run(*common, "--max-file-size", "3kB", "--json")
-    assert again.code == 1
+    again = run(*common, "--max-file-size", "3kB", "--json", code=1)
     assert (len(again.json["added"]), len(again.json["failed"])) == (1, 4)
 
 
@@ -131,8 +122,7 @@ def test_limits_and_loaders_reach_the_parser(
     (documents / "a.hang").write_text("x")
     (documents / "a.shout").write_text("the loud one")
     loaders = [f"--loader=.{name}=tests.ingest.bad_loaders:{name}" for name in ("hang", "shout")]
-    done = run(*common, *loaders, "--parse-seconds", "0.5", "--json")
-    assert done.code == 1
+    done = run(*common, *loaders, "--parse-seconds", "0.5", "--json", code=1)
     (failed,) = done.json["failed"]
     assert "took longer than 0.5 s" in failed["reason"]
     assert any(source.endswith("a.shout") for source in done.json["added"])
@@ -146,7 +136,6 @@ def test_a_folder_with_nothing_to_read_is_told(
     (folder / "boat.png").write_bytes(b"\x89PNG")
     (folder / ".hidden.txt").write_text("Ines keeps the harbour ledger.")
     done = run("ingest", folder, *common[2:])
-    assert done.code == 0
     assert "no file of a known type was found" in done.err
     assert " .pdf " in done.err
     assert ".parquet is read with --ray" in done.err
@@ -162,7 +151,6 @@ def test_code_without_its_grammar_is_noted_once(
     monkeypatch.setattr(loaders, "is_installed", lambda suffix: False)
     named = [documents / name for name in ("a.py", "b.py", "c.rs")]
     done = run("ingest", *named, *common[1:])
-    assert done.code == 0, done.err
     assert done.err.count("source code (.py .rs) was read as plain text; pip install") == 1
     again = run("ingest", *named, *common[1:])
     assert "plain text" not in again.err
@@ -182,10 +170,9 @@ def test_the_json_of_a_dry_run_says_what_it_takes(
     monkeypatch.setattr("kvrag.ingest.ray.RayRunner", Here)
     monkeypatch.setattr("kvrag.cli.ingest.Asked.connected", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("kvrag.cli.ingest.require", lambda *_: None)
-    gone = run(*common, "--ray", "local", "--dry-run", "--ray-rate", "2")
+    gone = run(*common, "--ray", "local", "--dry-run", "--ray-rate", "2", code=2)
     assert "--dry-run says the tokens" in gone.err
     done = run(*common, "--ray", "local", "--dry-run", "--json")
-    assert done.code == 0, done.err
     found = done.json["estimate"]
     assert found["num_tokens"] == 7200
     assert found["size_bytes"]["raw"] > found["size_bytes"]["cachegen:1"] > 0

@@ -27,7 +27,7 @@ def test_stats(run: Run, index_folder: Path) -> None:
     assert not (index_folder / "vectors.cache").exists()
     assert values["num_vectors"] == values["num_chunks"]
     assert values["vectors_memory_bytes"] > 4 * 384 * values["num_vectors"]
-    assert run("search", "river", "--index", index_folder, "--dense").code == 0
+    run("search", "river", "--index", index_folder, "--dense")
     again = run("stats", "--index", index_folder, "--json").json
     for name in ("num_vectors", "vectors_memory_bytes"):
         assert again[name] == values[name]
@@ -39,15 +39,12 @@ def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
     content[len(content) // 2] ^= 1
     segment.chmod(0o600)
     segment.write_bytes(content)
-    done = run("verify", "--index", index_folder, "--json")
-    assert done.code == 1
+    done = run("verify", "--index", index_folder, "--json", code=1)
     assert done.json["ok"] is False
-    told = run("verify", "--index", index_folder)
-    assert told.code == 1
+    told = run("verify", "--index", index_folder, code=1)
     assert told.out.count("damaged: ") == 1
     assert "--repair" in told.out
     mended = run("verify", "--index", index_folder, "--repair")
-    assert mended.code == 0, mended.out + mended.err
     assert "1 records computed again" in mended.out
     assert run("verify", "--index", index_folder).out.endswith("sound\n")
 
@@ -59,15 +56,13 @@ def test_documents_left_out_for_damage_are_no_empty_index(run: Run, index_folder
     asked = run("query", "Who keeps the ledger?", "--index", index_folder, "--max-tokens", "1")
     assert "the index is empty" not in asked.err
     assert "everything in the index is damaged and left out" in asked.err
-    told = run("verify", "--index", index_folder)
-    assert told.code == 1
+    told = run("verify", "--index", index_folder, code=1)
     assert "may not be found until `kvrag verify --repair` repairs it" in told.out
 
 
 def test_a_repair_that_loses_all_documents_is_no_success(run: Run, index_folder: Path) -> None:
     (index_folder / "catalog.sqlite").write_bytes(b"x" * 500)
-    done = run("verify", "--index", index_folder, "--repair")
-    assert done.code == 1
+    done = run("verify", "--index", index_folder, "--repair", code=1)
     assert "lost: all documents are lost; ingest all of them again\n" in done.out
 
 
@@ -80,23 +75,21 @@ def test_a_lost_catalog_is_begun_again(
         if content is not None:
             (index_folder / "catalog.sqlite").write_bytes(content)
         for command in (["ls"], ["stats"], ["gc"], ["verify"], ["search", "ledger"]):
-            done = run(*command, "--index", index_folder)
-            assert done.code == 1
+            done = run(*command, "--index", index_folder, code=1)
             assert f"the index in {index_folder} has lost" in done.err
             assert f"'kvrag ingest PATH... --index {index_folder}'" in done.err
-        run(*heal, "--index", index_folder)
-        assert run("ls", "--index", index_folder).code == 0
+        run(*heal, "--index", index_folder, code=(0, 1))
+        run("ls", "--index", index_folder)
         run("ingest", documents, "--index", index_folder)
-        assert run("verify", "--index", index_folder).code == 0
+        run("verify", "--index", index_folder)
         assert "ledger" in run("search", "ledger", "--index", index_folder).out
 
 
 def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None:
-    done = run("gc", "--index", index_folder, "--json")
-    assert done.code == 0, done.err
+    run("gc", "--index", index_folder, "--json")
     told = run("gc", "--index", index_folder).out
     assert told == "deleted: 0 records (0 B), 0 codec profiles, 0 temporary files\n"
-    assert run("verify", "--index", index_folder).code == 0
+    run("verify", "--index", index_folder)
 
 
 def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:
@@ -106,21 +99,17 @@ def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:
     place, near = tmp_path / "kv", tmp_path / "near"
     folder = tmp_path / "index"
     common = ("--index", folder, "--embedding", "hashing", "--store")
-    done = run("ingest", documents, "--model", "kvrag-tiny", *common, f"file:{place}")
-    assert done.code == 0, done.err
+    run("ingest", documents, "--model", "kvrag-tiny", *common, f"file:{place}")
     assert list(place.rglob("*.kv"))
     assert not (folder / "kv").exists()
-    again = run("ingest", documents, "--index", folder, "--store", f"file:{near}")
-    assert again.code == 1
+    again = run("ingest", documents, "--index", folder, "--store", f"file:{near}", code=1)
     assert f"keeps its KV in file:{place}, asked for file:{near}" in again.err
     assert run("stats", "--index", folder, "--json").json["store"] == f"file:{place}"
     tiers = f"tiered:file:{near}?limit=100MB|file:{place}"
     asked = run("query", "Who keeps it?", "--index", folder, "--store", tiers, "--json")
-    assert asked.code == 0, asked.err
     assert asked.json["report"]["misses"] == {}
     assert list(near.rglob("*.kv"))
-    refused = run("query", "Who?", "--index", folder, "--store", "ftp://somewhere")
-    assert refused.code == 1
+    refused = run("query", "Who?", "--index", folder, "--store", "ftp://somewhere", code=1)
     assert refused.err.startswith("error: a store is file:PATH")
     run("gc", "--index", folder)
-    assert run("verify", "--index", folder).code == 0
+    run("verify", "--index", folder)

@@ -159,8 +159,7 @@ def test_the_environments_key(index_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_served(run: Run, index_path: Path, options: list[str], why: str) -> None:
-    ran = run("serve", "-i", index_path, "--port", "0", *options)
-    assert ran.code == 1
+    ran = run("serve", "-i", index_path, "--port", "0", *options, code=1)
     assert why in ran.err
     assert "Traceback" not in ran.err
 
@@ -183,8 +182,7 @@ def test_wrong_files_of_keys(
     file = tmp_path / "keys.toml"
     file.write_text(content)
     file.chmod(mode)
-    ran = run("serve", "-i", index_path, "--port", "0", "--keys", file)
-    assert ran.code == 1
+    ran = run("serve", "-i", index_path, "--port", "0", "--keys", file, code=1)
     assert why in ran.err
     assert "secret" not in ran.err
     assert KEY not in ran.err

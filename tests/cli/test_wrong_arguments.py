@@ -19,8 +19,7 @@ ROOT = Path(kvrag.__file__).parent.parent
 
 
 def message(run: Run, *arguments: object) -> str:
-    done = run(*arguments)
-    assert done.code in (1, 2), done.out
+    done = run(*arguments, code=(1, 2))
     assert done.out == ""
     assert "Traceback" not in done.err
     assert "unexpected" not in done.err
@@ -185,8 +184,7 @@ def test_index_json_of_anything(run: Run, index_folder: Path, content: bytes) ->
 
 def test_a_command_of_version_0_2_says_what_replaces_it(run: Run) -> None:
     for arguments in ([], ["--help"], ["--index", "x", "--port", "8650", "--writable"]):
-        done = run("serve-kv", *arguments)
-        assert done.code == 2
+        done = run("serve-kv", *arguments, code=2)
         assert done.err.startswith("error: 'kvrag serve-kv' is gone: let a web server")
     assert "serve-kv" not in run("--help").out
     assert "is gone: 'kvrag bench ttft'" in message(run, "bench", "attention", "--device", "cpu")
@@ -194,12 +192,11 @@ def test_a_command_of_version_0_2_says_what_replaces_it(run: Run) -> None:
 
 def test_an_option_of_version_0_2_says_what_replaces_it(run: Run) -> None:
     for given in (["--data", "x"], ["--data=x"], ["--contexts", "none"]):
-        done = run("calibrate", *given)
-        assert done.code == 2
+        done = run("calibrate", *given, code=2)
         said = " ".join(re.sub("[\u2500-\u257f]", " ", done.err).split())
         assert f"{given[0].partition('=')[0]} is gone: 'kvrag calibrate' asks about" in said
     for command, option in (("quality", "--jobs"), ("codec", "--out")):
-        assert f"{option} is gone: " in run("bench", command, option, "2").err
+        assert f"{option} is gone: " in run("bench", command, option, "2", code=2).err
 
 
 @pytest.mark.parametrize(
@@ -235,11 +232,10 @@ def test_ingest_with_a_type(run: Run, tmp_path: Path, documents: Path, model_fol
     asked = ("ingest", documents, "-i", folder, "--model", model_folder, "--embedding", "hashing")
     assert "dtype 'float8'" in message(run, *asked, "--dtype", "float8")
     assert not folder.exists()
-    assert run(*asked, "--dtype", "bfloat16").code == 0
+    run(*asked, "--dtype", "bfloat16")
     stats = run("stats", "-i", folder, "--json").json
     assert stats["dtype"] == "bfloat16"
-    assert run(*asked, "--dtype", "bfloat16").code == 0
+    run(*asked, "--dtype", "bfloat16")
     said = message(run, *asked, "--dtype", "float16")
     assert "made with dtype=bfloat16, asked for float16" in said
-    answer = run("query", QUESTION, "-i", folder, "--max-tokens", 2, "--json")
-    assert answer.code == 0, answer.err
+    run("query", QUESTION, "-i", folder, "--max-tokens", 2, "--json")

@@ -44,7 +44,6 @@ def bring_near(index: Index, store: TieredStore, text: str) -> str:
     (hit,) = [hit for hit in index.search(text, 3) if hit.chunk.text == text]
     key = index.key_of(hit.chunk)
     record = store.tiers[1].open(key)
-    assert record is not None
     store.tiers[0].put(key, read_whole(record))
     return hit.chunk.chunk_id
 

@@ -77,7 +77,6 @@ def test_waits_count_as_on_an_idle_machine(index: Index, monkeypatch: pytest.Mon
     engine = KVEngine(index, session_bytes=0)
     report = engine.fuse(PROMPT, policy="none").report
     waited = engine._fuser._waited.seconds(report.num_cached)
-    assert waited is not None
     assert waited < report.seconds["load"] / 100
 
 

@@ -56,7 +56,6 @@ def behind(folder: Index, tmp_path: Path) -> FileStore:
     store = FileStore(tmp_path / "served")
     for key in folder.store.keys():  # noqa: SIM118 (a store is no mapping)
         record = folder.store.open(key)
-        assert record is not None
         store.put(key, read_whole(record))
     return store
 
@@ -206,7 +205,6 @@ def test_a_record_that_is_replaced_in_between(
         if number == 0:
             for key in list(behind.keys()):
                 record = behind.open(key)
-                assert record is not None
                 content = bytearray(read_whole(record))
                 content[40:64] = content[40:64][::-1]  # another header, of the same length
                 behind.replace(key, bytes(content))
@@ -220,7 +218,6 @@ def damage(store: FileStore, plane: int) -> None:
     """Change a byte in a plane of every record."""
     for key in list(store.keys()):
         record = store.open(key)
-        assert record is not None
         blocks = RecordReader(record, key).header.blocks
         content = bytearray(read_whole(record))
         content[blocks[plane * len(blocks) // NUM_PLANES].offset] ^= 1
@@ -355,7 +352,6 @@ class Interrupted(Slow):
 
     def fetch(self, num_planes: int) -> None:
         main = threading.main_thread().ident
-        assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
         assert self.cancelled.wait(20)
         raise StoreError("broken off")

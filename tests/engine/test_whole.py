@@ -153,11 +153,9 @@ def test_expected_seconds_are_those_of_tokens_that_are_computed(lfm2: Index) -> 
     num_tokens = len(engine.prompt_ids(prompt))
     asked, new = Request(prompt).over(engine.defaults), Request(prompt, session="of another")
     first = engine.expected_seconds(asked, 0, num_tokens)
-    assert first is not None
     for _ in range(40):
         assert engine.generate(prompt).report.num_fresh == 1
     after = engine.expected_seconds(asked, 0, num_tokens)
-    assert after is not None
     assert first / 8 < after < 8 * first
     # A prompt is due by what is computed of it.
     layout = engine.fuse(prompt).layout
@@ -314,7 +312,6 @@ def test_the_least_recently_used_beginning_is_dropped_first() -> None:
         kept.keep(None, state(*ids))
     assert kept.size_bytes == 200
     found, alike = kept.find(None, (1, 2, 3, 4))
-    assert found is not None
     assert found.token_ids == [1, 2, 3]
     assert alike == 3
     kept.keep(

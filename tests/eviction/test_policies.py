@@ -241,7 +241,6 @@ def test_snapkv_chooses_once_and_in_stretches() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
 def test_a_share_of_the_prompt_is_kept(name: str, share: float) -> None:
     policy = make_eviction(f"{name}:share={share}")
-    assert policy is not None
     simulation = Simulation(policy, 40, 3, seed=1)
     # Streaming keeps its sinks and the last key whatever the share.
     least = 5 if name == "streaming" else 1

@@ -46,7 +46,6 @@ CODECS = ["lossless", "packed", "cachegen:1", "transform:4", "transform:1.5"]
 def kv_of(index: Index, number: int) -> ChunkKV:
     chunk = index.catalog.chunks(chunk_ids(index))[number]
     encoded = index.open_kv(chunk.chunk_id)
-    assert encoded is not None
     return read_all(encoded, index.config.spec)
 
 
@@ -221,7 +220,6 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     chunk = index.catalog.chunks(index.catalog.chunk_ids_of("short"))[0]
     (exact,) = index.model.prefill(index.prefix_ids, [chunk.token_ids])
     encoded = index.open_kv(chunk.chunk_id)
-    assert encoded is not None
     assert distance(read_all(encoded, index.config.spec), exact) == 0
     assert index.stats().codec == "raw, cachegen:2 later"
     index.store.delete(index.key_of(chunk))
@@ -366,7 +364,6 @@ def test_what_was_raw_is_recoded_after_a_kill(make_index: MakeIndex, doing: str)
 )
 def test_components_need_more_tokens_than_channels(codec: str, heads: int, expected: int) -> None:
     config = choose_codec(codec).config
-    assert config is not None
     spec = KVSpec(num_layers=4, num_kv_heads=heads, head_dim=64, dtype=torch.bfloat16)
     assert config.transform.tokens_to_fit(spec) == expected
 

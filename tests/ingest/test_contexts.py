@@ -72,7 +72,6 @@ def test_a_chunk_is_encoded_behind_what_its_document_says_before_it(
         )
         assert context_ids == before[-limit:]
         record = index.open_kv(chunk.chunk_id)
-        assert record is not None
         kv = read_all(record, index.config.spec)
         (expected,) = model.prefill((*index.prefix_ids, *context_ids), [chunk.token_ids])
         assert torch.equal(kv.keys, expected.keys)

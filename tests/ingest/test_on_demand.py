@@ -149,7 +149,6 @@ def test_the_first_prompt_makes_the_record_and_the_next_one_loads_it(
     }
     assert outcomes == {"made": 1, "loaded": 3}
     record = index.open_kv(span.chunk_id, ())
-    assert record is not None
     (alone,) = model.prefill(index.prefix_ids, [prefills[0].token_ids])
     torch.testing.assert_close(
         read_all(record, index.config.spec).values, alone.values, rtol=1e-4, atol=1e-5

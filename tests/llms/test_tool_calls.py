@@ -119,7 +119,6 @@ TEMPLATES = [
 def accepts(tokenizer: Any, constraint: Constraint | None, ids: list[int]) -> bool:
     import torch
 
-    assert constraint is not None
     allowed = Allowed(constraint, tokenizer, len(tokenizer), [1])
     for one in ids:
         if allowed.only(torch.zeros(len(tokenizer)))[one] != 0:

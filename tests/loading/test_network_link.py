@@ -27,7 +27,6 @@ def test_a_link_that_has_become_slow() -> None:
         carry(link, clock, 100_000, 0.1)
     carry(link, clock, 10_000, 0.1)
     once = link.state.bytes_per_second
-    assert once is not None
     assert 1.2e5 < once < 3e5
     for _ in range(100):
         carry(link, clock, 10_000, 0.1)
@@ -65,7 +64,6 @@ def test_what_is_carried_at_the_same_time_is_the_links() -> None:
     with link.carrying(100_000):
         carry(link, clock, 300_000, 0.1)
     last = link.state.bytes_per_second
-    assert last is not None
     assert last > 3e6  # 400 kB in a tenth of a second, by what ended last
 
 
@@ -102,7 +100,6 @@ def test_of_one_amount_nothing_is_constant() -> None:
     for amount in (100.0, 110.0):
         pace.observe(amount, 0.1)
     found = pace.seconds(1000)
-    assert found is not None
     assert 0.85 < found < 1.1
 
 
@@ -111,7 +108,6 @@ def test_what_is_reserved_is_what_nearly_all_kept_to() -> None:
     for number in range(20):
         pace.observe(100.0, 0.2 if number % 5 == 0 else 0.1)
     found = pace.seconds(100)
-    assert found is not None
     assert found == pytest.approx(0.2)
 
 

@@ -32,7 +32,6 @@ from tests.support.properties import examples
 def layers_over(model: KVModel) -> CardLayers:
     """Return layers whose slots all prompts share, in which nothing is a number yet."""
     described = describe_layers(model.rows.layers, model.windows, model._any_tables())
-    assert described is not None
     slots = Slots(described, CPU)
     for slot in slots.of(256).values():
         slot.fill_(torch.nan)
@@ -50,9 +49,7 @@ def offer(
     asked = prompt.asked() if looks else None
     of = RowPass(prompt.rows, prompt.fused, prompt.tables, compiled)
     with Meeting().open():
-        share = share_of(prompt.model, layers, prompt.hidden, of, asked, **more)
-    assert share is not None
-    return share
+        return share_of(prompt.model, layers, prompt.hidden, of, asked, **more)
 
 
 def assert_joined_is_alone(model: KVModel, sizes: Sequence[tuple[int, int, bool]]) -> None:
@@ -220,7 +217,6 @@ class _Compiled(CardLayers):
         self.number, self._slots = number, None
 
     def is_like(self, other: CardLayers) -> bool:
-        assert isinstance(other, _Compiled)
         return self.number == other.number
 
 

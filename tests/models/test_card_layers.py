@@ -32,7 +32,6 @@ POLICIES = ["none", "boundary", "random", "deviation", "query", "two_stage", "gr
 
 def on_card(model: KVModel) -> CardLayers:
     described = describe_layers(model.rows.layers, model.windows, model._any_tables())
-    assert described is not None
     return CardLayers(described)
 
 

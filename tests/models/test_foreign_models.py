@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.ingest.embedding import get_embedding
@@ -211,25 +210,6 @@ def test_files_that_say_nothing(folder: Path, name: str, content: str | None, me
         (folder / name).write_text(content)
     with pytest.raises(ModelLoadError, match=message):
         KVModel.load(folder)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (transformers.BertConfig(), "'bert' is not supported: it encodes texts"),
-        (transformers.T5Config(), "'t5' is not supported: it encodes texts"),
-        (transformers.WhisperConfig(), "'whisper' is not supported: it encodes texts"),
-        (transformers.CLIPConfig(), "'clip_text_model' is not supported: Transformers has no"),
-        (transformers.RwkvConfig(), "'rwkv' is not supported: it is not a stack"),
-        (transformers.MambaConfig(), "'mamba' is not supported: layers of it keep the state"),
-    ],
-)
-def test_models_of_other_kinds_are_refused_before_weights_are_looked_for(
-    tmp_path: Path, config: Any, message: str
-) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        KVModel.load(tmp_path)
 
 
 def _no_vocabulary(folder: Path) -> None:

@@ -71,7 +71,6 @@ def fused(
 
     def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
         record = store.open(key)
-        assert record is not None
         return codec.open(key, record, model.spec)
 
     num_tokens = len(layout.token_ids)

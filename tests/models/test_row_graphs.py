@@ -61,7 +61,6 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def graphs_of(model: KVModel) -> tuple[CapturedLayers, RowGraphs]:
     described = describe_layers(model.rows.layers, model.windows, model._any_tables())
-    assert described is not None
     slots = Slots(described, CPU)
     graphs = RowGraphs(described, slots, CPU, model.lock)
     return CapturedLayers(described, slots, graphs), graphs

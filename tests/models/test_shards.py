@@ -87,7 +87,6 @@ def stored(model: KVModel, codec_name: str = "raw") -> Callable[..., EncodedChun
     def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk:
         del context_ids
         record = store.open(keys[chunk_id])
-        assert record is not None
         return codec.open(keys[chunk_id], record, model.spec)
 
     return open_kv

@@ -102,11 +102,9 @@ class TestMooncakeStore(StoreContract):
         return pool
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        assert isinstance(store, kvrag_mooncake.MooncakeStore)
         store._client().upsert(f"kvrag-{key}", b"k" + record)
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
-        assert isinstance(store, kvrag_mooncake.MooncakeStore)
         content: bytes = store._client().get(f"kvrag-{key}")
         return content[1:]
 

@@ -76,7 +76,6 @@ def test_layers_are_values_of_their_own(store: RedisStore, client: Any) -> None:
     record = write_record(KEY, codec="test", spec=spec, num_tokens=3, blocks=blocks)
     store.put(KEY, record)
     opened = store.open(KEY)
-    assert opened is not None
     client.config_resetstat()
     reader = RecordReader(opened, KEY)
     assert client.info("commandstats").get("cmdstat_getrange") is None  # the header came with it
@@ -146,7 +145,6 @@ def test_pieces_of_a_deleted_record_go_by_themselves(store: RedisStore, client: 
 def test_a_piece_that_redis_removed_is_refused(store: RedisStore, client: Any) -> None:
     store.put(KEY, record_of(KEY, 500_000))
     record = store.open(KEY)
-    assert record is not None
     client.delete(*client.keys("*:1"))
     with pytest.raises(StoreError, match="Redis has removed it: give it more memory"):
         read_all(record)
@@ -242,7 +240,6 @@ def test_redis_killed_and_started_again(tmp_path: Path, redis_password: str) -> 
         store = RedisStore(server.url, timeout_seconds=0.5)
         store.put(KEY, record_of(KEY, 500_000))
         record = store.open(KEY)
-        assert record is not None
         server.kill()
         for refused in (lambda: read_all(record), lambda: store.open(KEY)):
             with pytest.raises(StoreUnreachableError):

@@ -92,13 +92,11 @@ class TestThreeTiers(StoreContract):
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
         """In the remote tier; the disk has none, as on another machine."""
-        assert isinstance(store, TieredStore)
         store.flush()
         store.tiers[1].delete(key)
         store.tiers[2].replace(key, record)
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
-        assert isinstance(store, TieredStore)
         assert store.flush(10)
         return stored(store.tiers[2], key) or b""
 
@@ -176,8 +174,6 @@ def test_one_fetch_for_all_who_want_a_record(tiers: TieredStore, remote: Remote)
 def test_a_fetch_that_fails_is_tried_by_the_next(tiers: TieredStore, remote: Remote) -> None:
     remote.inner.put(KEY, record_of(KEY, 600_000))
     first, second = tiers.open(KEY), tiers.open(KEY)
-    assert first is not None
-    assert second is not None
     remote.is_down = True
     with pytest.raises(StoreUnreachableError):
         read_all(first)
@@ -392,7 +388,6 @@ def test_what_was_put_before_a_kill_is_uploaded_after_it(tmp_path: Path) -> None
 def test_tiers_by_url(tmp_path: Path) -> None:
     url = f"tiered:memory:?limit=1MB|file:{tmp_path / 'disk'}?limit=2MB|file:{tmp_path / 'home'}"
     store = open_store(url)
-    assert isinstance(store, TieredStore)
     record = write_record(KEY, codec="test", spec=spec_of(), num_tokens=5, blocks=[[b"x" * 1000]])
     store.put(KEY, record)
     store.close()

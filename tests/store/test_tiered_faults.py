@@ -127,7 +127,6 @@ class _Boaster(RecordWrapper):
 
 def _read_whole(store: TieredStore, key: ChunkKey) -> None:
     record = store.open(key)
-    assert record is not None
     with contextlib.closing(record):
         read_whole(record)
 

@@ -206,7 +206,6 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     values = {"normalized": False, **dict(family.flags)}
     backend.add_tokens([AddedToken(text, special=family.is_special, **values) for text in MARKERS])
     number = backend.token_to_id(begin)
-    assert number is not None
     backend.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, number)]
     )

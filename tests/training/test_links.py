@@ -278,9 +278,7 @@ def test_layers_computed_twice_give_the_same_gradients(tmp_path: Path, family: s
     assert torch.equal(logits, again)
     assert kept_less < kept / 2
     for name, gradient in gradients.items():
-        assert gradient is not None
         other = others[name]
-        assert other is not None
         assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-6)
 
 

@@ -14,7 +14,6 @@ import torch
 from transformers import LlamaConfig, Phi3Config
 
 from kvrag.chunk import Document
-from kvrag.engine.answer import Answer
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import PromptReader
@@ -166,7 +165,6 @@ def test_every_plan_has_a_salt_of_its_own(planner: Planner, oracle: KVEngine) ->
     )
     salts = [plan.salt for plan in plans if isinstance(plan, LoadPlan)]
     assert len(set(salts)) == 4
-    assert isinstance(again, LoadPlan)
     assert again.salt == salts[0]
 
 
@@ -191,7 +189,6 @@ def test_what_a_client_gets_wrong_is_computed_and_said(
     planner: Planner, oracle: KVEngine, params: dict[str, Any]
 ) -> None:
     plan = planner.plan(oracle.prompt_ids(make_prompt(3, 1)), params)
-    assert isinstance(plan, NoPlan)
     assert plan.reason
 
 
@@ -257,7 +254,6 @@ def test_a_batch_is_a_list_and_an_error_takes_its_answers_place(served: Index) -
     ]
     asked: list[Any] = ["abc", 5, *(Request("abc", **one) for one in refused)]
     first, *errors = engine.generate_batch(asked, return_exceptions=True)
-    assert isinstance(first, Answer)
     assert first.text == "a"
     assert all(isinstance(one, ParameterError) for one in errors)
     for options, error in zip(refused, errors[1:], strict=True):
