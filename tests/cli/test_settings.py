@@ -15,6 +15,7 @@ from kvrag.cli import settings
 from kvrag.cli.main import app
 from kvrag.ingest.config import IndexConfig
 from tests.cli.conftest import Run
+from tests.support.folders import key_file
 from tools import commands
 
 QUESTION = "Who keeps the harbour ledger?"
@@ -353,9 +354,7 @@ def test_a_moved_key_can_be_named_everywhere(
     run: Run, tmp_path: Path, documents: Path, model_folder: Path
 ) -> None:
     pytest.importorskip("cryptography")
-    key, index = tmp_path / "key", tmp_path / "index"
-    key.write_text("00" * 32)
-    key.chmod(0o600)
+    key, index = key_file(tmp_path / "key"), tmp_path / "index"
     url = f"file:{tmp_path / 'kv'}?key_file="
     asked = ("ingest", documents, "-i", index, "-m", model_folder, "--embedding", "hashing")
     run(*asked, "--store", f"{url}{key}")

@@ -9,7 +9,7 @@ import pytest
 
 from kvrag.codec.base import Codec
 from kvrag.codec.config import choose_codec
-from kvrag.codec.names import PLAIN, expected_bytes_per_token, parse_codec
+from kvrag.codec.names import expected_bytes_per_token, parse_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
@@ -29,12 +29,6 @@ POINTS = {"kvrag.codecs: mirror": "mirror_codec:MirrorCodec"}
 
 def no_profile(profile_hash: str) -> Profile:
     raise ProfileError(f"no profile {profile_hash}")
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that another test has installed is known any more."""
-    monkeypatch.setattr(PLAIN, "_registered", {})
 
 
 @pytest.fixture
@@ -69,7 +63,6 @@ def test_records_without_a_profile_are_opened_by_their_codecs_name(mirror: Codec
 def test_a_record_whose_codec_is_not_installed(tmp_path: Path) -> None:
     with installed(tmp_path, "mirror_codec", MIRROR, POINTS):
         record = get_codec("mirror").encode(KEY, random_kv(spec_of(), 2))
-    PLAIN._registered.clear()
     expected = "codec without a profile: expected one of raw, raw-heads, found 'mirror'; install"
     with pytest.raises(RecordError, match=expected):
         RecordOpener(no_profile, "").open(KEY, BytesSource(record), spec_of())
@@ -90,7 +83,6 @@ def test_a_record_whose_codec_is_not_installed(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_named(tmp_path: Path, module: str, message: str) -> None:
     with installed(tmp_path / "good", "mirror_codec", MIRROR, POINTS):
         record = get_codec("mirror").encode(KEY, random_kv(spec_of(), 2))
-    PLAIN._registered.clear()
     place = "entry point 'kvrag.codecs: mirror = mirror_codec:MirrorCodec' of mirror_codec 1.5"
     with installed(tmp_path / "bad", "mirror_codec", module, POINTS):
         with pytest.raises(ParameterError, match=f"{place}: expected .*{message}"):

@@ -129,41 +129,28 @@ def test_prompts(index: Index, prompt: Any) -> None:
         refused(lambda call=call: call(prompt), "prompt")
 
 
-@pytest.mark.parametrize("k", [*NO_WHOLE, None, 0, -1, 10**30], ids=ids)
-def test_numbers_of_chunks(index: Index, k: Any) -> None:
+def test_searching(index: Index) -> None:
     vector = np.ones(index.config.embedding_dim, dtype=np.float32)
-    refused(lambda: index.search(PROMPT, k), "k ")
-    refused(lambda: index.search_words(PROMPT, k), "k ")
-    refused(lambda: index.search_by_vector(vector, k), "k ")
+    for search in (index.search, index.search_words):
+        each(search, "query", [None, 5, b"x", ["x"], "", " \n", "\udce9"], "question")
+    vectors = [None, "abc", 5, [], ["a"], [[1.0]], [NAN] * 1024, [1.0], object()]
+    each(index.search_by_vector, "vector", vectors)
+    for search, asked in (
+        *((index.search, PROMPT), (index.search_words, PROMPT)),
+        (index.search_by_vector, vector),
+    ):
+        each(partial(search, asked), "k", [*NO_WHOLE, None, 0, -1, 10**30], "k ")
 
 
-@pytest.mark.parametrize("question", [None, 5, b"x", ["x"], "", " \n", "\udce9"], ids=ids)
-def test_questions(index: Index, question: Any) -> None:
-    refused(lambda: index.search(question), "question")
-    refused(lambda: index.search_words(question), "question")
-
-
-@pytest.mark.parametrize(
-    "vector", [None, "abc", 5, [], ["a"], [[1.0]], [NAN] * 1024, [1.0], object()], ids=ids
-)
-def test_vectors(index: Index, vector: Any) -> None:
-    refused(lambda: index.search_by_vector(vector))
-
-
-@pytest.mark.parametrize("names", NO_TEXTS, ids=ids)
-def test_several_names(index: Index, names: Any) -> None:
-    refused(lambda: index.delete(sources=names), "sources")
-    refused(lambda: index.delete(chunk_ids=names), "chunk_ids")
-    refused(lambda: index.get_chunks(names), "chunk_ids")
-    refused(lambda: index.pin(names), "sources")
-
-
-@pytest.mark.parametrize("chunk_id", [None, 5, b"x", ["x"], "\ud800"], ids=ids)
-def test_names_of_chunks(index: Index, chunk_id: Any) -> None:
-    refused(lambda: index.open_kv(chunk_id), "chunk_id")
-    refused(lambda: index.tier_of(chunk_id), "chunk_id")
-    refused(lambda: index.get_chunks([chunk_id]), "chunk_ids")
-    refused(lambda: index.pin([chunk_id]), "sources")
+def test_names_of_documents_and_chunks(index: Index) -> None:
+    chunk_ids = [None, 5, b"x", ["x"], "\ud800"]
+    for call in (index.open_kv, index.tier_of):
+        each(call, "chunk_id", chunk_ids, "chunk_id")
+    several = [*NO_TEXTS, *([one] for one in chunk_ids)]
+    each(index.get_chunks, "chunk_ids", several, "chunk_ids")
+    each(index.pin, "sources", several, "sources")
+    for name in ("sources", "chunk_ids"):
+        each(index.delete, name, NO_TEXTS, name)
 
 
 def test_contexts_of_chunks(index: Index) -> None:

@@ -24,7 +24,7 @@ from kvrag.store.registry import open_store
 from kvrag_testing.bench_top import TEXTS
 from kvrag_testing.store_contract import stored
 from tests.engine import test_sessions as s
-from tests.ingest.test_encryption import key_file
+from tests.support.folders import key_file
 from tests.support.properties import examples
 
 ROOM = 1 << 30

@@ -487,6 +487,21 @@ def _plain(num_chunks: int) -> _Prompt:
     return _Prompt(spec, records, frozenset(), {}, {}, spans, {}, tables, num_rows)
 
 
+def _loaded_hot(
+    prompt: _Prompt, memories: Sequence[_Memory], queue: QueueDevice
+) -> tuple[HotRecords, SpanLoader, list[torch.Tensor], dict[RecordId, str | None]]:
+    """Load a prompt over hot records, of the card and page-locked, that are closed then."""
+    hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
+    loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
+    try:
+        _, seen, lost = _loaded(prompt, loader, queue)
+    finally:
+        loader.end()
+        hot.close()
+    queue.finish()
+    return hot, loader, seen, lost
+
+
 @pytest.mark.parametrize("room", [0, 10_000_000])
 def test_what_is_forged_is_refused_when_another_record_is_lost_before(
     room: int, monkeypatch: pytest.MonkeyPatch
@@ -502,13 +517,7 @@ def test_what_is_forged_is_refused_when_another_record_is_lost_before(
     queue = QueueDevice(0)
     use(queue, monkeypatch)
     memory = _Memory(room, queue), _Memory(0, None)
-    hot = HotRecords(memory[0].tier, memory[1].tier, torch.device("cpu"))
-    loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
-    try:
-        assert _loaded(prompt, loader, queue)[2] == expected
-    finally:
-        loader.end()
-        hot.close()
+    assert _loaded_hot(prompt, memory, queue)[3] == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -592,13 +601,9 @@ def test_a_hot_chunk_is_neither_read_nor_checked_nor_copied(
         for number in range(2):
             copies.clear()
             checks.clear()
-            hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
-            loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
-            _, seen, lost = _loaded(prompt, loader, queue)
+            hot, loader, seen, lost = _loaded_hot(prompt, memories, queue)
             is_hot = number == 1
             assert bool(checks) is not is_hot
-            hot.close()
-            queue.finish()
             assert not lost
             _assert_same(prompt, seen)
             assert hot.num_found[name] == 3 * is_hot
@@ -620,12 +625,8 @@ def test_what_is_damaged_never_enters_page_locked_memory(
     use(queue, monkeypatch)
     memories = _Memory(0, queue), _Memory(10_000_000, None)
     for number in range(2):
-        hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
-        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
-        _, seen, lost = _loaded(prompt, loader, queue)
+        hot, _, seen, lost = _loaded_hot(prompt, memories, queue)
         assert lost == {("chunk-1", ()): MISS_DAMAGED}
-        hot.close()
-        queue.finish()
         left = replace(prompt, spans=(prompt.spans[0], prompt.spans[2]), damage={})
         _assert_same(left, seen)
         assert hot.num_found["pinned"] == 2 * number
@@ -669,13 +670,9 @@ def test_what_a_card_no_longer_decodes_is_not_taken_as_it_is_stored(
     memories = _Memory(0, queue), _Memory(10_000_000, None)
     for decodes in (True, False):
         monkeypatch.setattr(staging, "can_decode", lambda *_, decodes=decodes: decodes)
-        hot = HotRecords(memories[0].tier, memories[1].tier, torch.device("cpu"))
-        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
-        _, seen, lost = _loaded(prompt, loader, queue)
+        hot, loader, seen, lost = _loaded_hot(prompt, memories, queue)
         assert not lost
         assert loader.num_decoded_by_host == (0 if decodes else 3)
-        hot.close()
-        queue.finish()
         _assert_same(prompt, seen)
         assert hot.num_found["pinned"] == 0
 

@@ -8,7 +8,6 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import make_choice, takes_ratio
-from kvrag.fusion.policies.registry import POLICIES
 from kvrag.fusion.repair import make_repair
 from tests.support.distributions import installed
 
@@ -34,12 +33,6 @@ class LastPolicy(RecomputePolicy):
 POINTS = {"kvrag.policies: last": "last_policy:LastPolicy"}
 
 
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that another test has installed is known any more."""
-    monkeypatch.setattr(POLICIES, "_registered", {})
-
-
 def test_a_policy_of_another_distribution(tmp_path: Path) -> None:
     with installed(tmp_path, "last_policy", LAST, POINTS):
         repair = make_repair("last:tokens=3:shift=0.5")
@@ -53,7 +46,6 @@ def test_a_policy_of_another_distribution(tmp_path: Path) -> None:
             make_repair("last:tokens=x")
         with pytest.raises(ParameterError, match=r"unknown policy 'first'.*random, last, auto"):
             make_choice("first")
-    POLICIES._registered.clear()
     with pytest.raises(ParameterError, match="unknown policy 'last'"):
         make_choice("last")
 

@@ -14,6 +14,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
 from tests.ingest.conftest import MakeIndex
+from tests.support.folders import key_file
 
 pytest.importorskip("sqlcipher3")
 
@@ -23,12 +24,6 @@ WORDS = (b"harbour", b"Tomas", b"ledger.txt", b"quick brown", b"heading", b"nort
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
     return key_file(tmp_path / "tenant.key", "ab")
-
-
-def key_file(path: Path, digits: str) -> Path:
-    path.write_text(digits * 32)
-    path.chmod(0o600)
-    return path
 
 
 def readable(folder: Path) -> set[bytes]:

@@ -12,6 +12,7 @@ from kvrag.ingest import plan
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from tests.support.folders import key_file
 
 
 def make_of_corpus(folder: Path, model: KVModel, text: str = "") -> None:
@@ -31,9 +32,7 @@ def test_context_corpus_goes_on_with_the_text_that_it_has(
         chunks = index.get_chunks([hit.chunk.chunk_id for hit in index.search("ledger", 3)])
         (before,) = {chunk.contexts[0] for chunk in chunks}
         assert "harbour" in model.tokenizer.decode(before)
-        key = tmp_path / "key"
-        key.write_text("ab" * 32)
-        key.chmod(0o600)
+        key = key_file(tmp_path / "key")
         with pytest.raises(ParameterError, match="keeps text of documents in index"):
             index.upkeep.move(f"file:{tmp_path / 'kv'}?key_file={key}")
         assert index.upkeep.verify().ok

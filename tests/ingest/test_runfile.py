@@ -11,6 +11,7 @@ from kvrag.ingest.catalog import Texts
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
+from tests.support.folders import key_file
 
 
 def text(name: str) -> str:
@@ -135,9 +136,7 @@ def test_mending_makes_it_again(filled: Index, model: KVModel) -> None:
 
 def test_an_encrypted_catalog_has_none(make_index: MakeIndex, tmp_path: Path) -> None:
     pytest.importorskip("sqlcipher3")
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
+    key = key_file(tmp_path / "key")
     index = make_index(store=f"file:{tmp_path / 'kv'}?key_file={key}")
     index.add([Document("clerk", text("clerk"))])
     assert entries(index)

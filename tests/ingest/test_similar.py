@@ -23,6 +23,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.schema import Heads, pack_ids
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from tests.ingest.conftest import Machine, MakeIndex, stored_bytes
+from tests.support.folders import key_file
 from tests.support.models import HEAD
 
 NUM_TOKENS = 48
@@ -431,9 +432,7 @@ def test_the_default_policy_computes_less_again_after_it(make_index: MakeIndex) 
 
 def test_an_encrypted_index_shows_nothing_of_it(make_index: MakeIndex, tmp_path: Path) -> None:
     pytest.importorskip("sqlcipher3")
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
+    key = key_file(tmp_path / "key")
     index = filled(make_index, store=f"file:{tmp_path / 'kv'}?key_file={key}")
     assert all(standing(index, chunk) for chunk in chunks_of(index))
     held = [pack_ids(chunk.contexts[0][:LEAST_TOKENS]) for chunk in chunks_of(index)]

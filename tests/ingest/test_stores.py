@@ -260,7 +260,6 @@ def test_another_distributions_store_that_raises_errors_of_the_system(
     def fail(*_: object) -> None:
         raise ConnectionError("the lake has dried up")
 
-    monkeypatch.setattr(REMOTE, "_registered", {})
     monkeypatch.setattr("kvrag.store.remote.FIRST_PAUSE_SECONDS", 1e-6)
     with installed(tmp_path, "lake_kv", LAKE, {"kvrag.stores: lake": "lake_kv:LakeStore"}):
         index = filled("lake://north")

@@ -16,6 +16,7 @@ from kvrag.ingest.schema import Change
 from kvrag.ingest.vectors import CurrentVectors, Flat, Graph, VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
+from tests.support.folders import key_file
 
 VERSION = b""
 WORDS = [
@@ -280,9 +281,7 @@ def test_an_encrypted_catalog_has_no_graph(
     make_index: MakeIndex, tmp_path: Path, small_graphs: None
 ) -> None:
     pytest.importorskip("sqlcipher3")
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
+    key = key_file(tmp_path / "key")
     index = filled(make_index(store=f"file:{tmp_path / 'kv'}?key_file={key}"))
     assert sources(index, "delta")[0] == "delta"
     assert not (index.path / "vectors.cache").exists()

@@ -143,6 +143,37 @@ WRONG = [
     ("<schema name='x'>\nif a < b</schema>", 2, "CDATA"),
     ("", 1, "holds one <schema>"),
     ("<schema name='x'>\ud800</schema>", 1, "surrogate"),
+    *(
+        (f"<schema name='x'>{markup}</schema>", line, words)
+        for markup, line, words in (
+            (
+                "<user>\n<module name='a'><assistant/></module></user>",
+                2,
+                "<assistant> inside <user> (line 1); one turn ends before the next begins",
+            ),
+            ("\n<module name='a' cache='no'/>", 2, "cache='no' of a module; expected 'false'"),
+            ("\n<union><module>x</module></union>", 2, "a member of <union> has no name"),
+            ("\n<union><union/></union>", 2, "put it into one, <module name=...><union ..."),
+            ("\n<union cache='false'><module name='a'/></union>", 2, "attribute 'cache'"),
+            ("\n<parameter name='p' length='2'>x</parameter>", 2, "default text as scaffold='...'"),
+            (
+                "\n<module name='a'><scaffold modules='b c'/></module>",
+                2,
+                "it directly in <schema>",
+            ),
+            ("\n<module name='a'><prompt/></module>", 2, "put the prompt into a separate file"),
+            (
+                "<module name='a'/><module name='b' cache='false'/>\n<scaffold modules='a b'/>",
+                2,
+                "a scaffold of 'b', which has cache='false'",
+            ),
+            (
+                "\n<union scaffold='a'><module name='a' cache='false'/></union>",
+                2,
+                "scaffold='a' is a module with cache='false'",
+            ),
+        )
+    ),
 ]
 
 

@@ -1,7 +1,6 @@
 """Turns in modules, modules that are not cached, modules without a name: text, KV and refusals."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -148,13 +147,6 @@ def test_a_prompt_has_a_turn() -> None:
 # -- KV -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["llama", "bloom", "gpt2"])
-def pml(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PMLEngine]:
-    model = KVModel(make_model(request.param), make_tokenizer())
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        yield PMLEngine(KVEngine(index))
-
-
 def check_logits(pml: PMLEngine, prompt: str) -> None:
     """Compare a prompt, all of it computed again, with a plain forward at its positions."""
     placed = pml.place(prompt)
@@ -246,39 +238,3 @@ def test_anonymous_modules_are_always_there() -> None:
     assert text_of(schema, "<prompt schema='s' p='x'><a/> Who?</prompt>") == (
         "<bos>One.Two. Three.x Four. Who?"
     )
-
-
-REFUSED = [
-    (
-        "<user>\n<module name='a'><assistant/></module></user>",
-        2,
-        "<assistant> inside <user> (line 1); one turn ends before the next begins",
-    ),
-    ("\n<module name='a' cache='no'/>", 2, "cache='no' of a module; expected 'false'"),
-    ("\n<union><module>x</module></union>", 2, "a member of <union> has no name"),
-    ("\n<union><union/></union>", 2, "put it into one, <module name=...><union ..."),
-    ("\n<union cache='false'><module name='a'/></union>", 2, "attribute 'cache'"),
-    ("\n<parameter name='p' length='2'>x</parameter>", 2, "default text as scaffold='...'"),
-    ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "write it directly in <schema>"),
-    ("\n<module name='a'><prompt/></module>", 2, "put the prompt into a separate file"),
-    (
-        "<module name='a'/><module name='b' cache='false'/>\n<scaffold modules='a b'/>",
-        2,
-        "a scaffold of 'b', which has cache='false'",
-    ),
-    (
-        "\n<union scaffold='a'><module name='a' cache='false'/></union>",
-        2,
-        "scaffold='a' is a module with cache='false'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("markup", "line", "words"), REFUSED)
-def test_forms_that_mean_nothing_are_refused_with_what_to_write(
-    markup: str, line: int, words: str
-) -> None:
-    with pytest.raises(PMLError) as raised:
-        parse_schema(f"<schema name='x'>{markup}</schema>")
-    assert words in str(raised.value)
-    assert raised.value.line == line

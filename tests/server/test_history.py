@@ -17,6 +17,7 @@ from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.history import History, history_path
 from tests.support.api_server import Served, serving
+from tests.support.folders import key_file
 from tests.support.rag import Rag, make_index
 
 ONE, TWO = "1" * 32, "2" * 32
@@ -160,9 +161,7 @@ def test_a_damaged_file_and_a_missing_folder(tmp_path: Path) -> None:
 def test_an_encrypted_index_has_encrypted_conversations(tmp_path: Path) -> None:
     pytest.importorskip("sqlcipher3")
     pytest.importorskip("cryptography")
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
+    key = key_file(tmp_path / "key")
     with make_index(tmp_path, store=f"file:records?key_file={key}") as index:
         history = History.of(index)
         history.put("", ONE, "title", [turn("secret ingredient")])

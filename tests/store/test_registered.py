@@ -61,12 +61,6 @@ class LakeStore(RemoteStore):
 """
 
 
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that another test has installed is known any more."""
-    monkeypatch.setattr(REMOTE, "_registered", {})
-
-
 def test_a_store_of_another_distribution(tmp_path: Path) -> None:
     with installed(tmp_path, "lake_kv", LAKE, {"kvrag.stores: lake": "lake_kv:LakeStore"}):
         url = "lake://north/deep?timeout=7.5&limit=1000"

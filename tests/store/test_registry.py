@@ -8,6 +8,7 @@ from kvrag.errors import KVRagError, ParameterError, StoreError
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from kvrag_testing.store_contract import key_number
+from tests.support.folders import key_file
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -56,9 +57,7 @@ def test_a_key_is_never_lost_by_a_wrong_spelling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
+    key = key_file(tmp_path / "key")
     remote = ("redis://u:secret@h/0", "s3://b/p", "http://h:1", "https://h/a")
     for place in ("file:d", "memory:", *remote):
         for url in (place, f"tiered:memory:|{place}"):

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.codec.names import PLAIN
+from kvrag.fusion.policies.registry import POLICIES
+from kvrag.store.registry import REMOTE
+
 
 @contextmanager
 def installed(
@@ -35,6 +39,8 @@ def installed(
     (metadata / "entry_points.txt").write_text("\n".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        for known in (PLAIN, POLICIES, REMOTE):  # afterwards, it is not known any more
+            patch.setattr(known, "_registered", dict(known._registered))
         try:
             yield
         finally:

@@ -8,6 +8,13 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 
 
+def key_file(path: Path, digits: str = "ab") -> Path:
+    """Write the key of an encrypted store."""
+    path.write_text(digits * 32)
+    path.chmod(0o600)
+    return path
+
+
 def file_path(folder: Path, key: ChunkKey) -> Path:
     return folder / key.digest[:2] / f"{key.digest}.kv"
 
