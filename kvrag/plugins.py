@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from kvrag import metakernels
 from kvrag.errors import DocumentError, KVRagError, ParameterError
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Table(Mapping[str, T], Generic[T]):
         point = self._find(name)
         if point is None:
             raise KeyError(name)
+        metakernels.need()
         try:
             found = point.load()
         except Exception as error:

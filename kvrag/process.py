@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -232,6 +231,8 @@ class Child:
         return json.loads(line)
 
     def _started(self) -> subprocess.Popen[bytes]:
+        from multiprocessing.spawn import get_executable  # the child itself needs none
+
         command = [get_executable(), "-c", _MAIN.format(self._module), json.dumps(sys.path)]
         try:
             return subprocess.Popen(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.answering import Outcome, Say, answer, as_turn, retrieve
 from kvrag.cli.console import count
 from kvrag.errors import ParameterError
-from kvrag.ingest.words import long_words
 
 if TYPE_CHECKING:
     from kvrag.engine.asking import Asking
@@ -250,6 +249,8 @@ def is_usable(written: str, question: str) -> bool:
     """
     if question.endswith(_MARKS) and not written.endswith(_MARKS):
         return False
+    from kvrag.ingest.words import long_words  # the end of a socket needs none
+
     wanted, found = long_words(question), long_words(written)
     is_about_it = 2 * len(wanted & found) >= len(wanted) and bool(found)
     return is_about_it and len(written) <= len(question) + _LONGEST

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import kvrag
+from kvrag import metakernels
 from kvrag.cli.command import lazy_group
 from kvrag.cli.console import DEBUG_VARIABLE, guarded
 
@@ -131,6 +132,7 @@ def run() -> None:
     """Run the command line and exit with its code."""
     _let_waiting_threads_sleep()
     _collect_garbage_less_often()
+    metakernels.postpone()
     for stream in (sys.stdout, sys.stderr):
         # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from kvrag import arguments
+from kvrag import arguments, metakernels
 from kvrag.cli import console
 from kvrag.errors import KVRagError, ParameterError
 
@@ -56,6 +56,7 @@ def load_object(name: str, option: str) -> Any:
             f"{option} {arguments.shown(name)}: expected MODULE:NAME, such as embeddings:minilm"
         )
     what = f"{option} {arguments.shown(name)}"
+    metakernels.need()
     with _code_of_user(what):
         loaded = import_module(module)
     try:

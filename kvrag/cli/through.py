@@ -29,7 +29,7 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.answering import Outcome, Say
 from kvrag.errors import KVRagError
-from kvrag.ingest.schema import FILE_NAME
+from kvrag.ingest import CATALOG_NAME
 
 SUFFIX = ".sock"
 # What computes, and whether stored KV is taken: these change answers.
@@ -106,7 +106,7 @@ def described(opening: o.Opening, answering: o.Answering) -> dict[str, Any]:
     """Return what has to be the same at both ends."""
     options = console.plain({**opening.values, **answering.values})
     # The server has it open: no file made later has its number.
-    catalog = (Path(options.pop("index")) / FILE_NAME).stat()
+    catalog = (Path(options.pop("index")) / CATALOG_NAME).stat()
     for name in _PATHS:
         if options[name] is not None and Path(options[name]).exists():
             options[name] = os.path.realpath(options[name])

@@ -3,3 +3,5 @@
 Imports `fusion` and everything below it.
 Begin with `index.py`, the class `Index`; `writer.py` drives the steps of ingestion.
 """
+
+CATALOG_NAME = "catalog.sqlite"

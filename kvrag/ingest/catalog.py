@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
+from kvrag.ingest import CATALOG_NAME as FILE_NAME
 from kvrag.ingest import schema as s
 from kvrag.ingest.catalogfile import CatalogFile, checked, counted_state
 from kvrag.ingest.contexts import SIMILAR, encoded_behind
-from kvrag.ingest.schema import FILE_NAME, SCHEMA_VERSION
+from kvrag.ingest.schema import SCHEMA_VERSION
 from kvrag.ingest.words import WordIndex
 
 if TYPE_CHECKING:

@@ -422,7 +422,6 @@ def _unpack_contexts(packed: bytes) -> tuple[tuple[int, ...], ...]:
     return tuple(contexts)
 
 
-FILE_NAME = "catalog.sqlite"
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x6B765247  # "kvRG"
 NO_GENERATION = -1

@@ -111,6 +111,20 @@ def test_help_and_wrong_arguments_load_no_model(tmp_path: Path) -> None:
     )
 
 
+def test_an_answer_needs_no_operators_for_tensors_without_numbers(index_folder: Path) -> None:
+    code = (
+        "import sys; from kvrag.cli.main import run\n"
+        f"sys.argv = ['kvrag', 'query', '--no-server', '--index', {str(index_folder)!r},\n"
+        "  '--max-tokens', '2', 'When does the harbour open?']\n"
+        "try: run()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "import torch\n"
+        "print('|', torch.__version__.startswith('2.13.'), 'torch._prims' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] in ("| True False", "| False True"), done.stderr
+
+
 ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_testing", "kvrag_train")
 
 
