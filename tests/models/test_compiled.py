@@ -22,6 +22,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.linears import multiplies_squares
 from kvrag.models.rows import Attending, RowPass
 from kvrag.native import MAX_ROWS, REFERENCE, instruction_set
+from tests.support.instructions import torch_threads
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import few
 
@@ -154,6 +155,16 @@ def test_a_row_among_others_is_a_row_alone(dtype: torch.dtype, compute: str | No
             for token, row in zip(tokens, rows_of(model, lengths), strict=True)
         ]
     assert torch.equal(torch.cat(alone), together)
+
+
+def test_threads_change_nothing() -> None:
+    model = model_of("gemma3", torch.bfloat16)
+    found = []
+    for number in (1, 2, 3):
+        with torch_threads(number):
+            found.append(by_kernels(model, rows_of(model)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def _hooked(layer: Any) -> None:
