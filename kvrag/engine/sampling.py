@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import Future
+from math import nextafter
 
 import torch
 
@@ -40,22 +41,32 @@ def _less_repeated(scores: torch.Tensor, token_ids: torch.Tensor, penalty: float
     return scores.scatter(0, token_ids, torch.where(found < 0, found * penalty, found / penalty))
 
 
-def _likely(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Leave the likely tokens: by temperature, then top-k, top-p, min-p, as in Transformers."""
-    never = -torch.inf
+def _likely(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return shares of the likely tokens, and these; None: of all tokens, in their order.
+
+    They are left as in Transformers: by temperature, then top-k, top-p, min-p. Only what is left is
+    looked at further, because to sort a large vocabulary takes longer than to compute a token.
+    """
     scores = scores / float(sampling.temperature)
+    tokens = None
     if sampling.top_k:
         least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
-        scores = scores.masked_fill(scores < least, never)
+        tokens = (scores >= least).nonzero()[:, 0]
+        scores = scores[tokens]
+    shares = scores.softmax(-1)
     if sampling.top_p < 1.0:
-        ascending, places = scores.sort()
-        left_out = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        left_out[-1] = False
-        scores = scores.masked_fill(left_out.scatter(0, places, left_out), never)
+        number, is_covered = 256, False
+        while not is_covered:
+            number = min(8 * number, len(shares))
+            likely, places = shares.topk(number)
+            is_left = likely.cumsum(-1) - likely < sampling.top_p
+            is_covered = number == len(shares) or not is_left[-1]
+        is_left[0] = True
+        shares, places = likely[is_left], places[is_left]
+        tokens = places if tokens is None else tokens[places]
     if sampling.min_p:
-        shares = scores.softmax(-1)
-        scores = scores.masked_fill(shares < sampling.min_p * shares.max(), never)
-    return scores
+        shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
+    return shares, tokens
 
 
 class Sampler:
@@ -118,13 +129,23 @@ class Sampler:
         if self._greedy:
             token = int(scores.argmax())
         else:
-            scores = _likely(scores, self._sampling)
-            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            token = self._draw(*_likely(scores, self._sampling))
         if self._allowed is not None:
             self._allowed.follow(token)
         if self._counted is not None:
             self._counted.note(token)
         return token
+
+    def _draw(self, shares: torch.Tensor, tokens: torch.Tensor | None) -> int:
+        """Draw a token by its share, by the inverse of the sums up to each."""
+        sums = shares.cumsum(-1, dtype=torch.float64)
+        total = float(sums[-1])
+        if not total > 0:
+            raise RuntimeError("no token can be drawn: the model's logits hold NaN, or only -inf")
+        unit = torch.rand(1, generator=self._generator, device=shares.device, dtype=torch.float64)
+        drawn = (unit * total).clamp(max=nextafter(total, 0.0))
+        place = torch.searchsorted(sums, drawn, right=True)
+        return int(place if tokens is None else tokens[place])
 
 
 def log_probabilities(
