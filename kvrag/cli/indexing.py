@@ -245,6 +245,7 @@ def _open_or_create(
     """Open the index, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.embedding import HASHING, HashingEmbedding
     from kvrag.ingest.index import Index
+    from kvrag.ingest.written import read_writer
 
     path, model, store = target.index, target.model, target.store
     given: dict[str, Any] = {"device": target.device, "store": store, "embedding": embedding}
@@ -277,6 +278,8 @@ def _open_or_create(
                 accepted.add(recorded)
             if name == "embedding":  # a name, or a folder
                 asked.add(str(arguments.resolved_path(wanted, "--embedding")))
+            if name == "writer":
+                asked = {read_writer(wanted)[1]}
             if name == "embedding" and recorded == HashingEmbedding.name:
                 accepted.add(HASHING)
             if accepted.isdisjoint(asked):

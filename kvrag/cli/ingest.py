@@ -176,7 +176,10 @@ DryRunOption = Annotated[
 _LIMITS = ParseLimits()
 # None means that of an index which is there, or the default of a new one.
 _MADE_WITH = dict.fromkeys(
-    (*("embedding", "chunk_tokens", "codec", "dtype"), *("context", "trust", "control_tokens"))
+    (
+        *("embedding", "chunk_tokens", "codec", "dtype"),
+        *("context", "trust", "writer", "control_tokens"),
+    )
 )
 _OF_INDEX = {one.name: one for one, _ in options_of(IndexSettings) if one.name in _MADE_WITH}
 

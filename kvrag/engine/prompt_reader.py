@@ -168,7 +168,10 @@ class PromptReader:
             )
         if tokens.num_control:
             self._warn_of_control(tokens.num_control)
-        layout = lay_out(tokens, matches, chunks, index.prefix_ids, hints=hints)
+        has_writer = bool(index.config.writer)
+        layout = lay_out(
+            tokens, matches, chunks, index.prefix_ids, hints=hints, has_writer=has_writer
+        )
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
         misses = {**layout.misses, **damage}

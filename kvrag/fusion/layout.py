@@ -250,6 +250,8 @@ class Layout:
     num_kept
         Number of first rows that an earlier answer has left in the buffer
         (`kvrag.engine.sessions`). What spans say of them does not matter.
+    has_writer
+        Whether an adapter acted while chunks were encoded after a context: none of these is exact.
     """
 
     token_ids: tuple[int, ...]
@@ -266,6 +268,7 @@ class Layout:
     num_folded: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
     num_kept: int = 0
+    has_writer: bool = False
 
     @property
     def end_position(self) -> int:
@@ -296,6 +299,8 @@ class Layout:
         """
         if not self.has_prefix or span.chunk_start != 0:
             return False
+        if self.has_writer and span.context_ids:
+            return False
         first, encoded_at = span.prompt_start, span.encoded_at
         if encoded_at is None:
             encoded_at = self.prefix_length + len(span.context_ids)
@@ -316,6 +321,7 @@ def lay_out(
     prefix_ids: Sequence[int],
     *,
     hints: Collection[str] = (),
+    has_writer: bool = False,
 ) -> Layout:
     """Return the layout of a prompt, with spans for the chunks found in it.
 
@@ -333,6 +339,8 @@ def lay_out(
     hints
         Ids of chunks that the prompt probably contains; they decide between chunks with the same
         text.
+    has_writer
+        See `Layout`.
     """
     token_ids = tokens.token_ids
     prefix = tuple(prefix_ids)
@@ -359,7 +367,7 @@ def lay_out(
         spans.append(span)
         texts.append(_found_text(match, span, known))
         places.append(len(chunk_ids) - 1)
-    layout = Layout(token_ids, tuple(spans), prefix_length, has_prefix)
+    layout = Layout(token_ids, tuple(spans), prefix_length, has_prefix, has_writer=has_writer)
 
     def is_exact(number: int, context_ids: tuple[int, ...]) -> bool:
         span = spans[number]

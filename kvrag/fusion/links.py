@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from kvrag import arguments
@@ -32,6 +33,7 @@ from kvrag.errors import LinksError
 from kvrag.models.adapter import RowAdapter, linear_layers, without_adapters
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import all_finite
+from kvrag.regularfile import read_regular
 
 FILE_NAME = "links.safetensors"
 """Name of the links' file in a model's folder."""
@@ -41,6 +43,8 @@ MAX_DOCUMENTS = 40
 
 MODES = ("tuned", "frozen")
 WAYS = ("embeddings", "adapter")
+WRITER = "writer"
+"""The way of a file without links, whose adapter acts while chunks are encoded."""
 FORMAT_VERSION = 1
 
 _METADATA = "kvrag-links"
@@ -60,8 +64,8 @@ class LinksHeader:
         ``"tuned"``: the whole model was trained with the links. ``"frozen"``: the model is
         unchanged.
     way
-        The form of the links: ``"embeddings"``, or ``"adapter"`` (embeddings, and an adapter for
-        link, question and answer rows).
+        The form of the links: ``"embeddings"``, ``"adapter"`` (embeddings, and an adapter for
+        link, question and answer rows), or `WRITER`.
     num_links
         K, the number of links after each chunk.
     max_documents
@@ -144,8 +148,8 @@ class LinkTokens:
         partial.replace(target)
 
     @classmethod
-    def load(cls, path: Path | str) -> LinkTokens:
-        """Read the links that `save` wrote.
+    def load(cls, path: Path | str, *, is_writer: bool = False) -> LinkTokens:
+        """Read the links that `save` wrote; with `is_writer`, a writer instead.
 
         Raises
         ------
@@ -161,23 +165,40 @@ class LinkTokens:
                 "train links' wrote"
             )
         try:
-            with safe_open(str(place), framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
+            content = read_regular(place)
+        except OSError as error:
+            raise LinksError(f"{place}: not a readable safetensors file: {error}") from error
+        return cls.from_bytes(content, place, is_writer=is_writer)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, place: Path, *, is_writer: bool = False) -> LinkTokens:
+        """Read the content of a file from `place`. Raises as `load` does."""
+        try:
+            tensors = load_tensors(content)
+            size = int.from_bytes(content[:8], "little")
+            metadata = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+        except (SafetensorError, ValueError) as error:
             raise LinksError(f"{place}: not a readable safetensors file: {error}") from error
         header = _checked_header(metadata.get(_METADATA), place)
+        if (header.way == WRITER) != is_writer:
+            raise LinksError(
+                f"{place}: links, where a writer is expected, which 'kvrag train writer' wrote"
+                if is_writer
+                else f"{place}: a writer, where links are expected; name it at 'kvrag ingest "
+                "--writer'"
+            )
         return cls(header, **_checked_tensors(header, tensors, place))
 
     def check(self, model: KVModel) -> None:
         """Raise LinksError unless these links belong to `model`."""
         header, embeddings = self.header, self.embeddings
         if header.model_fingerprint != model.fingerprint:
+            what = "writer" if header.way == WRITER else "links"
             raise LinksError(
-                f"links of another model: expected links of {model.name} (fingerprint "
-                f"{model.fingerprint}), found fingerprint {header.model_fingerprint}; train them "
-                "with 'kvrag train links' (the element type counts: the same weights in another "
-                "type are another model), or pass links='off'"
+                f"{what} of another model: expected {what} of {model.name} (fingerprint "
+                f"{model.fingerprint}), found fingerprint {header.model_fingerprint}; train it "
+                f"with 'kvrag train {what}' (the element type counts: the same weights in another "
+                "type are another model), or leave it out"
             )
         shape = (header.num_rows, model.decoder.config.hidden_size)
         if embeddings is not None and tuple(embeddings.shape) != shape:
@@ -200,7 +221,7 @@ class LinkTokens:
                     )
 
     def on(self, model: KVModel) -> LinkTokens:
-        """Return these links on the model's device, in its dtype; the adapter stays in float32.
+        """Return these links on the model's device, in its dtype; links' adapter stays in float32.
 
         Raises LinksError as `check` does.
         """
@@ -209,10 +230,11 @@ class LinkTokens:
         if embeddings is not None:
             embeddings = embeddings.to(model.device, model.spec.dtype)
         if adapter is not None:
+            kind = model.decoder.dtype if self.header.way == WRITER else None
             adapter = replace(
                 adapter,
-                down={name: tensor.to(model.device) for name, tensor in adapter.down.items()},
-                up={name: tensor.to(model.device) for name, tensor in adapter.up.items()},
+                down={name: one.to(model.device, kind) for name, one in adapter.down.items()},
+                up={name: one.to(model.device, kind) for name, one in adapter.up.items()},
             )
         return LinkTokens(self.header, embeddings, adapter)
 
@@ -256,7 +278,7 @@ def _checked_header(text: str | None, place: Path) -> LinksHeader:
         raise LinksError(f"{place}: damaged header of links: {error}") from error
     for name, holds, expected in (
         ("mode", header.mode in MODES, f"one of {', '.join(MODES)}"),
-        ("way", header.way in WAYS, f"one of {', '.join(WAYS)}"),
+        ("way", header.way in (*WAYS, WRITER), f"one of {', '.join((*WAYS, WRITER))}"),
         ("num_links", _is_count(header.num_links, _MAX_LINKS), f"0 to {_MAX_LINKS}"),
         (
             "max_documents",
@@ -289,11 +311,13 @@ def _checked_tensors(
     down = {name.removeprefix(_DOWN): t for name, t in tensors.items() if name.startswith(_DOWN)}
     up = {name.removeprefix(_UP): t for name, t in tensors.items() if name.startswith(_UP)}
     found = {name for name in tensors if not name.startswith((_DOWN, _UP))}
-    if found != {"embeddings"}:
+    expected = set() if header.way == WRITER else {"embeddings"}
+    if found != expected:
         raise LinksError(
-            f"{place}: expected the tensor 'embeddings' besides an adapter's, found {sorted(found)}"
+            f"{place}: expected the tensors {sorted(expected)} besides an adapter's, found "
+            f"{sorted(found)}"
         )
-    if bool(down) != (header.way == "adapter") or down.keys() != up.keys():
+    if bool(down) != (header.way in ("adapter", WRITER)) or down.keys() != up.keys():
         raise LinksError(
             f"{place}: the adapter's tensors are not those of way {arguments.shown(header.way)}"
         )
@@ -304,7 +328,7 @@ def _checked_tensors(
         shapes = down[name].shape, up[name].shape
         if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
             raise LinksError(f"{place}: adapter of {name!r} has shapes {shapes} that do not fit")
-    fields: dict[str, Any] = {"embeddings": tensors["embeddings"]}
+    fields: dict[str, Any] = {"embeddings": tensors.get("embeddings")}
     if down:
         fields["adapter"] = RowAdapter(down, up, header.scale)
     return fields

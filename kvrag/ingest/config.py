@@ -44,9 +44,15 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The supported element types of KV, with their sizes in bytes."""
 
 # Values for fields that the first files of this version lack.
-_DEFAULTS = {"index_id": "", "control_tokens": KEEP, "corpus_filler": "", "trust": INDEX}
+_DEFAULTS = {
+    "index_id": "",
+    "control_tokens": KEEP,
+    "corpus_filler": "",
+    "trust": INDEX,
+    "writer": "",
+}
 # How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
-_HEXADECIMAL = {"profile": 40, "key_check": 32, "index_id": 32}
+_HEXADECIMAL = {"profile": 40, "writer": 40, "key_check": 32, "index_id": 32}
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
     "control_tokens": CONTROL_TOKENS,
@@ -94,6 +100,8 @@ class IndexConfig:
         The text of context ``corpus``, which earlier versions chose; "" for other contexts.
     trust
         Whose chunks context ``similar`` takes: those of the same folder, or of the index.
+    writer
+        Fingerprint of the writer (`kvrag.ingest.written`), or "" without one.
     key_check
         Hexadecimal check value that identifies the index's key; "" if nothing is encrypted.
     index_id
@@ -123,6 +131,7 @@ class IndexConfig:
     control_tokens: str = KEEP
     corpus_filler: str = ""
     trust: str = INDEX
+    writer: str = ""
     key_check: str = ""
     index_id: str = ""
 
@@ -158,6 +167,9 @@ class IndexConfig:
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
+        options = {} if self.has_kv else {"compression": TEXT}
+        if self.writes(chunk.contexts[0]):
+            options["writer"] = self.writer
         return chunk_key(
             tenant_salt=bytes.fromhex(self.tenant_salt),
             model_fingerprint=self.model_fingerprint,
@@ -165,8 +177,12 @@ class IndexConfig:
             prefix_ids=self.prefix_ids,
             token_ids=chunk.token_ids,
             context_ids=chunk.contexts[0],
-            options={} if self.has_kv else {"compression": TEXT},
+            options=options,
         )
+
+    def writes(self, context_ids: tuple[int, ...]) -> bool:
+        """Return whether the writer acts on a chunk that is encoded after `context_ids`."""
+        return bool(self.writer and context_ids)
 
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the write fails."""

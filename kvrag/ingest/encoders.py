@@ -15,6 +15,7 @@ from kvrag.chunk import Chunk
 from kvrag.codec.names import RAW
 from kvrag.errors import IndexMismatchError, ModelLoadError, ParameterError
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.written import adapter_of, kept_in, read_kept
 from kvrag.models.control import KEEP, ControlTokens
 from kvrag.store.base import Limits, Store, capability, is_in_memory, tiers_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
+    from kvrag.models.adapter import RowAdapter
     from kvrag.models.known_text import KnownTexts
     from kvrag.models.kv_model import EncodedPrefix, KVModel
 
@@ -99,6 +101,8 @@ class Encoders:
         Where a model that is loaded here runs; None means the CPU.
     compute
         What its linear layers compute in when prompts are answered (`KVModel.load`).
+    writer
+        The content of the index's writer, for a machine without its folder; b"" reads it there.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Encoders:
         embedding: Embedding | None,
         device: str | None,
         compute: str | None = None,
+        writer: bytes = b"",
     ) -> None:
         self._path = path
         self._config = config
@@ -117,6 +122,7 @@ class Encoders:
         self._given_embedding = embedding
         self.device = device
         self._compute = compute
+        self._writer = writer
         self._loading = threading.RLock()
 
     @cached_property
@@ -220,13 +226,30 @@ class Encoders:
         `check` is called in each layer, and ends the work by an error.
         """
         before = (*self._config.prefix_ids, *chunk.contexts[0])
+        adapter = self._adapter if self._config.writes(chunk.contexts[0]) else None
         is_shared = self._config.chunk_context.is_shared
-        prefix = self._encode_prefix(before) if is_shared and before else before
-        return self.model.prefill(prefix, [chunk.token_ids], check=check)[0]
+        prefix = self._encode_prefix(before, bool(adapter)) if is_shared and before else before
+        return self.model.prefill(prefix, [chunk.token_ids], check=check, adapter=adapter)[0]
+
+    def check_writer(self) -> None:
+        """Raise IndexFormatError if the index has a writer that is missing or damaged."""
+        if self._config.writer and not self._writer:
+            read_kept(self._path, self._config.writer)
 
     @cached_property
-    def _encode_prefix(self) -> Callable[[tuple[int, ...]], EncodedPrefix]:
-        return functools.lru_cache(maxsize=2)(self.model.encode_prefix)
+    def _adapter(self) -> RowAdapter:
+        fingerprint = self._config.writer
+        content = self._writer or read_kept(self._path, fingerprint)
+        return adapter_of(content, kept_in(self._path, fingerprint), self.model)
+
+    @cached_property
+    def _encode_prefix(self) -> Callable[[tuple[int, ...], bool], EncodedPrefix]:
+        @functools.lru_cache(maxsize=2)
+        def encode(before: tuple[int, ...], is_written: bool) -> EncodedPrefix:
+            adapters = (self._adapter,) if is_written else ()
+            return self.model.encode_prefix(before, *adapters)
+
+        return encode
 
     @cached_property
     def room(self) -> int:

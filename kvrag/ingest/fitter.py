@@ -178,7 +178,7 @@ class CodecFitter:
 
         storage = self._storage
         fitting: list[Profile] = []
-        for profile_hash in storage.profiles.hashes():
+        for profile_hash in set(storage.profiles.hashes()) - {storage.config.writer}:
             with contextlib.suppress(ProfileError):
                 profile = storage.profiles.get(profile_hash)
                 is_ours = profile.model_fingerprint == storage.config.model_fingerprint

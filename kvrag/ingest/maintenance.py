@@ -158,7 +158,7 @@ def collect_garbage(storage: Storage, needed: Collection[str], *, keeps_unknown:
             if path.stat().st_mtime < newest:
                 path.unlink()
                 num_temporary += 1
-    unused = set(profiles.hashes()) - {storage.config.profile}
+    unused = set(profiles.hashes()) - {storage.config.profile, storage.config.writer}
     if unused:
         unused -= _profiles_in_use(store, needed)
     for one in unused:

@@ -25,6 +25,7 @@ from kvrag.ingest.config import (
     TEXT,
     VIEW_OF_NAME,
     IndexConfig,
+    write_atomically,
     writer_lock,
 )
 from kvrag.ingest.contexts import (
@@ -46,6 +47,7 @@ from kvrag.ingest.encryption import (
 )
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
+from kvrag.ingest.written import adapter_of, check_use, kept_in, read_writer
 from kvrag.models.control import default_control_tokens
 from kvrag.store.base import ChecksWritable, Store, capability
 from kvrag.store.file import FileStore, store_errors
@@ -97,6 +99,8 @@ def open_index(
     storage = _open_storage(folder, config, store, mend)
     try:
         encoders.compare_given()
+        if not is_view:  # which a shared index brings up to date first
+            encoders.check_writer()
     except BaseException:
         storage.close()
         raise
@@ -237,6 +241,11 @@ def _make_config(
             f"trust {settings.trust}: only context {SIMILAR} puts other documents before a chunk, "
             f"and this index has {context}; leave it out, or choose {SIMILAR}"
         )
+    fingerprint = ""
+    if settings.writer is not None:
+        check_use(context)
+        content, fingerprint = read_writer(settings.writer)
+        adapter_of(content, Path(settings.writer), model)
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
@@ -255,6 +264,7 @@ def _make_config(
         context=context.name,
         context_tokens=context.num_tokens,
         trust=settings.trust,
+        writer=fingerprint,
         compression=TEXT if model.why_whole else NO_COMPRESSION,
         tenant_salt=settings.salt.hex(),
         index_id=secrets.token_hex(16),
@@ -280,6 +290,10 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
             _require_free(folder)
             store = FileStore(folder / KV_FOLDER) if opened is None else opened
             catalog = make_catalog(folder, config, store)
+            if settings.writer is not None:
+                place = kept_in(folder, config.writer)
+                place.parent.mkdir(exist_ok=True)
+                write_atomically(place, read_writer(settings.writer)[0])
             if settings.profile is not None:
                 profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
             # Written last, since this file makes the folder an index.

@@ -69,6 +69,11 @@ class IndexSettings:
         "Whose chunks context similar takes: those of the whole index, or only those of documents "
         "in the same folder. Default for a new index: index.",
     )
+    writer: str | Path | None = option(
+        None,
+        "File of a writer ('kvrag train writer'), which acts while chunks are encoded after a "
+        "filler or similar; the index keeps a copy.",
+    )
     dtype: torch.dtype | str | None = option(
         None,
         "Type of the model's weights and KV: float32, bfloat16 or float16. Default for a new "

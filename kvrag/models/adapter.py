@@ -107,7 +107,11 @@ class RowAdapter:
             if chosen is not None and not bool(chosen.any()):
                 return None
             hidden: torch.Tensor = inputs[0]
-            added = (hidden.to(down.dtype) @ down.T @ up.T * self.scale).to(output.dtype)
+            inner = hidden.to(down.dtype) @ down.T
+            if chosen is None and output.dtype == down.dtype:  # one pass over the output, not four
+                rows, base = inner.flatten(0, -2), output.flatten(0, -2)
+                return torch.addmm(base, rows, up.T, alpha=self.scale).view_as(output)
+            added = (inner @ up.T * self.scale).to(output.dtype)
             if chosen is None:
                 return output + added
             return torch.where(chosen[:, None], output + added, output)

@@ -25,7 +25,7 @@ from kvrag import plugins
 from kvrag.arguments import check_compute, shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, KVSpec, packed
-from kvrag.models.adapter import without_adapters
+from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import lock_of, share_lock, whole_attention
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.compute import resolved_compute
@@ -508,15 +508,19 @@ class KVModel(RowMethods):
 
     # -- offline: whole chunks ---------------------------------------------------------------
 
-    def encode_prefix(self, prefix_ids: Sequence[int]) -> EncodedPrefix:
+    def encode_prefix(
+        self, prefix_ids: Sequence[int], adapter: RowAdapter | None = None
+    ) -> EncodedPrefix:
         """Compute a prefix's KV, for several calls of `prefill` that continue it.
 
         Parameters
         ----------
         prefix_ids
             1 to ``max_positions - 1`` token ids.
+        adapter
+            Acts on all rows.
         """
-        cache, _ = self._capture((), [prefix_ids], None)
+        cache, _ = self._capture((), [prefix_ids], None, adapter=adapter)
         return EncodedPrefix(tuple(prefix_ids), cache)
 
     def prefill(
@@ -526,6 +530,7 @@ class KVModel(RowMethods):
         starts: Sequence[int] | None = None,
         *,
         check: Callable[[], None] | None = None,
+        adapter: RowAdapter | None = None,
     ) -> list[ChunkKV]:
         """Compute the position-free KV of several chunks in one batch.
 
@@ -544,6 +549,8 @@ class KVModel(RowMethods):
             that is bound to positions.
         check
             Called in each layer; an error that it raises ends the work.
+        adapter
+            Acts on all rows that are computed.
 
         Returns
         -------
@@ -551,7 +558,9 @@ class KVModel(RowMethods):
             In the order given, on the CPU.
         """
         with working():
-            cache, num_prefix = self._capture(prefix, chunks, starts, step=ROWS_STEP, check=check)
+            cache, num_prefix = self._capture(
+                prefix, chunks, starts, step=ROWS_STEP, check=check, adapter=adapter
+            )
             width = num_prefix + max(map(len, chunks))
             tables = self._positions.tables(torch.arange(width, device=self.device))
             return [
@@ -574,6 +583,7 @@ class KVModel(RowMethods):
         *,
         step: int = 1,
         check: Callable[[], None] | None = None,
+        adapter: RowAdapter | None = None,
     ) -> tuple[Captured, int]:
         """Return the K/V of chunks after a prefix, and the number of the prefix's tokens.
 
@@ -603,13 +613,13 @@ class KVModel(RowMethods):
         kind: type[Any] = CapturedKV
         if not isinstance(self.decoder, Decoder):
             from kvrag.models.caches import CaptureCache as kind  # noqa: N813
-        cache = kind(self.spec.num_layers, before, partial(self._between, held, check))
+        cache = kind(self.spec.num_layers, before, partial(self._between, held, check, adapter))
         rows = slice(begin, width)
         given: dict[str, Any] = {}
         if positions is not None:
             given["position_ids"] = positions[:, rows].to(self.device)
         with working(), held:
-            self._hold(held)
+            self._hold(held, adapter)
             self._base(
                 input_ids=padded[:, rows].to(self.device),
                 **{CACHE_ARGUMENT: cache},
@@ -618,10 +628,11 @@ class KVModel(RowMethods):
             )
         return cache, len(prefix_ids)
 
-    def _hold(self, held: ExitStack) -> None:
+    def _hold(self, held: ExitStack, adapter: RowAdapter | None) -> None:
         """Hold the model for a pass over whole sequences, until the stack ends."""
         held.enter_context(self.lock)
-        held.enter_context(without_adapters(self.decoder))
+        own = without_adapters(self.decoder) if adapter is None else adapter.acting(self.decoder)
+        held.enter_context(own)
         # Families that attend in their own code have no other implementation, and the kernel has
         # no windows that begin again.
         in_chunks = any(isinstance(one, Chunked) for one in self._windows)
@@ -630,11 +641,13 @@ class KVModel(RowMethods):
         # In the weights' own type: what is stored must not depend on how this process answers.
         held.enter_context(fast_modules(self.decoder, str(self.spec.dtype).removeprefix("torch.")))
 
-    def _between(self, held: ExitStack, check: Callable[[], None] | None) -> None:
+    def _between(
+        self, held: ExitStack, check: Callable[[], None] | None, adapter: RowAdapter | None
+    ) -> None:
         """Let others who wait for the model compute, such as tokens of answers; in each layer."""
         if check is not None:
             check()
         if self.lock.is_wanted:
             held.close()
             self.lock.step_aside()
-            self._hold(held)
+            self._hold(held, adapter)

@@ -345,6 +345,25 @@ def test_links(trained: Trained, model_folder: Path, index_folder: Path) -> None
     assert trained.report(index_folder)["num_links"] == 0
 
 
+def test_writer(trained: Trained, model_folder: Path, run: Run) -> None:
+    told = trained.train("writer", model_folder, "written", "--context", "filler:24", "--rank", 2)
+    assert {"KL/written", "KL/plain"} == told["scores"].keys()
+    writer = trained.folder / "written" / "writer.safetensors"
+    assert told["writer"] == str(writer)
+    made = ("--context", "filler:24", "--writer", writer)
+    index = trained.index(model_folder, "of-written", *made)
+    assert trained.report(index)["num_in_context"] > 0
+    trained.index(model_folder, "of-written", *made)  # again: the same
+    other = writer.with_name("other")
+    other.write_bytes(writer.read_bytes() + b" ")
+    done = run("ingest", trained.documents, "--index", index, "--writer", other, code=1)
+    assert "was made with writer=" in done.err
+    judged = ("bench", "quality", "--model", model_folder, "--data", trained.data, "--json")
+    asked = ("--policies", "none", "--context", "filler:24", "--questions", 2, "--links", "off")
+    rows = run(*judged, *asked, "--writer", writer).json
+    assert {"none", "none + writer"} <= {row["policy"] for row in rows}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -76,6 +76,15 @@ def bench_quality(
             show_default=False,
         ),
     ] = None,
+    writer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A writer ('kvrag train writer'): judge every policy without and with it, over "
+            "contexts filler and similar.",
+            show_default=False,
+        ),
+    ] = None,
     questions: Annotated[
         int | None,
         typer.Option(
@@ -154,6 +163,7 @@ def bench_quality(
         device=device,
         compute=compute,
         links=links,
+        writer=writer,
         noise_floor=noise_floor,
         out=out,
         tops=lists.numbers(top, "--top"),

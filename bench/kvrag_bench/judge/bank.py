@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.fusion.layout import Layout, lay_out
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, add_contexts, parse_context
 from kvrag.kvcache import ChunkKV
+from kvrag.models.adapter import RowAdapter
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
@@ -53,6 +55,8 @@ class ChunkBank:
         again, and what is encoded here joins it.
     similar
         For each chunk's text, the tokens before it with context ``similar``.
+    writer
+        Acts while chunks are encoded after a context.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class ChunkBank:
         context: str = NO_CONTEXT,
         beside: ChunkBank | None = None,
         similar: Mapping[str, tuple[int, ...]] | None = None,
+        writer: LinkTokens | None = None,
     ) -> None:
         self.model = model
+        self._writer = writer
         self.prefix_ids = model.default_prefix_ids()
         self._shelves: dict[str, _Shelf] = (
             {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
@@ -74,7 +80,9 @@ class ChunkBank:
         )
         self._context = parse_context(context)
         self._similar = similar or {}
-        self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
+        self._encode_prefix = lru_cache(maxsize=2)(
+            lambda before: model.encode_prefix(before, self._adapter(before))
+        )
         self._chunks: dict[str, Chunk] = {}
         self._matcher = ChunkMatcher()
         for passage in map(_as_passage, passages):
@@ -104,7 +112,14 @@ class ChunkBank:
         hints = [self._id(passage) for passage in passages]
         (tokens,) = encode(self.model.tokenizer, [prompt.text], prompt.add_special_tokens)
         matches = self._matcher.find(prompt.text, hints)
-        return lay_out(tokens, matches, self._chunks, self.prefix_ids, hints=hints)
+        return lay_out(
+            tokens,
+            matches,
+            self._chunks,
+            self.prefix_ids,
+            hints=hints,
+            has_writer=self._writer is not None,
+        )
 
     def opener(self, codec: str) -> OpenKV:
         """Return a function that opens the records of one codec."""
@@ -155,8 +170,13 @@ class ChunkBank:
     def _encode(
         self, before: tuple[int, ...], chunks: Sequence[Sequence[int]]
     ) -> Iterable[ChunkKV]:
-        is_shared = self._context.is_shared
-        return self.model.prefill(self._encode_prefix(before) if is_shared else before, chunks)
+        prefix = self._encode_prefix(before) if self._context.is_shared else before
+        return self.model.prefill(prefix, chunks, adapter=self._adapter(before))
+
+    def _adapter(self, before: tuple[int, ...]) -> RowAdapter | None:
+        if self._writer is None or before == self.prefix_ids:
+            return None
+        return self._writer.adapter
 
     def _id(self, passage: Passage) -> str:
         before = passage.before if self._context.is_of_document else ()
@@ -182,6 +202,7 @@ class ChunkBank:
             prefix_ids=self.prefix_ids,
             token_ids=chunk.token_ids,
             context_ids=chunk.contexts[0],
+            options={"writer": self._writer.digest} if self._writer and chunk.contexts[0] else {},
         )
 
 

@@ -16,7 +16,7 @@ DEFAULT_CODEC = "raw"
 class Contestant:
     """A policy at a ratio over a codec, with the other choices that a figure depends on.
 
-    Chunks are encoded after a context, with or without links.
+    Chunks are encoded after a context, by a writer or without one, with or without links.
     Answers use all keys or those that an eviction leaves.
     """
 
@@ -26,6 +26,7 @@ class Contestant:
     context: str = NO_CONTEXT
     linked: bool = False
     eviction: str = NO_EVICTION
+    written: bool = False
 
     @property
     def with_full_cache(self) -> Contestant:

@@ -87,6 +87,8 @@ class Judge:
         Receives a line whenever there is something new to say.
     similar
         The texts of context ``similar`` (`ChunkBank`).
+    writer
+        The writer of the contestants that have one, on the model.
 
     Attributes
     ----------
@@ -106,8 +108,10 @@ class Judge:
         is_generated: Callable[[JudgedQuestion, str], bool] = lambda *_: True,
         say: Callable[[str], None] = lambda _: None,
         similar: Mapping[str, tuple[int, ...]] | None = None,
+        writer: LinkTokens | None = None,
     ) -> None:
         self._model = model
+        self._writer = writer
         self._similar = similar
         self._codecs = codecs
         self._answerer = answerer
@@ -116,7 +120,7 @@ class Judge:
         self._judge_aside = judge_aside
         self._is_generated = is_generated
         self._say = say
-        self._banks: dict[str, ChunkBank] = {}  # by context
+        self._banks: dict[tuple[str, bool], ChunkBank] = {}  # by context, and whether written
         self.effort = Effort()
 
     def each(
@@ -173,8 +177,8 @@ class Judge:
     def _open_banks(self, asked: Sequence[Asked]) -> None:
         passages = [passage for one in asked for passage in one.question.passages]
         self._banks = {}
-        for context in _contexts(asked):
-            self._banks[context] = ChunkBank(
+        for context, written in _contexts(asked):
+            self._banks[context, written] = ChunkBank(
                 self._model,
                 passages,
                 self._codecs,
@@ -183,6 +187,7 @@ class Judge:
                 # Both may want the same record, as after a filler and alone.
                 next(iter(self._banks.values()), None),
                 self._similar,
+                self._writer if written else None,
             )
 
     def _shortened(self, asked: Asked) -> Asked:
@@ -201,8 +206,8 @@ class Judge:
         started = time.perf_counter()
         token_ids = prompt.token_ids(self._model.tokenizer)
         tokenise_seconds = time.perf_counter() - started
-        layouts: dict[str, Layout] = {}
-        layout_seconds: dict[str, float] = {}
+        layouts: dict[tuple[str, bool], Layout] = {}
+        layout_seconds: dict[tuple[str, bool], float] = {}
         for name in _contexts([asked]):
             started = time.perf_counter()
             bank = self._banks[name]
@@ -248,7 +253,7 @@ class Judge:
                     stored_tokens=0,
                 )
                 continue
-            name = contestant.context
+            name = contestant.context, contestant.written
             bank, layout = self._banks[name], layouts[name]
             links = self._links if contestant.linked else None
             opener = bank.opener(contestant.codec)
@@ -303,8 +308,8 @@ class Judge:
         return Reply(text, scores[0], scores[1:])
 
 
-def _contexts(asked: Iterable[Asked]) -> list[str]:
-    return list(dict.fromkeys(c.context for one in asked for c in one.contestants))
+def _contexts(asked: Iterable[Asked]) -> list[tuple[str, bool]]:
+    return list(dict.fromkeys((c.context, c.written) for one in asked for c in one.contestants))
 
 
 def prompts_that_fit(

@@ -85,6 +85,8 @@ def run_quality_bench(
     contestants(options)
     if isinstance(options.links, str | Path) and options.links != LINKS_OFF:
         LinkTokens.load(options.links)  # names a bad file before anything is computed
+    if options.writer is not None:
+        LinkTokens.load(options.writer, is_writer=True)
     say("reading the questions")
     questions = load_asked(options)
     if not isinstance(options.model, KVModel):
@@ -172,6 +174,8 @@ class _Run:
     ) -> None:
         self._model, self._options, self._say = model, options, say
         self._links = ChosenLinks(options.links, lambda: model.folder, lambda: model).on_model
+        writer = options.writer
+        self._writer = None if writer is None else LinkTokens.load(writer, is_writer=True).on(model)
         self._low = _in_bfloat16(model) if options.noise_floor else None
         entered = contestants(options, self._links is not None)
         everyone = [*entered, *controls(options, entered)]
@@ -206,9 +210,10 @@ class _Run:
 
     def text_before(self, question: JudgedQuestion, contestant: Contestant) -> str:
         """Return what `Results` wants: the text of a context that is chosen from a corpus."""
+        by = self._writer.digest if self._writer is not None and contestant.written else ""
         if parse_context(contestant.context).name != SIMILAR:
-            return ""
-        return repr([self._similar[text] for text in question.texts])
+            return by
+        return by + repr([self._similar[text] for text in question.texts])
 
     def judge(self, results: Results) -> None:
         """Judge what is not among the results yet."""
@@ -230,6 +235,7 @@ class _Run:
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
             say=self._say,
             similar=self._similar,
+            writer=self._writer,
         )
         # Few questions over a large corpus share chunks: each is written as soon as it is judged.
         alone = RETRIEVED in self._options.suite

@@ -13,6 +13,7 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context, require_text
+from kvrag.ingest.written import check_use
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.judging import check_policies
@@ -24,6 +25,9 @@ from kvrag_corpus.real import SETS
 
 LINKED = " + links"
 """Suffix of a policy's label when link tokens follow the chunks."""
+
+WRITTEN = " + writer"
+"""Suffix of a policy's label when a writer acts while chunks are encoded."""
 
 REAL = "real"
 """The whole real suite."""
@@ -77,6 +81,9 @@ class QualityOptions:
     links
         Link tokens: a file, or ``"off"``; None takes those in the model's folder. If there are any,
         each policy except ``oracle`` is judged without and with them.
+    writer
+        The file of a writer, or None. With one, each policy is judged without and with it over
+        every context that takes one.
     controls
         Also judge the question alone, without its documents, and on the first question of each
         type ``boundary`` at ratio 1.0, which must equal full prefill.
@@ -104,6 +111,7 @@ class QualityOptions:
     device: str | None = None
     compute: str | None = None
     links: LinkTokens | str | Path | None = None
+    writer: Path | None = None
     controls: bool = True
     noise_floor: bool = False
     out: Path | None = None
@@ -112,8 +120,8 @@ class QualityOptions:
 
 
 def label(contestant: Contestant) -> str:
-    """Return the policy's name, marked if link tokens follow the chunks."""
-    return contestant.policy + LINKED if contestant.linked else contestant.policy
+    """Return the policy's name, marked if link tokens follow the chunks, or a writer acted."""
+    return contestant.policy + LINKED * contestant.linked + WRITTEN * contestant.written
 
 
 def _takes_ratio(policy: str) -> bool:
@@ -143,13 +151,17 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
             "bench quality: at least one policy, one codec, one context and one eviction (or "
             "'none') must be given"
         )
+    shared = {name for name in options.contexts if parse_context(name).is_shared}
+    if options.writer is not None and not shared:
+        check_use(parse_context(options.contexts[0]))
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
     if not options.ratios and ORACLE in options.policies:
         raise ParameterError("bench quality: policy 'oracle' needs a ratio, and none was given")
     found = [
-        Contestant(policy, ratio, codec, context, linked, eviction)
+        Contestant(policy, ratio, codec, context, linked, eviction, written)
         for context in options.contexts
+        for written in ((False, True) if options.writer and context in shared else (False,))
         for codec in codecs
         for policy in options.policies
         for ratio in (options.ratios if _takes_ratio(policy) else [None])

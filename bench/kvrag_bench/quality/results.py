@@ -98,7 +98,10 @@ class Results:
                 file.write("".join(f"{line}\n" for line in lines).encode())
 
     def _key(self, question: JudgedQuestion, contestant: Contestant) -> str:
-        about: list[Any] = [self._settings, asdict(question), asdict(contestant)]
+        named = asdict(contestant)
+        if not named["written"]:  # so that what was judged before there were writers keeps its key
+            del named["written"]
+        about: list[Any] = [self._settings, asdict(question), named]
         before = self._text_before(question, contestant)
         if before:  # so that what was judged without any keeps its key
             about.append(before)

@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.engine.asking import reading_order
 from kvrag.errors import ParameterError
@@ -129,6 +131,17 @@ def retrieve(
                 for chunk in others.get_chunks([one.chunk_id for one in hits]):
                     similar[chunk.text] = chunk.contexts[0]
         return Found(tuple(questions), similar)
+
+
+def similar_to(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the tokens that ingestion with context ``similar`` puts before each of some texts."""
+    documents = [Document(f"{number}", text, is_whole=True) for number, text in enumerate(texts)]
+    settings = {"context": f"{SIMILAR}:{num_tokens}"}
+    with _indexed(documents, one_layer(tokenizer), settings, None) as index:
+        ids = [i for one in documents for i in index.catalog.chunk_ids_of(one.source)]
+        return {chunk.text: chunk.contexts[0] for chunk in index.get_chunks(ids)}
 
 
 @contextmanager

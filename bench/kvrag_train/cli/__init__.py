@@ -5,7 +5,10 @@ import typer
 from kvrag.cli.command import lazy_group
 from kvrag.codec.names import COMPRESSION_GONE
 
-COMMANDS = {"links": "kvrag_train.cli.links:train_links"}
+COMMANDS = {
+    "links": "kvrag_train.cli.links:train_links",
+    "writer": "kvrag_train.cli.writer:train_writer",
+}
 GONE = {"anchors": f"is gone. {COMPRESSION_GONE}"}
 
 app = typer.Typer(

@@ -14,8 +14,9 @@ TrainingDataOption = Annotated[
     str,
     typer.Option(
         help="'generated' (the training split of the corpus generator), 'real' (questions over "
-        "invented people and firms in prose, for language models), a JSON file in MuSiQue layout "
-        "or a JSONL file in LongBench layout."
+        "invented people and firms in prose, for language models), a JSON file in MuSiQue layout, "
+        "a JSONL file in LongBench layout, or a folder of pages, whose headings and first "
+        "sentences are asked for."
     ),
 ]
 LossOption = Annotated[

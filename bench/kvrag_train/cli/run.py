@@ -33,8 +33,9 @@ def _print_scores(trainer: LinkTrainer, scores: dict[str, float], as_json: bool)
     """Print the path of a finished run's result, and its scores on held-out questions."""
     path = trainer.result_path
     if as_json:
-        console.print_json({"links": str(path), "steps": trainer.step, "scores": scores})
+        console.print_json({path.stem: str(path), "steps": trainer.step, "scores": scores})
         return
     console.write(f"{path}\n")
     for name, score in scores.items():
-        console.write(f"{name.replace('/', ', ').replace('_', ' ')}: {score:.1%}\n")
+        shown = f"{score:.4f}" if name.startswith("KL") else f"{score:.1%}"
+        console.write(f"{name.replace('/', ', ').replace('_', ' ')}: {shown}\n")

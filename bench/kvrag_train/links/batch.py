@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -58,6 +59,8 @@ class LinkBatch:
         index in the batch, otherwise -1.
     types
         The type of each question.
+    is_written
+        ``[C]`` bool: which documents are encoded after text of a context.
     """
 
     chunk_ids: torch.Tensor
@@ -73,6 +76,15 @@ class LinkBatch:
     targets: torch.Tensor
     question_ids: torch.Tensor
     types: tuple[str, ...]
+    is_written: torch.Tensor
+
+    def to(self, device: torch.device) -> LinkBatch:
+        """Return the batch on a device."""
+        moved: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return LinkBatch(**moved)
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,8 @@ class Packer:
         The links after documents.
     num_filler
         Tokens of kvrag's filler before each document that does not stand first.
+    similar
+        Or, for each document's text, the tokens before it.
     """
 
     def __init__(
@@ -107,7 +121,9 @@ class Packer:
         model: KVModel,
         header: LinksHeader,
         num_filler: int = 0,
+        similar: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
+        self._similar = similar or {}
         self._tokenizer = model.tokenizer
         self._prefix = model.default_prefix_ids()
         self._filler: tuple[int, ...] = ()
@@ -149,7 +165,7 @@ class Packer:
                 chunk = item.chunks[span.chunk_id]
                 before = self._prefix
                 if span.chunk_id != item.leader:
-                    before += self._filler
+                    before += self._similar.get(chunk.text, self._filler)
                 # Relative positions count: the first may be negative.
                 start = span.prompt_start - span.chunk_start - len(before)
                 row.put_stored(
@@ -187,6 +203,7 @@ class Packer:
             targets=_padded([row.targets for row in rows], None, IGNORED),
             question_ids=_padded([row.question_ids for row in rows], None, -1),
             types=tuple(kind for item in items for kind in item.types),
+            is_written=torch.tensor(num_before) > len(self._prefix),
         )
 
     def _tokenised(self, item: LinkItem, linked: bool) -> _Asked:

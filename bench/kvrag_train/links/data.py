@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from random import Random
 from typing import Protocol
 
@@ -13,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.chunk import content_hash, normalise_text
 from kvrag.errors import ParameterError
 from kvrag.fusion.segments import MIN_LENGTH
+from kvrag_bench.corpora import one_layer
 from kvrag_bench.judge.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag_bench.quality.datasets import GENERATED, load_questions, load_suite
+from kvrag_bench.quality.retrieved import retrieve
 from kvrag_corpus import generate_corpus
 from kvrag_corpus.names import NameSource
 from kvrag_train.batches import Item
@@ -28,6 +31,9 @@ REAL = "real"
 # Their seed is none that anything is judged with.
 _REAL_SETS = ("biography:2", "biography:4", "carried", "bridge")
 _REAL_SEED, _REAL_QUESTIONS_PER_SET = 7_000_001, 500
+
+# Passages of a folder's pages that each question gets, and their longest.
+_PAGES_AT_ONCE, _PASSAGE_TOKENS, _MOST_OF_PAGES = (4,), 256, 4_000
 
 # Share of a file's questions that are never trained on, and their greatest number.
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 10, 500
@@ -180,6 +186,12 @@ class FileSource:
             items.append(self._item(asked, texts))
         return items
 
+    @property
+    def texts(self) -> list[str]:
+        """All documents, normalised, each once."""
+        asked = [*self._held_out, *(one for group in self._groups for one in group)]
+        return list(dict.fromkeys(text for one in asked for text in one.texts))
+
     def held_out(self, num_questions: int) -> list[LinkItem]:
         """Return the held-out questions, in the data set's order of documents."""
         return [self._item([q], q.texts) for q in self._held_out[:num_questions]]
@@ -201,13 +213,26 @@ def open_source(
     keep_order: bool = False,
     answer_prefix: str | None = None,
 ) -> Source:
-    """Return ``"generated"`` or ``"real"`` questions, or a file's. Raises as `load_questions`."""
+    """Return ``"generated"`` or ``"real"`` questions, a file's, or those of a folder of pages.
+
+    Raises as `load_questions` and `retrieve` do.
+    """
     if data == GENERATED:
         return GeneratedSource()
     if data == REAL:
         questions = load_suite(
             _REAL_SETS, seed=_REAL_SEED, num_questions_per_set=_REAL_QUESTIONS_PER_SET
         )
+    elif Path(data).is_dir():
+        found = retrieve(
+            data,
+            one_layer(tokenizer),
+            _PAGES_AT_ONCE,
+            _PASSAGE_TOKENS,
+            seed=_REAL_SEED,
+            num_questions=_MOST_OF_PAGES,
+        )
+        questions = list(found.questions)
     else:
         questions = load_questions(data)
     return FileSource(questions, tokenizer, keep_order=keep_order, answer_prefix=answer_prefix)

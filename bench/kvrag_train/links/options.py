@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS
-from kvrag.ingest.contexts import FILLER, NO_CONTEXT, Context, parse_context
+from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS, WRITER
+from kvrag.ingest.contexts import FILLER, NO_CONTEXT, SIMILAR, Context, parse_context
+from kvrag.ingest.written import check_use
 from kvrag_train.links.memory import AUTO, PRECISIONS
 
 LOSSES = ("labels", "distill")
 
-_RATES = {"tuned": 1e-3, "frozen": 2e-3}
+_RATES = {"tuned": 1e-3, "frozen": 2e-3, WRITER: 4e-4}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class LinkTrainingOptions:
     mode
         ``"tuned"``: the whole model learns. ``"frozen"``: it stays as it is.
     way
-        Trained by ``frozen``: ``"embeddings"`` or ``"adapter"`` (see `LinksHeader`).
+        Trained by ``frozen``: ``"embeddings"``, ``"adapter"`` or `WRITER` (see `LinksHeader`). A
+        writer has no links; its loss is ``"distill"``, and the distance of keys and values.
     loss
         ``"labels"``: cross-entropy of the answers. ``"distill"``: KL to the untouched model's full
         prefill of the same prompt without links, along the answers.
@@ -58,7 +60,8 @@ class LinkTrainingOptions:
         Share of the rows that are plain prompts, so that a tuned model stays as good at them;
         frozen ones cannot change.
     learning_rate
-        Peak rate of the model's weights or the adapter's; None: 1e-3 tuned, 2e-3 frozen.
+        Peak rate of the model's weights or the adapter's; None: 1e-3 tuned, 2e-3 frozen, 4e-4 for
+        a writer.
     link_learning_rate
         Peak rate of the links' own embeddings or keys and values.
     seed
@@ -70,8 +73,8 @@ class LinkTrainingOptions:
     answer_prefix
         See `FileSource`.
     context
-        ``"none"`` or ``"filler[:TOKENS]"``: the text that documents are encoded after, as in the
-        index that the links are for.
+        ``"none"`` or ``"filler[:TOKENS]"``, for a writer also ``"similar[:TOKENS]"``: the text that
+        documents are encoded after, as in the index that the links or the writer are for.
     device
         Device to train on; None means the CPU.
     precision
@@ -118,7 +121,7 @@ class LinkTrainingOptions:
         checks = [
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
             ("mode", self.mode in MODES, f"one of {', '.join(MODES)}"),
-            ("way", self.way in WAYS, f"one of {', '.join(WAYS)}"),
+            ("way", self.way in (*WAYS, WRITER), f"one of {', '.join((*WAYS, WRITER))}"),
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
             ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
             ("plain_share", 0.0 <= self.plain_share < 1.0, "0 or more, less than 1"),
@@ -145,13 +148,17 @@ class LinkTrainingOptions:
                 f"training: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
                 "model with link embeddings"
             )
-        if self.gradient_checkpointing and self.way == "adapter":
+        if self.gradient_checkpointing and self.way != "embeddings":
             # An adapter acts during the forward; layers recomputed after it would lack the adapter.
             raise ParameterError(
                 "training: gradient_checkpointing goes with modes and ways without an adapter; "
                 "leave it out, or choose another way"
             )
-        if self._context.name not in (NO_CONTEXT, FILLER):
+        if self.is_writer:
+            check_use(self._context)
+            if self.loss != "distill":
+                raise ParameterError(f"training: loss {self.loss!r}: a writer's is 'distill'")
+        elif self._context.name not in (NO_CONTEXT, FILLER):
             raise ParameterError(
                 f"training: context {self.context}: expected {NO_CONTEXT} or {FILLER}[:TOKENS]; "
                 "documents of the data have no other text before them"
@@ -162,7 +169,13 @@ class LinkTrainingOptions:
     @property
     def rate(self) -> float:
         """The learning rate of weights."""
-        return _RATES.get(self.mode, 1.0) if self.learning_rate is None else self.learning_rate
+        kind = WRITER if self.is_writer else self.mode
+        return _RATES.get(kind, 1.0) if self.learning_rate is None else self.learning_rate
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether a writer is trained, not links."""
+        return self.way == WRITER
 
     @property
     def num_plain_rows(self) -> int:
@@ -172,7 +185,12 @@ class LinkTrainingOptions:
     @property
     def num_filler(self) -> int:
         """Tokens of filler that documents are encoded after."""
-        return self._context.num_tokens
+        return 0 if self._context.name == SIMILAR else self._context.num_tokens
+
+    @property
+    def num_similar(self) -> int:
+        """Tokens of its nearest documents that each is encoded after."""
+        return self._context.num_tokens if self._context.name == SIMILAR else 0
 
     @property
     def _context(self) -> Context:
@@ -188,4 +206,6 @@ class LinkTrainingOptions:
         found: dict[str, object] = {name: getattr(self, name) for name in names}
         if self.num_filler:
             found["num_filler"] = self.num_filler
+        if self.num_similar:
+            found["num_similar"] = self.num_similar
         return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvrag.fusion.links import LinksHeader, LinkTokens
+from kvrag.fusion.links import WRITER, LinksHeader, LinkTokens
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
 
@@ -22,7 +22,7 @@ class LinkParameters(nn.Module):
     header
         The links to make.
     rank
-        Rank of the adapter in way ``adapter``.
+        Rank of the adapter, where there is one.
     seed
         Seed of the initial values.
     """
@@ -39,8 +39,17 @@ class LinkParameters(nn.Module):
         self.embeddings: nn.Parameter | None = None
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         random = torch.Generator().manual_seed(seed)
-        if not header.num_links:
-            return
+        if header.num_links:
+            self._make_embeddings(model, random)
+        if header.way in ("adapter", WRITER):
+            for name, layer in linear_layers(model.hf).items():
+                drawn = torch.randn(rank, layer.in_features, generator=random)
+                key = _key(name)
+                self.down[key] = nn.Parameter(drawn / layer.in_features**0.5)
+                self.up[key] = nn.Parameter(torch.zeros(layer.out_features, rank))
+        self._names = {_key(name): name for name in linear_layers(model.hf)}
+
+    def _make_embeddings(self, model: KVModel, random: torch.Generator) -> None:
         embedding: Any = model.hf.get_input_embeddings()
         with torch.no_grad():
             # Through the module: some families scale what they look up.
@@ -48,15 +57,8 @@ class LinkParameters(nn.Module):
             known = torch.zeros(len(some), embedding.embedding_dim)
             if not embedding.weight.is_meta:  # else another process has them, and these from it
                 known = embedding(some.to(model.device)).float().cpu()
-        drawn = torch.randn(header.num_rows, known.shape[1], generator=random)
+        drawn = torch.randn(self.header.num_rows, known.shape[1], generator=random)
         self.embeddings = nn.Parameter(known.mean(dim=0) + known.std(dim=0) * drawn)
-        if header.way == "adapter":
-            for name, layer in linear_layers(model.hf).items():
-                drawn = torch.randn(rank, layer.in_features, generator=random)
-                key = _key(name)
-                self.down[key] = nn.Parameter(drawn / layer.in_features**0.5)
-                self.up[key] = nn.Parameter(torch.zeros(layer.out_features, rank))
-        self._names = {_key(name): name for name in linear_layers(model.hf)}
 
     def adapter(self) -> RowAdapter | None:
         """Return the adapter as it is now; gradients flow into it."""

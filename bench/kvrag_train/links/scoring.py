@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import LinkBatch, Packer
 from kvrag_train.links.data import LinkItem
 from kvrag_train.links.processes import Processes
 from kvrag_train.links.student import Student
+from kvrag_train.links.teaching import Teacher
 from kvrag_train.model import questions_right
 
 _ROWS = 16
@@ -48,6 +50,41 @@ def score(
         for label, share, count in zip(labels, rights, asked, strict=True):
             found[f"{name}/{label}"] = round(share / count, 4)
     return found
+
+
+@torch.no_grad()
+def divergence(
+    student: Student,
+    teacher: Teacher,
+    packer: Packer,
+    items: Sequence[LinkItem],
+    processes: Processes,
+    has_answers: bool,
+) -> dict[str, float]:
+    """Return the mean KL from full prefill along answers, with a writer and without it."""
+    lost, count = [0.0, 0.0], 0.0
+    rows = _ROWS * processes.count
+    for start in range(0, len(items), rows):
+        own, counts = processes.share(items[start : start + rows])
+        answers = None if has_answers else teacher.answers(own)
+        batch = packer.pack(own, linked=True, answers=answers)
+        taught = teacher.logits(own, answers)
+        for number, writes in enumerate((True, False)):
+            found = student.logits(batch, writes=writes)
+            lost[number] += counts * float(kl(found, taught))
+        count += counts * len(taught)
+    *lost, count = processes.total([*lost, count])
+    return {f"KL/{name}": one / count for name, one in zip(("written", "plain"), lost, strict=True)}
+
+
+def kl(found: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence from taught logits ``[tokens, vocabulary]``, summed."""
+    return functional.kl_div(
+        found.float().log_softmax(-1),
+        taught.float().log_softmax(-1),
+        reduction="sum",
+        log_target=True,
+    )
 
 
 def right(logits: torch.Tensor, batch: LinkBatch) -> torch.Tensor:

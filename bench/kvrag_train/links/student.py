@@ -6,15 +6,17 @@ their keys and values in one forward (KVLink §3.2-3.3): what the fuser does wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrag.errors import UnsupportedModelError
+from kvrag.fusion.links import WRITER
 from kvrag.models.caches import CaptureCache
 from kvrag.models.families import project_logits, sliding_windows
 from kvrag.models.kv_model import KVModel
@@ -28,6 +30,8 @@ from kvrag_train.links.sharding import Running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class Student:
@@ -65,18 +69,34 @@ class Student:
         self._parameters = parameters
         self._trains_model = trains_model
 
-    def logits(self, batch: LinkBatch) -> torch.Tensor:
-        """Return logits ``[answer tokens, vocabulary]``, in the order of the batch's targets."""
+    def logits(
+        self, batch: LinkBatch, kept: list[KV] | None = None, *, writes: bool = True
+    ) -> torch.Tensor:
+        """Return logits ``[answer tokens, vocabulary]``, in the order of the batch's targets.
+
+        Parameters
+        ----------
+        kept
+            Receives each layer's keys and values ``[B, H, rows, channels]``: of the stored rows, or
+            of all rows of plain prompts.
+        writes
+            Whether a writer acts, if there is one.
+        """
         if self._running is None:
-            return self._forward(batch)
+            return self._forward(batch, kept, writes)
         return self._running(partial(self._forward, batch))
 
-    def _forward(self, batch: LinkBatch) -> torch.Tensor:
+    def _forward(
+        self, batch: LinkBatch, kept: list[KV] | None = None, writes: bool = True
+    ) -> torch.Tensor:
+        is_writer = self._parameters.header.way == WRITER
         is_linked = batch.stored.shape[1] > 0
         model = self._model
-        batch = _to(batch, model.device)
-        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if is_linked:
+        batch = batch.to(model.device)
+        stored: list[KV] = []
+        if is_linked and is_writer:
+            stored = self._written(batch, writes)
+        elif is_linked:
             with nullcontext() if self._trains_model else torch.no_grad():
                 stored = self._encoded(batch)
         embeds = self._base.get_input_embeddings()(batch.input_ids)
@@ -86,16 +106,59 @@ class Student:
             embeds = torch.where(
                 (rows >= 0)[..., None], table[rows.clamp(min=0)].to(embeds.dtype), embeds
             )
-        adapter = self._parameters.adapter() if is_linked else None
+        adapter = self._parameters.adapter() if is_linked and not is_writer else None
+        cache: Any = _BehindCache(stored) if is_linked else None
+        if kept is not None and not is_linked:
+            cache = CaptureCache(model.spec.num_layers)
         with nullcontext() if adapter is None else adapter.acting(model.hf):
             hidden = self._base(
                 inputs_embeds=embeds,
                 position_ids=batch.positions,
                 attention_mask=self._masks(batch),
-                **{CACHE_ARGUMENT: _BehindCache(stored) if is_linked else None},
-                use_cache=is_linked,
+                **{CACHE_ARGUMENT: cache},
+                use_cache=cache is not None,
             ).last_hidden_state
+        if kept is not None:
+            kept += stored or [(layer.keys, layer.values) for layer in cache.layers]
         return project_logits(model.hf, hidden[batch.targets != IGNORED])
+
+    def _written(self, batch: LinkBatch, writes: bool) -> list[KV]:
+        """Return what `_encoded` does; a writer acts on documents after a context, and on it."""
+        width = batch.chunk_ids.shape[1]
+        order: list[torch.Tensor] = []
+        parts: list[list[KV]] = []
+        for is_written in (False, True):
+            group = (batch.is_written == is_written).nonzero()[:, 0]
+            if not len(group):
+                continue
+            # Shorter without a context: what fills the rest is not read.
+            ends = batch.stored[(batch.stored_segments == 0)]
+            ends = ends[(ends // width)[:, None].eq(group).any(1)] % width
+            used = int(ends.max()) + 1 if len(ends) else 1
+            adapter = self._parameters.adapter() if is_written and writes else None
+            cache = CaptureCache(self._model.spec.num_layers)
+            with (
+                nullcontext() if adapter is None else adapter.acting(self._model.hf),
+                torch.set_grad_enabled(adapter is not None and torch.is_grad_enabled()),
+            ):
+                self._base(
+                    input_ids=batch.chunk_ids[group, :used],
+                    position_ids=batch.chunk_positions[group, :used],
+                    **{CACHE_ARGUMENT: cache},
+                    use_cache=True,
+                )
+            order.append(group)
+            layers: list[Any] = cache.layers
+            more = (0, 0, 0, width - used)
+            parts.append([(pad(one.keys, more), pad(one.values, more)) for one in layers])
+        back = torch.cat(order).argsort()
+        return [
+            (
+                _gathered(torch.cat(keys)[back], batch.stored),
+                _gathered(torch.cat(values)[back], batch.stored),
+            )
+            for keys, values in (zip(*layer, strict=True) for layer in zip(*parts, strict=True))
+        ]
 
     def _encoded(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's placed K/V ``[B, H, D, channels]`` of the documents."""
@@ -224,6 +287,35 @@ def training_mode(
             parameter.requires_grad_(required)
 
 
+def distance(found: Sequence[KV], full: Sequence[KV], batch: LinkBatch) -> torch.Tensor:
+    """Return how far keys and values are from full prefill's, mean over layers.
+
+    That is the mean squared difference over the variance of full prefill's, over all rows of
+    documents that were encoded after a context.
+
+    Parameters
+    ----------
+    found
+        Of a batch's stored rows, as `Student.logits` keeps them.
+    full
+        Of all rows of the same prompts as plain ones: before a prompt's tail, row p is at p.
+    batch
+        The batch of `found`.
+    """
+    is_written = batch.is_written[batch.stored // batch.chunk_ids.shape[1]]
+    wanted = is_written & (batch.stored_segments == 0)
+    rows, columns = wanted.nonzero(as_tuple=True)
+    places = batch.stored_positions[rows, columns]
+    total = found[0][0].new_zeros((), dtype=torch.float32)
+    for both in zip(found, full, strict=True):
+        for ours, theirs in zip(*both, strict=True):
+            right = theirs.transpose(1, 2)[rows, places].float()
+            total = total + (ours.transpose(1, 2)[rows, columns] - right).square().mean() / (
+                right.var() + 1e-9
+            )
+    return total / (2 * len(found))
+
+
 class _BehindLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Shows stored K/V before those of the rows computed; keeps nothing."""
 
@@ -292,11 +384,3 @@ def _rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned.to(keys.dtype), rest], dim=-1)
-
-
-def _to(batch: LinkBatch, device: torch.device) -> LinkBatch:
-    moved: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in vars(batch).items()
-    }
-    return LinkBatch(**moved)

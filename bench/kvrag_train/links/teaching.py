@@ -18,7 +18,7 @@ from kvrag_train.links.options import LinkTrainingOptions
 from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.processes import Processes
 from kvrag_train.links.sharding import Running, shard
-from kvrag_train.links.student import Student
+from kvrag_train.links.student import KV, Student
 
 
 class Teacher:
@@ -58,10 +58,16 @@ class Teacher:
 
     @torch.no_grad()
     def logits(
-        self, items: Sequence[LinkItem], answers: Sequence[Sequence[int]] | None
+        self,
+        items: Sequence[LinkItem],
+        answers: Sequence[Sequence[int]] | None,
+        kept: list[KV] | None = None,
     ) -> torch.Tensor:
-        """Return logits ``[answer tokens, vocabulary]`` along given answers, or the items' own."""
-        return self._student.logits(self._packer.pack(items, linked=False, answers=answers))
+        """Return logits ``[answer tokens, vocabulary]`` along given answers, or the items' own.
+
+        `kept` receives what `Student.logits` says.
+        """
+        return self._student.logits(self._packer.pack(items, linked=False, answers=answers), kept)
 
     @torch.no_grad()
     def answers(self, items: Sequence[LinkItem]) -> list[list[int]]:

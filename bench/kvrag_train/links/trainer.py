@@ -14,36 +14,42 @@ import torch
 from torch.nn import functional
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.links import FILE_NAME, LinksHeader
+from kvrag.fusion.links import FILE_NAME, WRITER, LinksHeader
+from kvrag.ingest.written import NAME
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint
 from kvrag.models.pretrained import load_weights
+from kvrag_bench.quality.retrieved import similar_to
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import LinkBatch, Packer
 from kvrag_train.links.checkpoint import load_checkpoint, save_checkpoint
-from kvrag_train.links.data import LinkItem, Source, open_source
+from kvrag_train.links.data import FileSource, LinkItem, Source, open_source
 from kvrag_train.links.memory import chosen_precision, computing_in
 from kvrag_train.links.optimizer import average_and_clip, new_optimizer, rate_factor
 from kvrag_train.links.options import LinkTrainingOptions
 from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.processes import ALONE, Processes
-from kvrag_train.links.scoring import right, score
+from kvrag_train.links.scoring import divergence, kl, right, score
 from kvrag_train.links.sharding import whole_state
-from kvrag_train.links.student import training_mode
+from kvrag_train.links.student import KV, distance, training_mode
 from kvrag_train.links.teaching import make_students
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.jsonl"
+_SCALES = {"adapter": 1.0, WRITER: 2.0}
+# How much the distance of keys and values counts beside the KL divergence a token.
+_KV_WEIGHT = 0.5
 
 
 class _Counts(NamedTuple):
-    """Results of some items: their summed loss, and their counts."""
+    """Results of some items: their summed loss, their counts, and a writer's distance of KV."""
 
     lost: float = 0.0
     tokens: float = 0
     right: float = 0
     asked: float = 0
     links: float = 0
+    apart: float = 0
 
 
 class LinkTrainer:
@@ -90,13 +96,15 @@ class LinkTrainer:
         )
         if self.model.tokenizer.eos_token_id is None:
             raise ParameterError(f"{self.model.name}: its tokenizer names no end token")
-        scale = 1.0 if options.way == "adapter" else 0.0
+        if options.is_writer and processes.is_sharded:
+            raise ParameterError("training: a writer is not trained with FSDP; launch without it")
+        scale = _SCALES.get(options.way, 0.0)
         base_fingerprint = self._base_fingerprint()
         self.header = LinksHeader(
             mode=options.mode,
             way=options.way,
-            num_links=options.num_links,
-            max_documents=options.max_documents,
+            num_links=0 if options.is_writer else options.num_links,
+            max_documents=0 if options.is_writer else options.max_documents,
             model_fingerprint="" if is_tuned else base_fingerprint,
             scale=scale,
         )
@@ -107,7 +115,15 @@ class LinkTrainer:
             for parameter in self.parameters.parameters():
                 parameter.data = processes.tensor_of_main(parameter.data)
         self.precision = chosen_precision(options.precision, device)
-        self.packer = Packer(self.model, self.header, options.num_filler)
+        similar = None
+        if options.num_similar:
+            if not isinstance(self.source, FileSource):
+                raise ParameterError(
+                    f"training: context {options.context}: data 'generated' is new in each step, "
+                    "and nothing is near it; give real, a file or a folder"
+                )
+            similar = similar_to(self.source.texts, self.model.tokenizer, options.num_similar)
+        self.packer = Packer(self.model, self.header, options.num_filler, similar)
         self.student, self.teacher = make_students(
             self.model, self.parameters, self.packer, options, processes, self.precision
         )
@@ -183,6 +199,8 @@ class LinkTrainer:
         counts = self._totals([found for _, found in learned])
         for (name, _, _), found in zip(parts, counts, strict=True):
             record[f"loss/{name}"] = round(found.lost / found.tokens, 5)
+            if options.is_writer:
+                record["apart"] = round(found.apart / found.tokens, 5)
             record[f"accuracy/{name}"] = round(found.right / found.asked, 4)
         if options.mode == "frozen" and not any(found.links for found in counts):
             raise ParameterError(
@@ -214,9 +232,10 @@ class LinkTrainer:
             assert self.teacher is not None
             answers = self.teacher.answers(own)
         batch = self.packer.pack(own, linked=linked, answers=answers)
+        kept: list[KV] | None = [] if self.options.is_writer else None
         with computing_in(self.precision, self.model.device):
-            logits = self.student.logits(batch)
-        loss = self._loss(logits, batch, own, answers)
+            logits = self.student.logits(batch, kept)
+        loss, apart = self._loss(logits, batch, own, answers, kept)
         if not counts:
             return 0.0 * loss, _Counts()
         results = right(logits, batch)
@@ -225,7 +244,8 @@ class LinkTrainer:
             tokens=len(logits),
             right=int(results.sum()),
             asked=len(results),
-            links=int((batch.link_rows >= 0).sum()),
+            links=int(batch.is_written.sum() if kept else (batch.link_rows >= 0).sum()),
+            apart=apart * len(logits),
         )
         return loss, found
 
@@ -241,23 +261,34 @@ class LinkTrainer:
         batch: LinkBatch,
         items: Sequence[LinkItem],
         answers: Sequence[Sequence[int]] | None,
-    ) -> torch.Tensor:
-        """Return the loss, summed over answer tokens."""
+        kept: list[KV] | None,
+    ) -> tuple[torch.Tensor, float]:
+        """Return the loss, summed over answer tokens, and a writer's distance of KV."""
         targets = batch.targets[batch.targets != IGNORED].to(logits.device)
         if self.teacher is None:
-            return functional.cross_entropy(logits.float(), targets, reduction="sum")
-        taught = self.teacher.logits(items, answers)
-        return functional.kl_div(
-            logits.float().log_softmax(-1),
-            taught.float().log_softmax(-1),
-            reduction="sum",
-            log_target=True,
-        )
+            return functional.cross_entropy(logits.float(), targets, reduction="sum"), 0.0
+        full: list[KV] | None = None if kept is None else []
+        with computing_in(self.precision, self.model.device):
+            taught = self.teacher.logits(items, answers, full)
+        loss = kl(logits, taught)
+        if kept is None or full is None or not batch.is_written.any():
+            return loss, 0.0
+        apart = distance(kept, full, batch.to(self.model.device))
+        return loss + _KV_WEIGHT * len(logits) * apart, float(apart.detach())
 
     def evaluate(self) -> dict[str, float]:
-        """Return exact match on questions held out (see `score`)."""
+        """Return exact match on questions held out (see `score`), or a writer's KL."""
         items = self.source.held_out(self.options.evaluate_questions)
         with computing_in(self.precision, self.model.device):
+            if self.options.is_writer and self.teacher is not None:
+                return divergence(
+                    self.student,
+                    self.teacher,
+                    self.packer,
+                    items,
+                    self.processes,
+                    not self.options.teacher_answers,
+                )
             return score(self.student, self.packer, items, self.processes)
 
     def export(self) -> Path:
@@ -278,12 +309,12 @@ class LinkTrainer:
             # As it will be loaded: what saving changes is part of the fingerprint.
             written = KVModel(load_weights(out, None, None), load_tokenizer(out))
             header = LinksHeader(**{**vars(header), "model_fingerprint": written.fingerprint})
-        self.parameters.links(header).save(out / FILE_NAME)
+        self.parameters.links(header).save(self.result_path)
 
     @property
     def result_path(self) -> Path:
-        """The file of links."""
-        return self.options.out / FILE_NAME
+        """The file of links, or of a writer."""
+        return self.options.out / (NAME if self.options.is_writer else FILE_NAME)
 
     @property
     def _has_weights(self) -> bool:
@@ -332,6 +363,8 @@ def _load(options: LinkTrainingOptions, processes: Processes) -> KVModel:
 
 def _line(record: dict[str, float], steps: int) -> str:
     line = f"step {record['step'] + 1:,.0f} of {steps:,}, loss {record['loss/linked']:.3f}"
+    if "KL/plain" in record:
+        line += f", KL {record['KL/written']:.4f}, without a writer {record['KL/plain']:.4f}"
     if "plain/overall" in record:
         shares = [
             f"{record[name]:.1%} {name.removesuffix('/overall').replace('/', ' ')}"

@@ -28,6 +28,7 @@ from kvrag.ingest.encoders import check_lasting
 from kvrag.ingest.plan import Plan, find_gone
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.stages import Run, lacking, windows
+from kvrag.ingest.written import read_kept
 from kvrag.optiontable import check_options, described, option
 from kvrag.plugins import require
 from kvrag.store.base import tiers_of
@@ -393,6 +394,7 @@ class RayRunner:
             store=store,
             codec=codec,
             profile=profile,
+            writer=read_kept(storage.path, writer) if (writer := run.config.writer) else b"",
             limits=run.parser.limits,
             loaders=tuple(run.parser.loaders.items()),
             force=run.force,

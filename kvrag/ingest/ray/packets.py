@@ -360,6 +360,8 @@ class Job:
         URL of the store of KV.
     codec, profile
         Name of the codec of new records, and the content of its profile; b"" for none.
+    writer
+        The content of the index's writer; b"" for none.
     limits, loaders
         How to read files (`Index.add`).
     force, dry_run
@@ -375,6 +377,7 @@ class Job:
     store: str
     codec: str
     profile: bytes
+    writer: bytes
     limits: ParseLimits
     loaders: tuple[tuple[str, str], ...]
     force: bool
@@ -391,7 +394,12 @@ class Job:
     def encoders(self) -> Encoders:
         """The models of the index, each loaded on first use."""
         return Encoders(
-            Path(self.folder), self.config, model=self.model, embedding=None, device=self.device
+            Path(self.folder),
+            self.config,
+            model=self.model,
+            embedding=None,
+            device=self.device,
+            writer=self.writer,
         )
 
     def open_store(self) -> Store:

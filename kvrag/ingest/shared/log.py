@@ -636,6 +636,7 @@ def open_shared(url: str, given: Given) -> tuple[Storage, Encoders]:
             storage, encoders = open_index(place.view, given, mend=False, is_view=True)
         with _closing_on_error(storage):
             _attach(place, log, segments, storage, using).refresh()
+            encoders.check_writer()
         return storage, encoders
 
 

@@ -71,7 +71,9 @@ class TokenFinder:
             If the catalog cannot be read.
         """
         ids = tuple(token_ids)
-        layout = Layout(ids, (), *shared_beginning(ids, self._index.prefix_ids))
+        beginning = shared_beginning(ids, self._index.prefix_ids)
+        has_writer = bool(self._index.config.writer)
+        layout = Layout(ids, (), *beginning, has_writer=has_writer)
         found = self._search(ids, layout.prefix_length if layout.has_prefix else 0)
         spans = [span for span, _ in found]
         tells_apart = self._index.config.chunk_context.tells_apart

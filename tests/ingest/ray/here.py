@@ -66,6 +66,7 @@ def job_of(index: Index | Storage) -> p.Job:
         store=f"file:{index.path / 'kv'}",
         codec="raw",
         profile=b"",
+        writer=b"",
         limits=ParseLimits(),
         loaders=(),
         force=False,
