@@ -245,7 +245,7 @@ def _open_or_create(
     """Open the index, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.embedding import HASHING, HashingEmbedding
     from kvrag.ingest.index import Index
-    from kvrag.ingest.written import read_writer
+    from kvrag.ingest.profiles import read_writer
 
     path, model, store = target.index, target.model, target.store
     given: dict[str, Any] = {"device": target.device, "store": store, "embedding": embedding}

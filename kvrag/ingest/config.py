@@ -101,7 +101,7 @@ class IndexConfig:
     trust
         Whose chunks context ``similar`` takes: those of the same folder, or of the index.
     writer
-        Fingerprint of the writer (`kvrag.ingest.written`), or "" without one.
+        Fingerprint of the writer (`kvrag.ingest.profiles`), or "" without one.
     key_check
         Hexadecimal check value that identifies the index's key; "" if nothing is encrypted.
     index_id

@@ -15,7 +15,7 @@ from kvrag.chunk import Chunk
 from kvrag.codec.names import RAW
 from kvrag.errors import IndexMismatchError, ModelLoadError, ParameterError
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.written import adapter_of, kept_in, read_kept
+from kvrag.ingest.profiles import adapter_of, kept_in, read_kept
 from kvrag.models.control import KEEP, ControlTokens
 from kvrag.store.base import Limits, Store, capability, is_in_memory, tiers_of
 
@@ -101,9 +101,14 @@ class Encoders:
         Where a model that is loaded here runs; None means the CPU.
     compute
         What its linear layers compute in when prompts are answered (`KVModel.load`).
+
+    Attributes
+    ----------
     writer
-        The content of the index's writer, for a machine without its folder; b"" reads it there.
+        The content of the index's writer, set on a machine without its folder; b"" reads it there.
     """
+
+    writer = b""
 
     def __init__(
         self,
@@ -114,7 +119,6 @@ class Encoders:
         embedding: Embedding | None,
         device: str | None,
         compute: str | None = None,
-        writer: bytes = b"",
     ) -> None:
         self._path = path
         self._config = config
@@ -122,7 +126,6 @@ class Encoders:
         self._given_embedding = embedding
         self.device = device
         self._compute = compute
-        self._writer = writer
         self._loading = threading.RLock()
 
     @cached_property
@@ -233,13 +236,13 @@ class Encoders:
 
     def check_writer(self) -> None:
         """Raise IndexFormatError if the index has a writer that is missing or damaged."""
-        if self._config.writer and not self._writer:
+        if self._config.writer and not self.writer:
             read_kept(self._path, self._config.writer)
 
     @cached_property
     def _adapter(self) -> RowAdapter:
         fingerprint = self._config.writer
-        content = self._writer or read_kept(self._path, fingerprint)
+        content = self.writer or read_kept(self._path, fingerprint)
         return adapter_of(content, kept_in(self._path, fingerprint), self.model)
 
     @cached_property

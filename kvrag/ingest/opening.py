@@ -45,9 +45,9 @@ from kvrag.ingest.encryption import (
     replace_catalog,
     secret_salt,
 )
+from kvrag.ingest.profiles import adapter_of, check_use, kept_in, read_writer
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
-from kvrag.ingest.written import adapter_of, check_use, kept_in, read_writer
 from kvrag.models.control import default_control_tokens
 from kvrag.store.base import ChecksWritable, Store, capability
 from kvrag.store.file import FileStore, store_errors

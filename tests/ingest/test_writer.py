@@ -13,7 +13,7 @@ from kvrag.fusion.links import WRITER, LinksHeader, LinkTokens
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
-from kvrag.ingest.written import read_writer
+from kvrag.ingest.profiles import read_writer
 from kvrag.llms.vllm.plan import TokenFinder
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
@@ -72,13 +72,9 @@ def test_it_acts_on_what_is_encoded_after_a_context(
         assert index.key_of(alone) == plain.key_of(alone)
         # As on a machine of a cluster, which has no index folder.
         remote = Encoders(
-            tmp_path / "elsewhere",
-            index.config,
-            model=model,
-            embedding=None,
-            device=None,
-            writer=read_writer(file)[0],
+            tmp_path / "elsewhere", index.config, model=model, embedding=None, device=None
         )
+        remote.writer = read_writer(file)[0]
         assert torch.equal(remote.prefill(written).values, found.values)
 
 

@@ -12,7 +12,7 @@ from kvrag.fusion.fuser import fuse
 from kvrag.fusion.links import WRITER, LinkTokens
 from kvrag.fusion.policies.base import NonePolicy
 from kvrag.ingest.contexts import filler_ids
-from kvrag.ingest.written import NAME
+from kvrag.ingest.profiles import WRITER_NAME
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.quality.retrieved import similar_to
@@ -77,7 +77,7 @@ def test_a_few_steps_bring_answers_closer_to_full_prefill(tmp_path: Path) -> Non
     assert records[-1]["KL/written"] < 0.9 * before["KL/plain"]
     assert records[-1]["KL/plain"] == pytest.approx(before["KL/plain"], rel=1e-3)
     assert all(map(torch.equal, weights, trainer.model.hf.parameters()))
-    written = LinkTokens.load(tmp_path / NAME, is_writer=True)
+    written = LinkTokens.load(tmp_path / WRITER_NAME, is_writer=True)
     written.check(trainer.model)
 
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_writes_the_same_bytes(tmp_path: Path) -> None:
     resumed = make_trainer(tmp_path / "stopped", **OF_WRITER)
     assert resumed.step == 2
     resumed.run()
-    whole, parts = (tmp_path / name / NAME for name in ("whole", "stopped"))
+    whole, parts = (tmp_path / name / WRITER_NAME for name in ("whole", "stopped"))
     assert whole.read_bytes() == parts.read_bytes()
 
 

@@ -13,7 +13,7 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context, require_text
-from kvrag.ingest.written import check_use
+from kvrag.ingest.profiles import check_use
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judgements import Contestant
 from kvrag_bench.judge.judging import check_policies

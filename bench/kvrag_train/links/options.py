@@ -9,7 +9,7 @@ from pathlib import Path
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS, WRITER
 from kvrag.ingest.contexts import FILLER, NO_CONTEXT, SIMILAR, Context, parse_context
-from kvrag.ingest.written import check_use
+from kvrag.ingest.profiles import check_use
 from kvrag_train.links.memory import AUTO, PRECISIONS
 
 LOSSES = ("labels", "distill")

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import FILE_NAME, WRITER, LinksHeader
-from kvrag.ingest.written import NAME
+from kvrag.ingest.profiles import WRITER_NAME
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint
 from kvrag.models.pretrained import load_weights
@@ -314,7 +314,7 @@ class LinkTrainer:
     @property
     def result_path(self) -> Path:
         """The file of links, or of a writer."""
-        return self.options.out / (NAME if self.options.is_writer else FILE_NAME)
+        return self.options.out / (WRITER_NAME if self.options.is_writer else FILE_NAME)
 
     @property
     def _has_weights(self) -> bool:

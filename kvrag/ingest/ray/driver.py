@@ -26,9 +26,9 @@ from kvrag.errors import ClusterError, ParameterError
 from kvrag.ingest.config import DTYPE_BYTES, KV_FOLDER, IndexConfig
 from kvrag.ingest.encoders import check_lasting
 from kvrag.ingest.plan import Plan, find_gone
+from kvrag.ingest.profiles import read_kept
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.stages import Run, lacking, windows
-from kvrag.ingest.written import read_kept
 from kvrag.optiontable import check_options, described, option
 from kvrag.plugins import require
 from kvrag.store.base import tiers_of

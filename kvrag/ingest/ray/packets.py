@@ -393,14 +393,11 @@ class Job:
     @cached_property
     def encoders(self) -> Encoders:
         """The models of the index, each loaded on first use."""
-        return Encoders(
-            Path(self.folder),
-            self.config,
-            model=self.model,
-            embedding=None,
-            device=self.device,
-            writer=self.writer,
+        found = Encoders(
+            Path(self.folder), self.config, model=self.model, embedding=None, device=self.device
         )
+        found.writer = self.writer
+        return found
 
     def open_store(self) -> Store:
         """Open the store of KV; of tiers only the last one, which all machines share.
