@@ -175,9 +175,13 @@ def make_index(path: str | Path, given: Any, settings: IndexSettings) -> tuple[S
     embedding = get_embedding(wanted)
     model = KVModel.load(given, dtype=settings.dtype, device=device)
     check_device(device, model)
-    config = _make_config(given, model, embedding, settings)
+    writer, fingerprint = (b"", "") if settings.writer is None else read_writer(settings.writer)
+    config = replace(_make_config(given, model, embedding, settings), writer=fingerprint)
+    if settings.writer is not None:
+        check_use(parse_context(config.context))
+        adapter_of(writer, Path(settings.writer), model)
     encoders = Encoders(folder, config, model=model, embedding=embedding, device=device)
-    return _make_storage(folder, config, settings), encoders
+    return _make_storage(folder, config, settings, writer), encoders
 
 
 def _make_config(
@@ -241,11 +245,6 @@ def _make_config(
             f"trust {settings.trust}: only context {SIMILAR} puts other documents before a chunk, "
             f"and this index has {context}; leave it out, or choose {SIMILAR}"
         )
-    fingerprint = ""
-    if settings.writer is not None:
-        check_use(context)
-        content, fingerprint = read_writer(settings.writer)
-        adapter_of(content, Path(settings.writer), model)
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
@@ -264,7 +263,6 @@ def _make_config(
         context=context.name,
         context_tokens=context.num_tokens,
         trust=settings.trust,
-        writer=fingerprint,
         compression=TEXT if model.why_whole else NO_COMPRESSION,
         tenant_salt=settings.salt.hex(),
         index_id=secrets.token_hex(16),
@@ -272,7 +270,9 @@ def _make_config(
     )
 
 
-def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> Storage:
+def _make_storage(
+    folder: Path, config: IndexConfig, settings: IndexSettings, writer: bytes
+) -> Storage:
     """Create an empty index in a new or empty folder and open it. Raises as `Index.create`."""
     with contextlib.ExitStack() as undoing:
         opened = None if settings.store is None else open_store(settings.store)
@@ -290,10 +290,10 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
             _require_free(folder)
             store = FileStore(folder / KV_FOLDER) if opened is None else opened
             catalog = make_catalog(folder, config, store)
-            if settings.writer is not None:
+            if writer:
                 place = kept_in(folder, config.writer)
                 place.parent.mkdir(exist_ok=True)
-                write_atomically(place, read_writer(settings.writer)[0])
+                write_atomically(place, writer)
             if settings.profile is not None:
                 profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
             # Written last, since this file makes the folder an index.
