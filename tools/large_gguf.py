@@ -37,7 +37,7 @@ def write(path: Path, num_layers: int) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     # The bytes, as byte-level BPE writes them, and names for the rest.
     tokens = [chr(one) for one in (*range(33, 127), *range(161, 173), *range(174, 324))][:256]
     tokens += ["he", *(f"<{number}>" for number in range(257, VOCABULARY))]
@@ -194,6 +194,8 @@ def main() -> None:
     if job in ("--convert", "--measure"):
         print(json.dumps(_convert(given) if job == "--convert" else measure(given)))
         return
+    if job.startswith("-"):
+        sys.exit(__doc__)
     folder = Path(job)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "large.gguf"
