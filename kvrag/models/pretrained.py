@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from contextlib import suppress
@@ -68,7 +69,8 @@ def from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
             return loader.from_pretrained(reference, **options)
     except BaseException as error:
         why = plugins.reason(error)
-        if loader is AutoTokenizer and isinstance(error, LookupError | TypeError | AttributeError):
+        wrong = LookupError | TypeError | AttributeError | json.JSONDecodeError
+        if loader is AutoTokenizer and isinstance(error, wrong):
             why = f"its tokenizer.json, or tokenizer_config.json, is damaged ({why})"
         raise _refused(reference, why) from error
 
@@ -107,6 +109,8 @@ _MEANINGS = {
     "argument of type 'NoneType'": "its config.json is no object of names and values",
     r"Field '(\w+)' expected (\w+), got (\w+)": "in its config.json, {0} is a {2}; expected {1}",
     "Couldn't instantiate the backend tokenizer": "it has no tokenizer.json",
+    r"^((?:Key|Index|Type|Attribute|ZeroDivision)Error: .*)": "Transformers cannot make the model "
+    "that its config.json describes ({0})",
 }
 
 

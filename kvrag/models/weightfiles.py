@@ -62,11 +62,11 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
             f"{reference}/config.json: {wrong[0]} is {wrong[1]:,}, but the files beside it hold "
             f"{len(shapes):,} weights with at most {most:,} rows or columns; restore config.json"
         )
-    if config.num_hidden_layers < 1:
-        raise ModelLoadError(
-            f"{reference}/config.json: num_hidden_layers is {config.num_hidden_layers}, expected "
-            "at least 1; restore config.json"
-        )
+    for name in ("num_hidden_layers", "max_position_embeddings"):
+        if (size := getattr(config, name, None)) is not None and size < 1:
+            raise ModelLoadError(
+                f"{reference}/config.json: {name} is {size}, expected at least 1; restore it"
+            )
     if not is_decoder:
         return
     eighths = {entry["dtype"] for entry in entries if entry["dtype"].startswith("F8")}
