@@ -54,17 +54,14 @@ class EncodedChunk(Protocol):
     @property
     def num_tokens(self) -> int:
         """T."""
-        ...
 
     @property
     def size_bytes(self) -> int:
         """Length of the whole record, header included."""
-        ...
 
     @property
     def bytes_read(self) -> int:
         """Bytes fetched from the source so far, header included."""
-        ...
 
     @abstractmethod
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +71,6 @@ class EncodedChunk(Protocol):
         thread has one). Raises RecordError if the layer's bytes are not what was written,
         StoreError if the store cannot deliver them, and ParameterError if there is no such layer.
         """
-        ...
 
     def read_heads(self, layer_index: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values ``[H', T, D]`` of some of a layer's heads, as `read_layer` does.
@@ -130,12 +126,10 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """The codec's name in records: 1 to 16 printable ASCII characters."""
-        ...
 
     @property
     def label(self) -> str:
         """The codec's name in indexes and on the command line, with its level if it has levels."""
-        ...
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
         """Return the record of `kv`.
@@ -151,7 +145,6 @@ class Codec(Protocol):
             If keys and values differ in shape or type, do not match the profile's model, hold no
             tokens, or hold NaN or infinity (the message names the first layer and token).
         """
-        ...
 
     def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> EncodedChunk:
         """Read and check the header of a record.
@@ -168,7 +161,6 @@ class Codec(Protocol):
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> EncodedChunk:
         """Open a record whose header has been read. Raises as `open` does."""
-        ...
 
 
 def check_kv(kv: ChunkKV) -> KVSpec:

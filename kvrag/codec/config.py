@@ -30,11 +30,9 @@ class Allocation(Protocol):
 
     def level_names(self) -> tuple[str, ...]:
         """Return the levels' names on the command line, in the order of the profile."""
-        ...
 
     def target_bits(self, level: int) -> float | None:
         """Return the bits per element that a level must have; None if its steps are fixed."""
-        ...
 
     def relative_steps(self, level: int, layers: torch.Tensor, num_layers: int) -> torch.Tensor:
         """Return float32 ``[R]``: the factor for each row's unit.
@@ -44,7 +42,6 @@ class Allocation(Protocol):
         layers
             int64 ``[R]``: the layer of each row, or -1.
         """
-        ...
 
 
 @dataclass(frozen=True)

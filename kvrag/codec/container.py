@@ -120,7 +120,6 @@ class ByteSource(Protocol):
     @property
     def size_bytes(self) -> int:
         """Length of the whole record."""
-        ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on.
@@ -128,7 +127,6 @@ class ByteSource(Protocol):
         Raises StoreError if the medium fails, RecordError if the record ends before the buffer is
         full.
         """
-        ...
 
 
 def write_record(

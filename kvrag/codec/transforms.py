@@ -78,27 +78,21 @@ class FittedTransform(Protocol):
     @property
     def plans(self) -> tuple[BlockPlan, ...]:
         """The blocks, in the order in which they are stored."""
-        ...
 
     def row_layers(self, block: int) -> torch.Tensor:
         """Return int64 ``[R]``: the layer of each of a block's rows, or -1 if it mixes several."""
-        ...
 
     def analyse(self, block: int, channels: torch.Tensor) -> torch.Tensor:
         """Return the rows float32 ``[R, T]`` of a block's channels ``[N, T]``."""
-        ...
 
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the channels float32 ``[N, T]`` of decoded rows."""
-        ...
 
     def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
         """Return each token's squared error ``[T]`` in the metric that the transform optimises."""
-        ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a profile stores, by name."""
-        ...
 
 
 class TransformFitter(Protocol):
@@ -106,11 +100,9 @@ class TransformFitter(Protocol):
 
     def update(self, kv: ChunkKV) -> None:
         """Add one chunk."""
-        ...
 
     def finish(self) -> FittedTransform:
         """Return the fitted transform."""
-        ...
 
 
 class Transform(Protocol):
@@ -130,22 +122,18 @@ class Transform(Protocol):
 
     def tokens_to_fit(self, spec: KVSpec) -> int:
         """Return how many tokens an index must hold before it is fitted to them."""
-        ...
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
         """Return the blocks that it divides a model's KV into."""
-        ...
 
     def fitter(self, spec: KVSpec) -> TransformFitter:
         """Return an empty fitter."""
-        ...
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> FittedTransform:
         """Return the fitted transform that a profile stores.
 
         Raises ProfileError if tensors are missing or have the wrong shape.
         """
-        ...
 
 
 def take_tensor(

@@ -40,25 +40,20 @@ class Engine(Protocol):
     @property
     def index(self) -> Index:
         """The index whose chunks are reused."""
-        ...
 
     @property
     def defaults(self) -> Request:
         """The values that apply where a request sets none."""
-        ...
 
     @property
     def links_digest(self) -> str:
         """Digest of the link tokens that follow chunks, or "" without link tokens."""
-        ...
 
     def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
         """Answer a prompt; see `kvrag.KVEngine.generate`."""
-        ...
 
     def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; see `kvrag.KVEngine.stream`."""
-        ...
 
     def generate_batch(
         self,
@@ -68,10 +63,8 @@ class Engine(Protocol):
         **options: Any,
     ) -> list[Answer | Exception]:
         """Answer several prompts together; see `kvrag.KVEngine.generate_batch`."""
-        ...
 
     def astream(
         self, prompt: Prompt | Request, **options: Any
     ) -> AsyncGenerator[AnswerDelta, None]:
         """Answer a prompt while the event loop runs on; see `kvrag.KVEngine.astream`."""
-        ...

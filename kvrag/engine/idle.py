@@ -38,7 +38,6 @@ class IdleJob(Protocol):
     @abstractmethod
     def work(self, idle: Idle) -> None:
         """Do what there is to do; ask `idle` often whether that is still wanted."""
-        ...
 
 
 class Idle:

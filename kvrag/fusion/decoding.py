@@ -27,7 +27,6 @@ class Decoder(Protocol):
     @abstractmethod
     def step(self, token_id: int) -> torch.Tensor:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
-        ...
 
     def report(self) -> EvictionReport | None:
         """Return what was evicted so far; None if the decoder evicts nothing."""

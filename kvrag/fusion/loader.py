@@ -190,7 +190,6 @@ class Reading(Protocol):
 
     def has_layer(self, layer_index: int) -> bool:
         """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
-        ...
 
     def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
         """Bring a layer; callers ask for each layer once, in order.
@@ -200,11 +199,9 @@ class Reading(Protocol):
         mapping
             Records that cannot be read, in this layer or later ones, and why. Empty if it is there.
         """
-        ...
 
     def close(self) -> None:
         """Stop; nothing is written into the buffer afterwards."""
-        ...
 
 
 class SpanLoader:

@@ -264,7 +264,6 @@ class Guest(Protocol):
 
     def leaving(self) -> AbstractContextManager[None]:
         """Remove them; in the block, the index gets another store."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,6 @@ class AttentionObserver(Protocol):
         value
             ``[K, D]``, the key head's values.
         """
-        ...
 
 
 @dataclass(frozen=True)

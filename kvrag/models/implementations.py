@@ -107,33 +107,22 @@ def register_around(
 ) -> None:
     """Register an implementation that may leave the work to the plain one."""
 
-    def over_sdpa(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plain = sdpa_of_transformers
-        given = module, query, key, value, attention_mask, scaling
-        return attend(AttentionCall(plain, *given, kwargs))
+    def over(plain_of: Callable[[nn.Module], AttentionFunction]) -> AttentionFunction:
+        def attention(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            scaling: float | None = None,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            given = module, query, key, value, attention_mask, scaling
+            return attend(AttentionCall(plain_of(module), *given, kwargs))
 
-    def over_eager(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plain = eager_function(module)
-        given = module, query, key, value, attention_mask, scaling
-        return attend(AttentionCall(plain, *given, kwargs))
+        return attention
 
-    register_attention(name, over_sdpa, over_eager)
+    register_attention(name, over(lambda _: sdpa_of_transformers), over(eager_function))
 
 
 def plain_implementation(name: str) -> str:

@@ -30,7 +30,6 @@ class Positions(Protocol):
 
     def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
         """Return one table per layer for `positions` ``[N]``."""
-        ...
 
 
 def find_positions(hf: Model, family: Family, spec: KVSpec) -> Positions:

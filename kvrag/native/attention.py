@@ -19,6 +19,8 @@ from kvrag.native.kernels import IS_COMPILED, ArrayLike, kernels, view
 ATTENTION_TYPES = (torch.float32, torch.bfloat16) if IS_COMPILED else ()
 """What the kernels of models compute; nothing where none were compiled: PyTorch computes there."""
 
+_Bits = NDArray[np.float32] | NDArray[np.int16]
+
 NO_WINDOW = 1 << 62
 """More keys than there can be."""
 
@@ -90,17 +92,9 @@ def attend(
     ParameterError
         If an argument has the wrong shape, type or value.
     """
-    if query.dtype not in ATTENTION_TYPES:
-        known = ", ".join(str(dtype) for dtype in ATTENTION_TYPES)
-        raise ParameterError(f"query: expected {known}, found {query.dtype}")
-    asked = _floats(query, "query", query.dtype, (None, None, None))
-    num_heads, num_rows, head_dim = asked.shape
-    keys = _floats(key, "key", query.dtype, (None, None, head_dim))
+    asked, keys = _heads(query, key)
+    num_heads, num_rows, _ = asked.shape
     num_kv_heads, num_keys, _ = keys.shape
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ParameterError(
-            f"query: expected a multiple of the {num_kv_heads} key heads, found {num_heads} heads"
-        )
     values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
     check_scores(scores)
     taken, first_counted = None, 0
@@ -170,17 +164,9 @@ def attend_each(
     ParameterError
         If an argument has the wrong shape, type or value.
     """
-    if query.dtype not in ATTENTION_TYPES:
-        known = ", ".join(str(dtype) for dtype in ATTENTION_TYPES)
-        raise ParameterError(f"query: expected {known}, found {query.dtype}")
-    asked = _floats(query, "query", query.dtype, (None, None, None))
+    asked, keys = _heads(query, key, query.shape[1] if query.ndim == 3 else None)
     num_heads, num_rows, head_dim = asked.shape
-    keys = _floats(key, "key", query.dtype, (None, num_rows, head_dim))
     values = _floats(value, "value", query.dtype, (len(keys), num_rows, head_dim))
-    if len(keys) == 0 or num_heads % len(keys):
-        raise ParameterError(
-            f"query: expected a multiple of the {len(keys)} key heads, found {num_heads} heads"
-        )
     check_scores(scores)
     key_places, value_places, capacities, places = (
         view(one, name, np.int64, (num_rows,), contiguous=True)
@@ -201,6 +187,22 @@ def attend_each(
         torch.get_num_threads(),
     )
     return out
+
+
+def _heads(
+    query: torch.Tensor, key: torch.Tensor, num_keys: int | None = None
+) -> tuple[_Bits, _Bits]:
+    """Return queries and keys as kernels take them, or raise ParameterError."""
+    if query.dtype not in ATTENTION_TYPES:
+        known = ", ".join(str(dtype) for dtype in ATTENTION_TYPES)
+        raise ParameterError(f"query: expected {known}, found {query.dtype}")
+    asked = _floats(query, "query", query.dtype, (None, None, None))
+    keys = _floats(key, "key", query.dtype, (None, num_keys, asked.shape[2]))
+    if len(keys) == 0 or len(asked) % len(keys):
+        raise ParameterError(
+            f"query: expected a multiple of the {len(keys)} key heads, found {len(asked)} heads"
+        )
+    return asked, keys
 
 
 def check_scores(scores: Scores) -> None:
@@ -237,7 +239,7 @@ def check_ascending(
 
 def _floats(
     tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
-) -> NDArray[np.float32] | NDArray[np.int16]:
+) -> _Bits:
     """Return a tensor as numpy sees it, bfloat16 as its bits."""
     if tensor.dtype != dtype:
         raise ParameterError(f"{name}: expected {dtype}, as query, found {tensor.dtype}")

@@ -42,11 +42,9 @@ class StoredRecord(Protocol):
         Raises StoreError when the medium refuses, RecordError when the record ends before the
         buffer is full.
         """
-        ...
 
     def close(self) -> None:
         """Close the record. A record that is garbage-collected closes itself."""
-        ...
 
 
 class Listing(Protocol):
@@ -58,7 +56,6 @@ class Listing(Protocol):
 
         Records that are put or deleted meanwhile may or may not appear.
         """
-        ...
 
     def keys(self) -> Iterator[ChunkKey]:
         """Iterate over all keys, as `sizes` does."""
@@ -75,7 +72,6 @@ class Store(Listing, Protocol):
     @property
     def url(self) -> str:
         """URL with which `kvrag.store.registry.open_store` opens this store, without secrets."""
-        ...
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record atomically and durably; an existing record stays.
@@ -92,22 +88,18 @@ class Store(Listing, Protocol):
 
         Readers that have the old record open can still read it.
         """
-        ...
 
     @abstractmethod
     def open(self, key: ChunkKey) -> StoredRecord | None:
         """Open a record for reading, or return None if there is none."""
-        ...
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
         """Return whether there is a record for `key`."""
-        ...
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one."""
-        ...
 
     @abstractmethod
     def note_damage(self, key: ChunkKey) -> None:
@@ -115,12 +107,10 @@ class Store(Listing, Protocol):
 
         The store counts it. A store that has other copies of the record drops the damaged one.
         """
-        ...
 
     @abstractmethod
     def counts(self) -> Sequence[StoreCounts]:
         """Counts since the store was opened; for tiers, the fastest first."""
-        ...
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:  # noqa: ARG002
         """Remove leftovers of interrupted writes of at least that age; return their number.
@@ -132,7 +122,6 @@ class Store(Listing, Protocol):
     @abstractmethod
     def close(self) -> None:
         """Close the store. Opened records need not stay readable."""
-        ...
 
 
 class CountedStore(Store):
@@ -309,11 +298,9 @@ class Pins(Protocol):
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Protect these records from removal until `unpin` is called as often."""
-        ...
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Undo one `pin` of these records."""
-        ...
 
 
 @runtime_checkable
@@ -329,7 +316,6 @@ class Admits(Protocol):
 
     def admits(self, key: ChunkKey, size_bytes: int) -> bool:
         """Return whether a copy of a record is worth the records it would push out."""
-        ...
 
 
 @runtime_checkable
@@ -346,7 +332,6 @@ class Flushes(Protocol):
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything is written; return whether it is."""
-        ...
 
 
 @runtime_checkable
@@ -355,7 +340,6 @@ class DerivesKeys(Protocol):
 
     def derive(self, purpose: bytes) -> bytes:
         """Return 32 bytes derived from the key, different for each purpose."""
-        ...
 
 
 @runtime_checkable
@@ -364,7 +348,6 @@ class ChecksWritable(Protocol):
 
     def check_writable(self) -> None:
         """Raise StoreError if no record could be written."""
-        ...
 
 
 @runtime_checkable

@@ -40,6 +40,12 @@ def sampling(
     )
 
 
+def ask(llm: Any, oracle: KVEngine, prompt: str, request: RequestParams | None = None) -> Any:
+    """Return vLLM's output for a prompt."""
+    ids = list(oracle.prompt_ids(prompt))
+    return llm.generate({"prompt_token_ids": ids}, sampling(request), use_tqdm=False)[0]
+
+
 def given(output: Any) -> Given:
     """Return what vLLM answered."""
     completion = output.outputs[0]

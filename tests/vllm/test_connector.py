@@ -22,6 +22,7 @@ from kvrag.models.kv_model import KVModel
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import (
+    ask,
     assert_same,
     expected,
     given,
@@ -45,11 +46,6 @@ def llm(vllm: Any, served: Index) -> Iterator[Any]:
 def empty_cache(request: pytest.FixtureRequest) -> None:
     if "llm" in request.fixturenames:
         assert request.getfixturevalue("llm").reset_prefix_cache()
-
-
-def ask(llm: Any, oracle: KVEngine, prompt: str, request: RequestParams | None = None) -> Any:
-    ids = list(oracle.prompt_ids(prompt))
-    return llm.generate({"prompt_token_ids": ids}, sampling(request), use_tqdm=False)[0]
 
 
 @pytest.mark.parametrize("policy", MEASURED)

@@ -16,7 +16,7 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm.settings import RequestParams
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
-from tests.vllm.reference import assert_same, expected, given, reused, sampling
+from tests.vllm.reference import ask, assert_same, expected, given, reused, sampling
 
 POLICIES = ("none", "boundary", "two_stage", "deviation", "gradual")
 
@@ -62,11 +62,6 @@ def llm(vllm: Any, by_heads: Index, request: pytest.FixtureRequest) -> Iterator[
         with running(vllm, by_heads, max_num_batched_tokens=256, **request.param) as engine:
             engine.is_split_by_heads = request.param is HEADS
             yield engine
-
-
-def ask(llm: Any, oracle: KVEngine, prompt: str, request: RequestParams | None = None) -> Any:
-    ids = list(oracle.prompt_ids(prompt))
-    return llm.generate({"prompt_token_ids": ids}, sampling(request), use_tqdm=False)[0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -37,15 +37,12 @@ class Continuation(Protocol):
 
         Afterwards the first answer counts as fed.
         """
-        ...
 
     def answering(self) -> AbstractContextManager[None]:
         """Prepare the model for calls of `feed`."""
-        ...
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
         """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
-        ...
 
 
 class FullContinuation:

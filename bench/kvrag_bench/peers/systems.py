@@ -59,11 +59,9 @@ class System(Protocol):
 
     def prepare(self, documents: Sequence[str]) -> None:
         """Read the documents in advance, if the tool can."""
-        ...
 
     def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:
         """Answer what a user says, greedily; without `reuse`, by full prefill."""
-        ...
 
 
 class Transformers:

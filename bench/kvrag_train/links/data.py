@@ -67,15 +67,12 @@ class Source(Protocol):
     @property
     def digest(self) -> str:
         """Digest of everything that the items are made of."""
-        ...
 
     def draw(self, rng: Random, num_rows: int, num_questions: int) -> list[LinkItem]:
         """Return items to train on, by `rng` alone, of up to `num_questions` prompts each."""
-        ...
 
     def held_out(self, num_questions: int) -> list[LinkItem]:
         """Return items that are never drawn, of about `num_questions` prompts in all."""
-        ...
 
 
 class GeneratedSource:

@@ -98,7 +98,6 @@ class Transport(Protocol):
         EngineError
             If the engine refuses the request or cannot be reached.
         """
-        ...
 
 
 # A connection to vLLM's OpenAI-compatible server, as `kvrag serve --engine vllm` starts it.
