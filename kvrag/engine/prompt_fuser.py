@@ -70,7 +70,7 @@ class BufferPool:
             # Not left to one stream: several fill a buffer.
             after.synchronize()
         needed = FusedKV.storage_elements(spec, capacity)
-        if storage is not None and storage.numel() < needed:
+        if storage is not None and (storage.numel() < needed or storage.device != device):
             storage = None
         elif storage is not None and device.type != "cpu":
             # As `FusedKV` does: an earlier prompt may have left NaN.
@@ -406,7 +406,8 @@ class PromptFuser:
     ) -> FusedKV:
         """Return a buffer that begins with an earlier one's rows: the same one if it has room."""
         old, num_tokens = earlier.kept.kv, len(layout.token_ids)
-        if earlier.goes_on and old.capacity >= num_tokens + room:
+        is_here = old.storage.device == self._index.model.device  # the model may have moved
+        if earlier.goes_on and is_here and old.capacity >= num_tokens + room:
             return old.with_tokens(num_tokens)
         grows = earlier.goes_on or self._has_free_room
         buffer = self._new_buffer(layout, room, grows=grows)

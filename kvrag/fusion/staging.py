@@ -386,6 +386,7 @@ class HotTiers:
     def __init__(self, card_bytes: int | None, pinned_bytes: int | None) -> None:
         self._limits = card_bytes, pinned_bytes
         self._made: tuple[HotTier, HotTier] | None = None
+        self._device: torch.device | None = None
         self._lock = threading.Lock()
 
     def of_prompt(self, device: torch.device, store: Store) -> HotRecords | None:
@@ -393,8 +394,8 @@ class HotTiers:
         if device.type != "cuda" or self._limits == (0, 0):
             return None
         with self._lock:
-            if self._made is None:
-                self._made = self._make(device)
+            if self._made is None or self._device != device:  # the model has moved
+                self._made, self._device = self._make(device), device
         # A far store would be asked twice; where another tier comes first, that one has a copy.
         return HotRecords(*self._made, device, pins=threads.is_local(tiers_of(store)[0]))
 

@@ -237,13 +237,14 @@ class Slots:
 
     def reserve(self) -> int:
         """Take memory for as many rows as fit, and return their number."""
+        self.follow()  # another stream may still use the memory that this frees
         while True:
             try:
                 self.of(self.most_rows)
             except torch.OutOfMemoryError:
-                self.most_rows //= 2
-                if not self.most_rows:
+                if self.most_rows == 1:
                     raise
+                self.most_rows //= 2
             else:
                 return self.most_rows
 

@@ -8,13 +8,14 @@ out operation by operation.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -128,7 +129,7 @@ def capture(
     torch.OutOfMemoryError
         If memory is short: less work may still be captured.
     """
-    with _capturing:
+    with _capturing, _keeping_garbage():
         if not uses_graphs():
             return None
         short: Exception | None = None
@@ -148,6 +149,18 @@ def capture(
         if short is not None:
             raise short
         return None
+
+
+@contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Collect no garbage: what ends then may ask the card for what ends a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def say_short(what: str, most: int, device: torch.device) -> None:
@@ -505,6 +518,8 @@ class RowGraphs:
         if self._stream is not None or not self._groups:
             return
         most = self._slots.reserve()
+        # More would take other slots, and graphs do not keep theirs alive.
+        self._most_joined = min(self._most_joined, most)
         self._buckets = tuple(sorted({*(one for one in BUCKETS if one < most), most}))
         numbers = torch.long
         num_numbers = 10 + 2 * len(self._description.layers)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompt_fuser import BufferPool, PromptFuser
 from kvrag.engine.request import Prompt
 from kvrag.errors import PromptTooLongError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
+from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowRunner
 from kvrag_testing.bench_top import TEXTS, relative_difference
@@ -383,3 +386,15 @@ def test_lost_records_do_not_matter_to_kept_rows(tmp_path: Path, model: KVModel)
         again = engine.generate(root_of((0, 1), QUESTIONS[2])).report
         assert 0 < again.num_kept <= len(engine.prompt_ids(HEAD + TEXTS[0] + "\n\n"))
         assert again.num_kept + again.num_fresh == again.num_tokens
+
+
+def test_a_model_that_moved_gets_a_buffer_where_it_is() -> None:
+    spec, pool, there = KVSpec(2, 1, 4, torch.float32), BufferPool(), torch.device("meta")
+    pool.give_back(pool.take(spec, 4, 8, torch.device("cpu")))
+    assert pool.take(spec, 4, 8, there).storage.device == there
+    old, fuser, earlier, layout = FusedKV(spec, 4, 8), Mock(), Mock(), Mock(token_ids=(0,) * 6)
+    earlier.kept.kv, earlier.goes_on = old, True
+    for device in (there, old.storage.device):
+        fuser._index.model.device = device
+        found = PromptFuser._buffer_after(fuser, earlier, None, layout, 1)
+        assert (found is fuser._new_buffer.return_value) is (device == there)

@@ -45,6 +45,7 @@ from kvrag.ingest.search import WatchedChunk
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
 from kvrag.loading.hot import HotTier
 from kvrag.positions.rotary import RotaryTable
+from kvrag.store.memory import MemoryStore
 from kvrag_bench.codec.cutting import cut_record
 from kvrag_testing.codec_contract import KEY, BytesSource, random_kv
 from tests.codec import forge
@@ -836,3 +837,12 @@ def test_page_locked_memory_is_a_share_of_what_a_container_has(
     _, pinned = staging.HotTiers(None, None)._make(torch.device("cuda"))
     all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert pinned.limit_bytes == (1_000_000 if told == "8000000\n" else all_bytes // 8)
+
+
+def test_a_model_that_moved_gets_memory_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "free_bytes", lambda _: (1 << 30, 1 << 30))
+    tiers, store = staging.HotTiers(1000, 1000), MemoryStore()
+    found = [tiers.of_prompt(torch.device("cuda", number), store) for number in (0, 0, 1)]
+    first, again, other = (None if one is None else one._card for one in found)
+    assert first is again
+    assert None is not other is not first

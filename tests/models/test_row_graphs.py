@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable
@@ -397,6 +398,8 @@ def test_short_memory_makes_fewer_rows_at_once(fits: int, monkeypatch: pytest.Mo
     assert {bucket for _, bucket, _ in graphs._graphs} == {32} | ({256} if fits > 256 else set())
     assert not graphs.find(0, most + 1, looks=False)
     assert not graphs.wants_more
+    # More rows together would take other slots than those that graphs read.
+    assert graphs.room_for(20) == (8 if fits > 256 else 2)
     assert prompt.run(compiled, looks=False, together=True) > 0
 
 
@@ -432,6 +435,8 @@ def test_slots_wait_for_their_last_user_on_another_stream(monkeypatch: pytest.Mo
     one.run(compiled, looks=False, together=True)
     assert not waits
     here = Named("background")
+    graphs._slots.reserve()  # which lets the prompt's memory go
+    assert waits == [("background", "prompt")]
     graphs.capture()
     assert ("background", "prompt") in waits
     here = Named("another prompt")
@@ -542,10 +547,30 @@ def test_a_prompt_without_memory_leaves_it_to_the_next(monkeypatch: pytest.Monke
         patch.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError("no memory")))
         with pytest.raises(torch.OutOfMemoryError):
             slots.of(200)
+        with pytest.raises(torch.OutOfMemoryError):
+            slots.reserve()
+    assert slots.most_rows == 1  # of none, no prompt could be computed
     assert set(slots.of(20)) == set(slots._widths)
     # Prompts that began before memory was short never take more than graphs know.
     slots.most_rows = 16
     assert compiled.most_rows == 16
+
+
+def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Noting(RecordedGraph):
+        def __init__(self, *given: Any) -> None:
+            seen.append(gc.isenabled())
+            super().__init__(*given)
+
+    monkeypatch.setattr(rowgraphs, "Graph", Noting)
+    _, graphs = graphs_of(deep("llama"))
+    graphs.find(0, 20, looks=False)
+    graphs.capture()
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 def test_what_a_prompt_in_inference_mode_took_is_captured() -> None:
