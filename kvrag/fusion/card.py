@@ -553,7 +553,8 @@ class CardReading:
         """Place layers of a group, in the stream that computes the prompt."""
         if self._placement is None:
             keys, values = self._fused.layers
-            widths = {table.cos.shape[-1] for table in self._tables}
+            distinct = list({id(one): one for one in self._tables}.values())  # layers share them
+            widths = {table.cos.shape[-1] for table in distinct}
             parts = list(self._parts())
             if not any(parts):
                 return
@@ -563,7 +564,7 @@ class CardReading:
                 values,
                 widths,
                 lambda one: self._upload(one, self._computing),
-                in_kernel=False if any(table.in_pairs for table in self._tables) else None,
+                in_kernel=False if any(table.in_pairs for table in distinct) else None,
             )
         for event in self._copied[number]:
             self._computing.wait_event(event)

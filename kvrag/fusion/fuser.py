@@ -181,20 +181,19 @@ def fuse_in_slices(
         loader.end()
     # Making a record is computing, and opening had to wait for it.
     clock.move("load", "compute", sum(loader.made_seconds.values()))
-    report = replace(
-        made.report,
-        hidden_load_seconds=loader.hidden_seconds,
-        num_decoded_by_host=loader.num_decoded_by_host,
-    )
+    told: dict[str, Any] = {
+        "hidden_load_seconds": loader.hidden_seconds,
+        "num_decoded_by_host": loader.num_decoded_by_host,
+        "decisions": tuple(_with_outcomes(plan, loader, made.report)),
+    }
     if loading.hot is not None:
-        chunks, num_bytes = loading.hot.num_found, loading.hot.bytes_found
-        report = replace(report, hot_chunks=dict(chunks), hot_bytes=dict(num_bytes))
+        told["hot_chunks"] = dict(loading.hot.num_found)
+        told["hot_bytes"] = dict(loading.hot.bytes_found)
     if loading.streaming is not None:
         assert loader.stream_report is not None
-        stream = loading.streaming.closing(loader.stream_report, computing_seconds(clock.seconds))
-        report = replace(report, stream=stream)
-    outcomes = tuple(_with_outcomes(plan, loader, report))
-    return replace(made, report=replace(report, decisions=outcomes))
+        computed = computing_seconds(clock.seconds)
+        told["stream"] = loading.streaming.closing(loader.stream_report, computed)
+    return replace(made, report=replace(made.report, **told))
 
 
 fuse = in_one_go(fuse_in_slices)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.segments import Match
+from kvrag.models.known_text import ids_of
 from kvrag.models.tokens import SpliceOffsets, Tokens, num_equal
 
 # -- which record a text is taken from -----------------------------------------------------------
@@ -393,23 +393,6 @@ def lay_out(
     )
 
 
-_latest: tuple[Sequence[int], NDArray[np.int64]] = (), np.empty(0, np.int64)
-
-
-def ids_of(token_ids: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return tokens as an array, which nobody writes to.
-
-    The latest one is kept: a prompt is asked for several times, and it takes a tenth of a
-    millisecond for thousands of tokens.
-    """
-    global _latest
-    held, found = _latest
-    if held is not token_ids:
-        found = np.array(token_ids, np.int64)
-        _latest = token_ids, found
-    return found
-
-
 def shared_beginning(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> tuple[int, bool]:
     """Return how many tokens of the shared prefix a prompt begins with, and whether with all."""
     length = num_equal(token_ids, prefix)
@@ -421,7 +404,7 @@ def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> Found
     run = slice(span.chunk_start, span.chunk_end)
     first = known[0]
     return FoundText(
-        chunks=[chunk for chunk in known if chunk.token_ids[run] == first.token_ids[run]],
+        chunks=[one for one in known if one is first or one.token_ids[run] == first.token_ids[run]],
         is_whole=span.is_whole(first),
         has_more=match.has_more or len(known) < 1 + len(match.other_ids),
     )

@@ -12,9 +12,10 @@ import torch
 
 from kvrag.arguments import shown
 from kvrag.errors import LinksError, ParameterError
-from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan, ids_of
+from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
 from kvrag.fusion.links import LinksHeader, LinkTokens, find_links
 from kvrag.models.adapter import RowAdapter
+from kvrag.models.known_text import ids_of
 from kvrag.models.kv_model import KVModel
 
 

@@ -24,14 +24,7 @@ from kvrag.errors import ParameterError
 # Characters sampled to decide whether to check a position; a head has at least as many.
 _NUM_SAMPLED = 6
 # Odd multipliers without a pattern, so that few positions are checked in vain.
-_FACTORS = (
-    0x9E3779B97F4A7C15,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0xD6E8FEB86659FD93,
-    0xA0761D6478BD642F,
-    0xE7037ED1A0B428DB,
-)
+_FACTORS = (0x9E3779B9, 0xC2B2AE3D, 0x165667B1, 0xD6E8FEB9, 0xA0761D65, 0xE7037ED1)
 _LEAST_MARKS = 1 << 16
 _MARKS_PER_HEAD = 8
 # Marking takes half a kilobyte per head. An index's heads are marked as they are added, not all at
@@ -40,7 +33,7 @@ _MARKED_AT_ONCE = 1 << 12
 # Up to this many positions are looked up one by one.
 _FEW = 256
 
-_Codes = NDArray[np.uint64]
+_Codes = NDArray[np.uint32]
 
 
 class Heads:
@@ -105,7 +98,7 @@ class Heads:
             self._mark()
             codes, num_places = _codes(text[start:end]), end - start - width + 1
             sampled = [codes[offset : offset + num_places] for offset in self._sampled]
-            marked = self._marks[_index(sampled, len(self._marks))]
+            marked = self._marks.take(_index(sampled, len(self._marks)))
             places = (marked.nonzero()[0] + start).tolist()
         return [place for place in places if text[place : place + width] in families]
 
@@ -129,18 +122,18 @@ class Heads:
 
 def _index(sampled: Iterable[_Codes], num_marks: int) -> _Codes:
     """Return ``[n]``: the index of the mark of each of n places, from their sampled characters."""
-    products = (codes * np.uint64(factor) for codes, factor in zip(sampled, _FACTORS, strict=True))
+    products = (codes * np.uint32(factor) for codes, factor in zip(sampled, _FACTORS, strict=True))
     mixed = next(products)
     for product in products:
         mixed ^= product
     # All characters influence the highest bits.
-    mixed >>= np.uint64(64 - (num_marks.bit_length() - 1))
+    mixed >>= np.uint32(32 - (num_marks.bit_length() - 1))
     return mixed
 
 
 def _codes(text: str) -> _Codes:
-    """Return the characters' code points as 64-bit numbers."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    """Return the characters' code points."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 HEAD_LENGTH = 32

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
 from kvrag.fusion import runs as r
-from kvrag.fusion.layout import Layout, ids_of
+from kvrag.fusion.layout import Layout
 from kvrag.ingest import cachefile
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import RUNS_NAME as FILE_NAME
 from kvrag.ingest.schema import NO_GENERATION
+from kvrag.models.known_text import ids_of
 
 # Text that very many chunks have in common, such as a licence, says little about which it is.
 _MAX_ROWS = 32

@@ -58,6 +58,7 @@ class _Middle:
     first: int
     end: int
     token_ids: tuple[int, ...]
+    ids: NDArray[np.int64]
     starts: NDArray[np.int64]
 
 
@@ -123,7 +124,7 @@ class KnownTexts:
         return middle
 
     def _middle_of(self, chunk: Chunk, size: int) -> _Middle | None:
-        text, (_, starts) = chunk.text[:size], chunk.arrays
+        text, (ids, starts) = chunk.text[:size], chunk.arrays
         borders = _FIRST.search(text), _LAST.match(text)
         first, end = (0 if border is None else border.end() for border in borders)
         if end - first < _MIN_TAKEN or self._holds_control(chunk.text):
@@ -135,7 +136,7 @@ class KnownTexts:
         spelt = b"".join(map(self._spellings.__getitem__, token_ids))
         if spelt != text[first:end].encode():
             return None
-        return _Middle(first, end, token_ids, starts[tokens])
+        return _Middle(first, end, token_ids, ids[tokens], starts[tokens])
 
 
 class _Spellings(dict[int, bytes]):
@@ -168,17 +169,40 @@ def _joined(
     # What the tokenizer adds has no place.
     places = apart + (np.repeat(shifts, np.diff(edges)) * (apart[:, 1] > 0))[:, None]
     listed = list(map(tuple, places.tolist()))
+    own = np.array(rest.token_ids, np.int64)
     token_ids: list[int] = []
+    ids: list[NDArray[np.int64]] = []
     starts: list[NDArray[np.int64]] = []
     spans: dict[int, Span] = {}
     for (begin, end), one in zip(pairwise(edges), (*taken, None), strict=True):
         spans.update(enumerate(listed[begin:end], len(token_ids)))
         token_ids += rest.token_ids[begin:end]
+        ids.append(own[begin:end])
         starts.append(places[begin:end, 0])
         if one is not None:
             token_ids += one[1].token_ids
+            ids.append(one[1].ids)
             starts.append(one[1].starts + one[0])
-    return Tokens(tuple(token_ids), SpliceOffsets(np.concatenate(starts), spans, offsets))
+    made = tuple(token_ids)
+    ids_of(made, np.concatenate(ids))
+    return Tokens(made, SpliceOffsets(np.concatenate(starts), spans, offsets))
+
+
+_latest: tuple[Sequence[int], NDArray[np.int64]] = (), np.empty(0, np.int64)
+
+
+def ids_of(token_ids: tuple[int, ...], known: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Return tokens as an array, which nobody writes to; `known` is that array, if it is there.
+
+    The latest one is kept: a prompt is asked for several times, and it takes a tenth of a
+    millisecond for thousands of tokens.
+    """
+    global _latest
+    held, found = _latest
+    if held is not token_ids:
+        found = np.array(token_ids, np.int64) if known is None else known
+        _latest = token_ids, found
+    return found
 
 
 def cuts_at_borders(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -24,7 +24,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from kvrag.chunk import Chunk, normalise_text
 from kvrag.models import known_text
 from kvrag.models.control import ControlTokens, encode_documents
-from kvrag.models.known_text import PATTERNS, KnownText, KnownTexts, cuts_at_borders
+from kvrag.models.known_text import (
+    PATTERNS,
+    KnownText,
+    KnownTexts,
+    cuts_at_borders,
+    ids_of,
+)
 from kvrag.models.loading import load_tokenizer
 from kvrag.models.tokens import SpliceOffsets, encode
 from kvrag_train.tokenizer import build_tokenizer
@@ -152,6 +158,7 @@ def check(name: str, chunks: list[str], betweens: list[str], keeps: bool, cut: i
             if isinstance(found.offsets, SpliceOffsets):
                 assert name in {*CUTTING, SMOLLM2}
                 assert found.offsets.starts.tolist() == [start for start, _ in expected.offsets]
+            assert ids_of(found.token_ids).tolist() == list(expected.token_ids)
         if control is not None:
             data = [(one.start, one.end) for one in known]
             whole = control.prompt(prompt, add_special_tokens=adds, data=data)

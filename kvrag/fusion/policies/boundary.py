@@ -9,7 +9,13 @@ from typing import ClassVar
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, check_ratio, share_of
+from kvrag.fusion.policies.base import (
+    PromptRows,
+    RecomputePolicy,
+    check_ratio,
+    joined_ranges,
+    share_of,
+)
 
 DEFAULT_TOKENS = 16
 
@@ -73,8 +79,7 @@ class BoundaryPolicy(RecomputePolicy):
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         tokens = self.tokens_of(prompt)
-        starts = [
-            torch.arange(span.prompt_start, min(span.prompt_end, span.prompt_start + tokens))
-            for span in prompt.spans
-        ]
-        return torch.cat(starts) if starts else torch.empty(0, dtype=torch.long)
+        return joined_ranges(
+            range(one.prompt_start, one.prompt_start + min(one.length, tokens))
+            for one in prompt.spans
+        )
