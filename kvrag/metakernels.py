@@ -22,7 +22,7 @@ _lock = RLock()
 
 def postpone() -> None:
     """Leave them out of ``import torch`` in this process, until `need` is called."""
-    if "torch" not in sys.modules and _Finder not in sys.meta_path:
+    if not {"torch", *_NEED} & sys.modules.keys() and _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
 
 
@@ -64,10 +64,11 @@ class _Later(Loader):
         from torch._opaque_base import OpaqueBaseMeta
 
         def attribute(name: str) -> Any:
-            if name.startswith("__"):
+            if not name.startswith("__"):
+                need()  # or wait for the thread that does
+            if name not in vars(module):
                 raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
-            need()
-            return getattr(module, name)
+            return vars(module)[name]
 
         module.__getattr__ = attribute  # type: ignore[method-assign]
         # What is left out would do so; without it, no generator can be made.
@@ -75,6 +76,6 @@ class _Later(Loader):
 
     def load(self, module: ModuleType) -> None:
         """Fill the module."""
-        del module.__getattr__
         module.__loader__ = self._loader
         self._loader.exec_module(module)
+        del module.__getattr__

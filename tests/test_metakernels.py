@@ -33,6 +33,25 @@ print(json.dumps([has_begun_without, "torch._prims" in sys.modules, drawn, told(
 """
 
 
+AT_ONCE = """
+import threading
+failed, begins = [], threading.Barrier(9)
+def use(number):
+    begins.wait()
+    try:
+        exec(["torch._meta_registrations.aten", "import transformers",
+              "metakernels.need()"][number % 3], globals())
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=use, args=[number], daemon=True) for number in range(9)]
+for one in threads: one.start()
+for one in threads: one.join(10)
+assert not failed and not any(one.is_alive() for one in threads), failed
+try: torch._meta_registrations.nothing
+except AttributeError as error: assert "nothing" in str(error)
+"""
+
+
 def probed(before: str, after: str, folder: Path | None = None) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(before=before, after=after)],
@@ -56,14 +75,15 @@ def whole() -> list[Any]:
     [
         "metakernels.need(); metakernels.need()",
         "import transformers",
-        "assert sys.modules['torch._meta_registrations'].aten",
+        "assert torch._meta_registrations.aten",
+        AT_ONCE,
         "from kvrag.cli.opening import load_object; load_object('mine:embedding', '--embedding')",
     ],
 )
 def test_whatever_needs_them_brings_them_all(need: str, whole: list[Any], tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text("import torch")
     (tmp_path / "mine.py").write_text("embedding = 1")
-    after = f"without = told(); sys.path.insert(0, {str(tmp_path)!r}); {need}"
+    after = f"without = told(); sys.path.insert(0, {str(tmp_path)!r})\n{need}"
     begun, ended, drawn, found, without = probed("metakernels.postpone()", after)
     assert (begun, ended, drawn, found) == (True, *whole[1:4])
     # Numbers are computed as ever.
@@ -71,7 +91,15 @@ def test_whatever_needs_them_brings_them_all(need: str, whole: list[Any], tmp_pa
     assert without[2] != found[2]
 
 
-@pytest.mark.parametrize("before", ["metakernels.need()", "metakernels._TRIED = ('0.',)"])
-def test_otherwise_pytorch_is_imported_as_it_is(before: str, whole: list[Any]) -> None:
-    assert probed(f"metakernels.postpone(); {before}", "") == whole
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "metakernels.need()"),
+        ("", "metakernels._TRIED = ('0.',)"),
+        # It imports PyTorch only when something of it is used.
+        ("sys.modules['transformers'] = sys", ""),
+    ],
+)
+def test_otherwise_pytorch_is_imported_as_it_is(before: str, after: str, whole: list[Any]) -> None:
+    assert probed(f"{before}\nmetakernels.postpone(); {after}", "") == whole
     assert whole[:2] == [False, True]

@@ -93,7 +93,9 @@ def place(index: Path | str, *, makes: bool) -> Path | None:
         if makes:
             folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-    except OSError:
+    except OSError as error:
+        if makes:
+            console.note(f"'kvrag query' will not ask this server: {error}")
         return None
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if not is_own or found.st_mode & 0o077:

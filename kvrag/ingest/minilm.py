@@ -109,6 +109,13 @@ class _Tokenizer:
     def __call__(self, text: str, **_: Any) -> _Tokens:
         return _Tokens(self._backend.encode(text, add_special_tokens=False))
 
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        """Return the text of tokens."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
     def cut(self, text: str, most: int) -> list[int]:
         """Return the ids of a text, special tokens included, cut to at most `most`."""
         found = self._backend.encode(text)

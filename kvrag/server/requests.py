@@ -22,6 +22,7 @@ from kvrag.engine.options import MAX_LOGPROBS, Sampling
 from kvrag.llms.tool_calls import Shape, shape
 from kvrag.models.chat import role_of
 from kvrag.optiontable import Option, kind_of, options_of
+from kvrag.server.problems import validation_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,13 +113,12 @@ few_pieces = BeforeValidator(_few_pieces)
 
 
 def of_other_form(kind: type[Body], given: dict[str, Any]) -> Body:
-    """Return a request that came in another form. Raises ValueError with its first error."""
+    """Return a request that came in another form. Raises ValueError that says what is wrong."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}." for part in first["loc"])[:-1]
-        raise ValueError(f"{where}: {first['msg']}" if where else str(first["msg"])) from error
+        found = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
+        raise ValueError(validation_problem(found).message) from error
 
 
 class StreamOptions(Strict):

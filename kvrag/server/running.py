@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import json
 import logging
@@ -221,9 +222,14 @@ class Server:
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or str(error)
+            is_taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+            remedy = (
+                "choose another --port, or 0 for a free one"
+                if is_taken
+                else "choose a --host of this machine"
+            )
             raise ParameterError(
-                f"cannot listen at {host}, port {port}: {why}; choose another --port, or 0 for a "
-                "free one"
+                f"cannot listen at {host}, port {port}: {why}; {remedy}"
             ) from error
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Connections inherit it.

@@ -151,7 +151,7 @@ def test_the_environments_key(index_path: Path) -> None:
         (["--prot", "80"], "no option --prot (is it '--port'?)"),
         (["--engine", "vllm", "--streams", "3"], "--streams is for --engine transformers"),
         (["--host", "999.1.1.1"], "without keys"),
-        (["--host", "999.1.1.1", "--anyone"], "cannot listen at 999.1.1.1"),
+        (["--host", "999.1.1.1", "--anyone"], "choose a --host of this machine"),
         (["--policy", "none:shift=x"], "shift"),
         (["--allow-origin", "app.example"], "expected an origin"),
         (["--allow-origin", "https://app.example/"], "expected an origin"),

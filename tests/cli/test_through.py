@@ -363,6 +363,14 @@ def test_only_this_user_may_open_it(run: Run, index_folder: Path, place: Path) -
     assert f"{place} is not used" in done.err
 
 
+def test_a_server_says_that_it_has_no_place(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(index_folder / "nowhere"))
+    with listening(index_folder):
+        assert "will not ask this server" in capfd.readouterr().err
+
+
 def test_answers_are_counted(run: Run, index_folder: Path) -> None:
     common = ("query", "--index", index_folder, "--max-tokens", 3)
     with served(index_folder) as metrics:
