@@ -103,3 +103,19 @@ def test_whatever_needs_them_brings_them_all(need: str, whole: list[Any], tmp_pa
 def test_otherwise_pytorch_is_imported_as_it_is(before: str, after: str, whole: list[Any]) -> None:
     assert probed(f"{before}\nmetakernels.postpone(); {after}", "") == whole
     assert whole[:2] == [False, True]
+
+
+@pytest.mark.parametrize(("command", "postponed"), [("query", [True]), ("serve", [])])
+def test_a_server_has_them_before_its_threads(
+    command: str, postponed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.cli import main
+
+    seen: list[bool] = []
+    monkeypatch.setattr(sys, "argv", ["kvrag", command])
+    monkeypatch.setattr(main, "app", lambda: None)
+    monkeypatch.setattr(main.metakernels, "postpone", lambda: seen.append(True))
+    monkeypatch.setattr(main.gc, "freeze", lambda: None)
+    monkeypatch.setattr(main.os, "_exit", lambda code: None)
+    main.run()
+    assert seen == postponed

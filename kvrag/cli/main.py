@@ -132,7 +132,8 @@ def run() -> None:
     """Run the command line and exit with its code."""
     _let_waiting_threads_sleep()
     _collect_garbage_less_often()
-    metakernels.postpone()
+    if sys.argv[1:2] != ["serve"]:  # whose threads may need them at once, whatever they import
+        metakernels.postpone()
     for stream in (sys.stdout, sys.stderr):
         # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):
