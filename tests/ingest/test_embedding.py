@@ -113,8 +113,8 @@ def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit(
     for text in texts:
         np.testing.assert_array_equal(own.embed_query(text), library.embed_query(text))
         assert own.windows(text) == library.windows(text)
-        assert own.tokenizer(text)["input_ids"] == library.tokenizer.encode(text)[1:-1]
-    ids = library.tokenizer.encode(texts[-1])
+        ids = library.tokenizer.encode(text, verbose=False)
+        assert own.tokenizer(text)["input_ids"] == ids[1:-1]
     for skips in (True, False):
         how = {"skip_special_tokens": skips, "clean_up_tokenization_spaces": False}
         assert own.tokenizer.decode(ids, **how) == library.tokenizer.decode(ids, **how)
