@@ -333,7 +333,15 @@ def load_decoder(folder: str, known: Remembered, dtype: torch.dtype | None) -> D
     if kind not in DTYPES or not is_plain or shapes != expected:
         return None
     weights = {name: one if name in small else one.to(kind) for name, one in weights.items()}
-    return Decoder(known, weights, folder).requires_grad_(False).eval()
+    try:
+        made = Decoder(known, weights, folder)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # the description of kept bits is damaged; loading by Transformers says it
+        return None
+    return made.requires_grad_(False).eval()
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:

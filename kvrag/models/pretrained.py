@@ -150,7 +150,13 @@ def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
             f"model type {arguments.shown(config.model_type)} is not supported: Transformers has "
             f"no model of it that continues text. {INSTEAD}"
         )
-    config.tie_word_embeddings = whole.tie_word_embeddings
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedModelError(
+            f"model type {arguments.shown(kind)} is not supported: its config.json names no stack "
+            f"of decoder layers. {INSTEAD}"
+        )
+    if hasattr(whole, "tie_word_embeddings"):
+        config.tie_word_embeddings = whole.tie_word_embeddings
     if config.model_type not in (*TESTED, *WHOLE):
         _check_structure(config)
     quantised = getattr(whole, "quantization_config", None)

@@ -29,6 +29,7 @@ _SIZE = re.compile(r"(num|n)_.*|.*(_size|_dim|_heads|_layers|_experts|_rank)|d_.
 _SPARE_FACTOR, _SPARE_ELEMENTS = 4, 1 << 26
 # Weights that one integer of a quantised checkpoint holds, with 2 bits each.
 _MOST_IN_ONE = {"U8": 4, "I32": 16}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = True) -> None:
@@ -89,11 +90,19 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         )
 
     for name, weight in model.state_dict().items():
-        shape = named.get(name, {}).get("shape")
-        if shape is not None and math.prod(shape) != weight.numel() and not is_quantised:
+        if name not in named or is_quantised:
+            continue
+        shape, kind = named[name]["shape"], named[name]["dtype"]
+        if shape != list(weight.shape):
             raise ModelLoadError(
                 f"{reference}: {name} has the shape {shape}, but config.json describes "
                 f"{list(weight.shape)}; restore config.json, or take the weights that belong to it"
+            )
+        if weight.is_floating_point() and kind not in _FLOATS:
+            raise ModelLoadError(
+                f"{reference}: {name} has numbers of type {kind}, but config.json names no "
+                "quantisation, so their scales would be left out; take the checkpoint with its "
+                "own config.json, or the model in 16 bits"
             )
 
 
@@ -104,11 +113,11 @@ def _in_folder(folder: Path) -> list[Path]:
         return []
     try:
         names = set(json.loads(read_regular(folder / _INDEX))["weight_map"].values())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return [folder / name for name in sorted(names)]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelLoadError(
             f"{folder / _INDEX} names no files of weights (weight_map); restore it"
         ) from error
-    return [folder / name for name in sorted(names)]
 
 
 def _of_hub(name: str) -> list[Path]:
@@ -130,12 +139,16 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             )
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} is missing, but {_INDEX} names it; restore it") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         header = {}
-    header.pop("__metadata__", None)
-    if not header:
-        raise ModelLoadError(f"{path} is no safetensors file, or is cut short; restore it")
-    end = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
+    try:
+        header.pop("__metadata__", None)
+        end = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
+        _ = [(entry["dtype"].upper(), *map(int, entry["shape"])) for entry in header.values()]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{path} is no safetensors file, or is cut short; restore it"
+        ) from error
     if end > size:
         raise ModelLoadError(
             f"{path} is cut short: expected {end:,} bytes, found {size:,}; restore it"

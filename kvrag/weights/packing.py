@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrag.errors import ModelLoadError
 from kvrag.weights.architectures import (
     ADD_ONE,
     IN_PAIRS,
@@ -132,7 +133,8 @@ def greatest(kind: str, rows: _Bytes) -> Any:
     halves = [blocks[:, 208:]] if kind == "Q6_K" else [blocks[:, :2], blocks[:, 2:4]]
     if kind in ("Q4_0", "Q5_0", "Q8_0"):
         halves.pop()
-    return max(float(np.abs(_halves(two)).max()) for two in halves) * (128 if weights > 32 else 1)
+    found = np.max([np.abs(_halves(two)).max() for two in halves])  # NaN, if any is
+    return float(found) * (128 if weights > 32 else 1)
 
 
 KINDS: dict[str, tuple[int, int, Callable[[Any], _Taken]]] = {
@@ -281,6 +283,7 @@ def plan(known: Metadata, *, is_small: bool) -> Plan:
                 tensor.tensor_type.name, tensor.data, order
             )
             _check_shape(known, tensor.name, one.shape, shapes[name])
+            _check_finite(known, tensor.name, np.isfinite(greatest(one.kind, one.data)))
             continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         values = values[order] if known.architecture in IN_PAIRS else values
@@ -295,6 +298,7 @@ def plan(known: Metadata, *, is_small: bool) -> Plan:
         elif part is not None:
             place = place.chunk(2, 1)[part]
         _check_shape(known, tensor.name, tuple(made.shape), tuple(place.shape))
+        _check_finite(known, tensor.name, bool(made.isfinite().all()))
         place.copy_(made)
     if lacking := sorted(places[name][0] for name in places.keys() - known.tensors.keys()):
         raise known.refusal(
@@ -335,6 +339,13 @@ def _check_shape(
     if found != expected:
         raise known.refusal(
             f"has {name} of shape {found}, but says that its model has {expected} there"
+        )
+
+
+def _check_finite(known: Metadata, name: str, is_finite: bool) -> None:
+    if not is_finite:
+        raise ModelLoadError(
+            f"{known.path} has {name} with NaN or infinity in it: it is damaged; fetch it again"
         )
 
 

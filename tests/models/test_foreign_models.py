@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.ingest.embedding import get_embedding
@@ -117,6 +120,16 @@ def test_an_encoders_own_python_never_runs(
         ({"model_type": 7}, "could not load"),
         ({"rope_parameters": []}, "could not load|config.json"),
         ({"model_type": "florble"}, "has no models of its type, florble; a newer version"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "kvrag",
+                    "version": 2,
+                    "weights": {"lm_head": {}},
+                }
+            },
+            "could not load",
+        ),
         ({"model_type": None}, "has no models of its type|names its model_type"),
         ({"intermediate_size": 77}, r"_proj.weight has the shape \[.*config.json describes \["),
     ],
@@ -174,10 +187,50 @@ def test_damaged_weights(folder: Path, damage: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "header",
+    [
+        b"[1, 2]",
+        b'{"a":' * 5000,
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "x"]}}',
+    ],
+)
+def test_headers_of_weights_that_are_no_headers(folder: Path, header: bytes) -> None:
+    data = len(header).to_bytes(8, "little") + header
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelLoadError, match=r"no safetensors file, or is cut short; restore it"):
+        KVModel.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.to(torch.int8), "has numbers of type I8, but config.json names no quant"),
+        (lambda one: one.T.contiguous(), r"has the shape \[128, 384\], but .* \[384, 128\]"),
+    ],
+)
+def test_weights_that_would_be_taken_for_others(
+    folder: Path, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    path, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(path)
+    save_file(weights | {name: change(weights[name])}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"{name} {message}"):
+        KVModel.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["blt", "voxtral"])
+def test_types_whose_configurations_lack_what_others_have(tmp_path: Path, kind: str) -> None:
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises((ModelLoadError, UnsupportedModelError)):
+        KVModel.load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("index", "message"),
     [
         ('{"weight_map": {"a": "b.safetensors"}}', r"b.safetensors is missing, but .*index.json"),
         ("{}", r"index.json names no files of weights"),
+        ('{"weight_map": {"a": 7}}', r"index.json names no files of weights"),
         ("[1", r"index.json names no files of weights"),
     ],
 )

@@ -10,9 +10,13 @@ import torch
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ModelLoadError, ParameterError
+from kvrag.fusion.fuser import fuse
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
+from kvrag.kvcache import FusedKV
 from kvrag.models.compute import resolved_compute
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import model_fingerprint
@@ -25,6 +29,7 @@ from kvrag.weights.packing import KINDS, _safetensors, greatest, plan, take_apar
 from kvrag_bench.floor import FloorMeter
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.gguf_files import random_blocks, write_gguf
+from tools import large_gguf
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="kernels compute with them")
 
@@ -83,6 +88,20 @@ def test_a_model_in_its_bits_is_the_one_in_16(kind: str, tmp_path: Path) -> None
     widened = hf.float()(ids).logits
     assert widened.dtype == torch.float32
     assert (widened - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_blocks_whose_scale_is_no_number_are_refused(scale: float, tmp_path: Path) -> None:
+    """Kernels would clamp it, and compute something else than the file says."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, kind="Q4_1")
+    reader = gguf.GGUFReader(str(path), "r+")
+    rows = next(one.data for one in reader.tensors if one.name == "blk.0.ffn_up.weight")
+    rows[3, 2:4] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    reader.data.flush()
+    for is_small in (True, False):
+        with pytest.raises(ModelLoadError, match=r"blk.0.ffn_up.weight with NaN or infinity"):
+            plan(Metadata(path, gguf.GGUFReader(str(path))), is_small=is_small)
 
 
 def test_rows_of_k_blocks_are_laid_out_and_put_in_order(tmp_path: Path) -> None:
@@ -207,3 +226,24 @@ def test_another_version_of_the_layout_is_refused(
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelLoadError, match=r"^this GGUF.*another version of kvrag \(format 99"):
         load_weights(folder, None, None)
+
+
+def test_the_file_of_the_large_bench_is_converted_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"HIDDEN": 256, "INNER": 512, "HEADS": 4, "KV_HEADS": 2, "VOCABULARY": 512}
+    for name, size in sizes.items():
+        monkeypatch.setattr(large_gguf, name, size)
+    large_gguf.write(tmp_path / "large.gguf", 2)
+    monkeypatch.setenv("KVRAG_MODELS", str(tmp_path / "models"))
+    model = KVModel.load(tmp_path / "large.gguf")
+    assert len(small_layers(model.decoder)) == 2 * 7 + 2
+    fused = fuse(
+        model,
+        Layout(tuple(range(40, 72)), (), 0, True, {}),
+        lambda *_: None,
+        NonePolicy(),
+        FusedKV(model.spec, 32, 33),
+    )
+    assert fused.logits.isfinite().all()
+    assert fused.logits.std() > 0
