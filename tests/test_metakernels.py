@@ -116,6 +116,5 @@ def test_a_server_has_them_before_its_threads(
     monkeypatch.setattr(main, "app", lambda: None)
     monkeypatch.setattr(main.metakernels, "postpone", lambda: seen.append(True))
     monkeypatch.setattr(main.gc, "freeze", lambda: None)
-    monkeypatch.setattr(main.os, "_exit", lambda code: None)
     main.run()
     assert seen == postponed

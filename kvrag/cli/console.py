@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import typer
 
@@ -138,8 +138,10 @@ class Lines:
             print(harmless(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
-Say: TypeAlias = Callable[..., None]
-"""Shows another text, and perhaps what share is done."""
+class Say(Protocol):
+    """Shows another text, and perhaps what share is done."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
 
 @contextmanager

@@ -335,11 +335,8 @@ def load_decoder(folder: str, known: Remembered, dtype: torch.dtype | None) -> D
     weights = {name: one if name in small else one.to(kind) for name, one in weights.items()}
     try:
         made = Decoder(known, weights, folder)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # the description of kept bits is damaged; loading by Transformers says it
+    except (KeyError, TypeError, ValueError):
+        # The description of kept bits is damaged; loading by Transformers says so.
         return None
     return made.requires_grad_(False).eval()
 

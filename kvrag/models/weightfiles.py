@@ -30,6 +30,10 @@ _SPARE_FACTOR, _SPARE_ELEMENTS = 4, 1 << 26
 # Weights that one integer of a quantised checkpoint holds, with 2 bits each.
 _MOST_IN_ONE = {"U8": 4, "I32": 16}
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_UNNAMED = (
+    "but config.json names no quantisation, so their scales would be left out; take the checkpoint "
+    "with its own config.json, or the model in 16 bits"
+)
 
 
 def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = True) -> None:
@@ -74,9 +78,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     is_quantised = getattr(config, "quantization_config", None) is not None
     if eighths and not is_quantised:
         raise ModelLoadError(
-            f"{reference}: its weights are 8-bit floats ({', '.join(sorted(eighths))}), but "
-            "config.json names no quantisation, so their scales would be left out; take the "
-            "checkpoint with its own config.json, or the model in 16 bits"
+            f"{reference}: its weights are 8-bit floats ({', '.join(sorted(eighths))}), {_UNNAMED}"
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
@@ -99,11 +101,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
                 f"{list(weight.shape)}; restore config.json, or take the weights that belong to it"
             )
         if weight.is_floating_point() and kind not in _FLOATS:
-            raise ModelLoadError(
-                f"{reference}: {name} has numbers of type {kind}, but config.json names no "
-                "quantisation, so their scales would be left out; take the checkpoint with its "
-                "own config.json, or the model in 16 bits"
-            )
+            raise ModelLoadError(f"{reference}: {name} has numbers of type {kind}, {_UNNAMED}")
 
 
 def _in_folder(folder: Path) -> list[Path]:

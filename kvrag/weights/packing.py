@@ -7,9 +7,11 @@ The folder is one of Transformers' with a kind of quantisation of kvrag's own, w
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,7 +128,7 @@ def _k_sixes(blocks: _Bytes) -> _Taken:
     return 6, low | (high & 3).reshape(low.shape) << 4, scale, None
 
 
-def greatest(kind: str, rows: _Bytes) -> Any:
+def greatest(kind: str, rows: _Bytes) -> float:
     """Return a number that no scale or least of rows ``[N, bytes]`` is above."""
     block_bytes, weights, _ = KINDS[kind]
     blocks = rows.reshape(-1, block_bytes)
@@ -174,6 +176,11 @@ class _Kept:
         block_bytes, weights, _ = KINDS[self.kind]
         return len(self.order), self.data.shape[1] // block_bytes * weights
 
+    @cached_property
+    def greatest(self) -> float:
+        """What no scale or least is above; all of them are read."""
+        return greatest(self.kind, self.data)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -211,7 +218,7 @@ class Plan:
                 "bits": taken.bits,
                 "shape": one.shape,
                 "has_least": has_least,
-                "factor": GroupedWeight.factor_of(greatest(one.kind, one.data)),
+                "factor": GroupedWeight.factor_of(one.greatest),
             }
             sizes = GroupedWeight.sizes(taken.bits, one.shape, has_least)
             entries[f"{name}.weight"] = "U8", [sum(sizes)]
@@ -283,7 +290,7 @@ def plan(known: Metadata, *, is_small: bool) -> Plan:
                 tensor.tensor_type.name, tensor.data, order
             )
             _check_shape(known, tensor.name, one.shape, shapes[name])
-            _check_finite(known, tensor.name, np.isfinite(greatest(one.kind, one.data)))
+            _check_finite(known, tensor.name, math.isfinite(one.greatest))
             continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         values = values[order] if known.architecture in IN_PAIRS else values
