@@ -28,7 +28,7 @@ from kvrag.engine.sessions import (
 )
 from kvrag.errors import KVRagError, PromptTooLongError
 from kvrag.fusion.controller import Choice
-from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices
+from kvrag.fusion.fuser import FusedPrompt, computing_seconds, fuse_in_slices, fused_again
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.linked_rows import ChosenLinks
 from kvrag.fusion.loader import OpenKV
@@ -280,17 +280,21 @@ class PromptFuser:
         earlier, buffer = begun.earlier, begun.buffer
         if earlier is not None:
             layout = _keeping(layout, laid_out, earlier.num_rows)
+        # Link tokens' adapter is the model's.
+        model = index.model if twin is None or layout.links else twin
         try:
-            fused = yield from fuse_in_slices(
-                # Link tokens' adapter is the model's.
-                index.model if twin is None or layout.links else twin,
-                layout,
-                open_kv or self._opener(request, layout, laid_out.early),
-                choice,
-                buffer,
-                self._links.on_model if layout.links else None,
-                self._loading(request, layout_seconds, laid_out),
-            )
+            if earlier is not None and earlier.num_rows == len(layout.token_ids):
+                fused = fused_again(model, layout, choice, buffer, earlier.turns[-1].hidden)
+            else:
+                fused = yield from fuse_in_slices(
+                    model,
+                    layout,
+                    open_kv or self._opener(request, layout, laid_out.early),
+                    choice,
+                    buffer,
+                    self._links.on_model if layout.links else None,
+                    self._loading(request, layout_seconds, laid_out),
+                )
         except BaseException:  # a cancelled one as well
             if earlier is not None and earlier.goes_on:
                 # The conversation may go on: its rows are as they were.
@@ -302,7 +306,8 @@ class PromptFuser:
             raise
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
-        self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
+        if num_rows:
+            self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
         if index.model.lacks_graphs:
             threads.start(index.model.capture_rows, threads.READING)
         if self._prices is not None and layout.spans:

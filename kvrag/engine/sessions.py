@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
@@ -54,12 +54,16 @@ class Turn:
         The first row that depends on a repair chosen for this prompt; `end` if there is none.
     spans
         The spans from `begin` to `settled` that were taken from the store.
+    hidden
+        ``[1, hidden]``: the last layer's output for the prompt's last row. Computed alone, or over
+        repaired rows where a policy has looked over stored ones, the row would be another.
     """
 
     begin: int
     end: int
     settled: int
     spans: tuple[ReusedSpan, ...]
+    hidden: torch.Tensor = field(compare=False)
 
     def num_alike(self, spans: Sequence[ReusedSpan], num_equal: int) -> int:
         """Return how many rows a prompt may take that does not begin with this whole prompt.
@@ -135,8 +139,9 @@ class Kept:
                 alike = turn.num_alike(layout.spans, alike)
                 whole, begin = self.turns[:number], min(alike, turn.begin)
                 break
-        # The last token has to be computed to give logits.
-        num_rows = min(alike, len(layout.token_ids) - 1)
+        # Another prompt's last token has to be computed to give logits.
+        is_again = bool(whole) and whole[-1].end == len(layout.token_ids)
+        num_rows = min(alike, len(layout.token_ids) - (not is_again))
         return Overlap(self, num_rows, min(begin, num_rows), whole)
 
 
@@ -201,10 +206,13 @@ def keep(
     repaired = (span.prompt_start for span in spans if not layout.is_exact(span))
     first = next((place for place in repaired if place >= num_kept), end)
     settled = end if _looks_back(choice) else first
-    turn = Turn(begin, end, settled, tuple(span for span in spans if span.prompt_start < settled))
     if first < end:
         num_exact = min(num_exact, first)
-    return Kept(fused.kv, token_ids, (*turns, turn), num_exact, choice)
+    if begin < end:
+        assert fused.hidden is not None
+        spans = [span for span in spans if span.prompt_start < settled]
+        turns = (*turns, Turn(begin, end, settled, tuple(spans), fused.hidden))
+    return Kept(fused.kv, token_ids, turns, num_exact, choice)
 
 
 def _looks_back(choice: Choice) -> bool:

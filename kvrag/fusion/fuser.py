@@ -77,6 +77,9 @@ class FusedPrompt:
         The fused layout, which describes the rows of `kv`.
     links
         The layout's links, on the model's device; None if the layout has none.
+    hidden
+        ``[1, hidden]``: the last layer's output for the last row, of which `logits` are made; None
+        for a prompt computed as a whole.
     """
 
     kv: FusedKV
@@ -86,6 +89,7 @@ class FusedPrompt:
     picks: tuple[torch.Tensor, ...]
     layout: Layout
     links: LinkTokens | None = None
+    hidden: torch.Tensor | None = None
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
@@ -379,7 +383,29 @@ def execute(
     picks = tuple(selection.picks)
     report = _report(plan, loader, clock, tuple(rows_by_layer), len(fresh), picks)
     report = replace(report, rows_compared=selection.num_compared, compute=model.compute)
-    return FusedPrompt(fused, logits, report, fresh, picks, layout, linked.links)
+    hidden = hidden.clone()  # a card's memory may be its next pass's
+    return FusedPrompt(fused, logits, report, fresh, picks, layout, linked.links, hidden)
+
+
+def fused_again(
+    model: KVModel, layout: Layout, choice: Choice, fused: FusedKV, hidden: torch.Tensor
+) -> FusedPrompt:
+    """Return a prompt all of whose rows are kept, with the last one's output."""
+    clock, hidden = Clock(), hidden.to(model.device)  # the model may have moved
+    none = torch.empty(0, dtype=torch.long, device=model.device)
+    with model.computing_rows():
+        logits = model.logits(hidden)[0]
+    clock.lap("compute")
+    num_tokens, num_layers = len(layout.token_ids), model.layer_stop
+    report = FusionReport(
+        *(str(choice), num_tokens, 0, 0, 0, 0, 0, 0, clock.seconds, (0,) * num_layers),
+        num_kept=num_tokens,
+        num_neutralised=layout.num_neutralised,
+        num_control=layout.num_control,
+        num_folded=layout.num_folded,
+        compute=model.compute,
+    )
+    return FusedPrompt(fused, logits, report, none, (none,) * num_layers, layout, None, hidden)
 
 
 def _forward_slice(

@@ -372,7 +372,7 @@ def test_an_interrupt_loses_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(of, method, _interrupt)
             with pytest.raises(KeyboardInterrupt):
-                engine.generate(PROMPTS[1])
+                engine.generate(PROMPTS[1], reuse=False)
     assert text + "".join(one.text for one in stream) == alone[0, 0]
     assert engine._scheduler.num_open == 0
 

@@ -137,7 +137,10 @@ class Conversations:
     scope="module",
     params=few(
         3,
-        ["two_stage", "query:ratio=0.5", "boundary:ratio=0.3", "none", "deviation", "boundary"],
+        [
+            *("two_stage", "query:ratio=0.5", "boundary:ratio=0.3", "none", "deviation"),
+            *("boundary", "two_stage:look=0.67"),
+        ],
     ),
 )
 def conversations(request: pytest.FixtureRequest, index: Index) -> Conversations:
@@ -151,6 +154,28 @@ def test_an_answer_depends_only_on_the_prompts_that_its_own_begins_with(
 ) -> None:
     conversations.engine = KVEngine(conversations.index)
     conversations.play(data, 8)
+
+
+@pytest.mark.parametrize("policy", ["two_stage", "two_stage:look=0.67", "none"])
+@pytest.mark.parametrize("compute", ["float32", "int8"])
+def test_the_same_prompt_again_is_the_same_to_the_bit(
+    policy: str, compute: str, tmp_path: Path
+) -> None:
+    model = KVModel(make_model(), make_tokenizer(), compute=compute)
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(f"text-{i}", text) for i, text in enumerate(TEXTS)])
+        engine = KVEngine(index, policy=policy, max_tokens=6)
+        prompt = root_of((1, 0, 2), QUESTIONS[0])
+        first = ask(engine, prompt)
+        assert first.picks or policy == "none"
+        longer = next_of(prompt, first.text, (), QUESTIONS[1])
+        second = ask(engine, longer)
+        # The first one is the beginning of what is kept then; a twin is taken from memory as well.
+        for asked, expected in ((prompt, first), (prompt, first), (longer, second)):
+            again = ask(engine, asked)
+            assert again.report.num_kept == again.report.num_tokens
+            assert torch.equal(again.logits, expected.logits)
+            assert again.text == expected.text
 
 
 def test_an_edited_question_takes_no_repair_of_another(index: Index) -> None:
