@@ -91,6 +91,13 @@ class Embedding(ABC):
         vectors = self.embed([window for one in windows for window in one])
         return np.split(vectors, np.cumsum([len(one) for one in windows])[:-1])
 
+    def embed_whole(self, texts: list[str]) -> Vectors:
+        """Return unit vectors ``[len(texts), dim]``: of a long text, the mean of its windows'."""
+        found = self.embed_windows(texts) if texts else []
+        # One window's vector stays as it is, to the last bit.
+        units = [one if len(one) == 1 else _normalised(one.mean(0)[None]) for one in found]
+        return np.concatenate([np.empty((0, self.dim), np.float32), *units])
+
 
 class HashingEmbedding(Embedding):
     """Hashes words, folded, and their beginnings into a fixed number of signed dimensions.

@@ -108,8 +108,7 @@ class KVRagEmbeddings(Embeddings):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector for each text: of a long one, the mean of its windows' vectors."""
-        means = [one.mean(axis=0) for one in self.embedding.embed_windows(texts)] if texts else []
-        return [(one / (np.linalg.norm(one) or 1.0)).tolist() for one in means]
+        return [one.tolist() for one in self.embedding.embed_whole(texts)]
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question."""

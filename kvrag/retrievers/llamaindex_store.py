@@ -70,9 +70,8 @@ class KVRagEmbedding(BaseEmbedding):
         return await asyncio.to_thread(self._get_query_embedding, query)
 
     def _get_text_embedding(self, text: str) -> list[float]:
-        (vectors,) = self._embedding.embed_windows([text])
-        mean: list[float] = vectors.mean(axis=0).tolist()
-        return mean
+        vector: list[float] = self._embedding.embed_whole([text])[0].tolist()
+        return vector
 
 
 class KVRagVectorStore(BasePydanticVectorStore):

@@ -278,7 +278,7 @@ class OllamaGenerate(Answered):
 
 
 class OllamaEmbed(OfOllama):
-    """The body of ``POST /api/embed``. Long texts are read by windows, not cut."""
+    """The body of ``POST /api/embed``. A long text is read by windows, whatever `truncate` says."""
 
     input: str | Annotated[list[str], Field(max_length=q.MAX_INPUTS, fail_fast=True)]
     truncate: bool | None = None

@@ -328,8 +328,8 @@ class Service:
         texts = await self._batches.run(http, lambda: inputs_of(tokenizer, asked.inputs))
         _check_texts(texts, "input")
         num_tokens = await self._charge(texts, asked.user, http)
-        written = write or partial(_embedding_list, asked)
-        body = await self._batches.run(http, lambda: written(embedding.embed(texts), num_tokens))
+        written, embed = write or partial(_embedding_list, asked), embedding.embed_whole
+        body = await self._batches.run(http, lambda: written(embed(texts), num_tokens))
         return Response(body, media_type="application/json")
 
     async def rerank(self, asked: q.RerankRequest, http: HttpRequest) -> r.Ranking:

@@ -1,14 +1,18 @@
 """The server as the official client sees it."""
 
 import base64
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.support.api_server import Served
+from kvrag.chunk import Document
+from kvrag.ingest.index import Index
+from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
 
 QUESTION = "Who keeps the harbour ledger?"
@@ -176,6 +180,30 @@ def test_embeddings_are_the_indexs(client: OpenAI, served: Served, encoding: Any
             found = np.frombuffer(base64.b64decode(found), "<f4")
         np.testing.assert_array_equal(np.asarray(found, np.float32), vector)
     assert answer.usage.total_tokens > 0
+
+
+def test_a_long_text_is_read_to_its_end_at_every_door(rag: Rag, tmp_path: Path) -> None:
+    text = "The ledger lists ships, cargo and fees of the harbour. " * 60
+    texts = [text, f"{text} Oda paints seven lanterns green.", "short"]
+    with Index.create(tmp_path / "index", model=rag.index.model, embedding="minilm") as index:
+        index.add(Document("short", "A fox sleeps."))
+        windows = index.embedding.embed_windows(texts)
+        assert [len(one) > 2 for one in windows] == [True, True, False]
+        means = [one.mean(axis=0) for one in windows]
+        expected = np.stack([one / np.linalg.norm(one) for one in means])
+        assert expected[0] @ expected[1] < 0.999
+        with serving(index) as running:
+
+            def post(path: str, body: dict[str, Any]) -> Any:
+                url = running.url.removesuffix("/v1") + path
+                return httpx.post(url, json={"model": "minilm", **body}, timeout=120).json()
+
+            for path in ("/v1/embeddings", "/api/embed"):
+                told = post(path, {"input": texts})
+                found = told.get("embeddings") or [one["embedding"] for one in told["data"]]
+                np.testing.assert_allclose(found, expected, atol=1e-6)
+            (vector,) = post("/api/embeddings", {"prompt": texts[1]}).values()
+            np.testing.assert_allclose(vector, expected[1], atol=1e-6)
 
 
 def test_token_ids_are_decoded(client: OpenAI, served: Served, rag: Rag) -> None:
