@@ -13,6 +13,7 @@ import torch
 
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.options import Sampling
+from kvrag.errors import ModelLoadError
 
 
 class _CountedPenalty:
@@ -117,6 +118,11 @@ class Sampler:
             ``[vocabulary]``.
         token_ids
             ``[n]``: all tokens so far, including the prompt's.
+
+        Raises
+        ------
+        ModelLoadError
+            If the logits hold NaN, or only minus infinity.
         """
         scores = logits.float()
         if self._allowed is not None:
@@ -127,9 +133,17 @@ class Sampler:
         if self._counted is not None:
             scores = self._counted(scores)
         if self._greedy:
-            token = int(scores.argmax())
+            best, place = scores.max(-1)
+            # NaN is the greatest, and no token; a GPU is waited for once.
+            token = int(torch.where(best > -torch.inf, place, -1))
         else:
             token = self._draw(*_likely(scores, self._sampling))
+        if token < 0:
+            raise ModelLoadError(
+                "the model's logits hold NaN, or only -inf, so that no token can be drawn: its "
+                "weights are damaged, or its numbers leave the range of their type. Run 'kvrag "
+                "models check'; float16 is left less easily as bfloat16 (--dtype)"
+            )
         if self._allowed is not None:
             self._allowed.follow(token)
         if self._counted is not None:
@@ -137,11 +151,11 @@ class Sampler:
         return token
 
     def _draw(self, shares: torch.Tensor, tokens: torch.Tensor | None) -> int:
-        """Draw a token by its share, by the inverse of the sums up to each."""
+        """Draw a token by its share, by the inverse of the sums up to each; -1: there is none."""
         sums = shares.cumsum(-1, dtype=torch.float64)
         total = float(sums[-1])
         if not total > 0:
-            raise RuntimeError("no token can be drawn: the model's logits hold NaN, or only -inf")
+            return -1
         unit = torch.rand(1, generator=self._generator, device=shares.device, dtype=torch.float64)
         drawn = (unit * total).clamp(max=nextafter(total, 0.0))
         place = torch.searchsorted(sums, drawn, right=True)

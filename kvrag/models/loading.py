@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 import xxhash
 
+from kvrag.errors import ModelLoadError
 from kvrag.models import templates
 from kvrag.models.decoders import Model, load_decoder
 from kvrag.models.quantised import parts_of
@@ -120,8 +122,9 @@ def load_model(path: str, dtype: torch.dtype | None, device: str | None) -> Mode
 
 def all_finite(tensor: torch.Tensor) -> bool:
     """Return whether all numbers of a tensor are finite."""
-    # In float32, because 8-bit types have no such test.
-    return bool(tensor.float().isfinite().all())
+    # Extremes of 8-bit types are not known; those of a tensor with NaN are NaN.
+    wide = tensor.float() if tensor.itemsize == 1 else tensor
+    return not wide.numel() or all(math.isfinite(one) for one in wide.aminmax())
 
 
 def has_bfloat16() -> bool:
@@ -137,7 +140,7 @@ def model_fingerprint(model: Model) -> str:
     """Return a digest of all weights and the config, 32 hexadecimal digits.
 
     Models that differ in one weight, the element type or a setting have different fingerprints.
-    Raise ModelLoadError if weights that stay in their bits are damaged.
+    Raise ModelLoadError if weights hold NaN or infinity, or stay in their bits and are damaged.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvrag-model")
     config = {
@@ -161,7 +164,15 @@ def model_fingerprint(model: Model) -> str:
         for part in parts_of(tensor):
             address = part.data_ptr()
             if address not in hashed:  # tied weights are read once
-                raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                numbers = part.detach().cpu().contiguous().reshape(-1)
+                # Those of 8 bits take long; what they lead to is looked at in answers.
+                if part.is_floating_point() and part.itemsize > 1 and not all_finite(numbers):
+                    raise ModelLoadError(
+                        f"{model.name_or_path}: {name} holds NaN or infinity, expected finite "
+                        "weights: it is damaged, or was converted to a type that does not reach "
+                        "its numbers; fetch the model again, or convert it to bfloat16"
+                    )
+                raw = numbers.view(torch.uint8)
                 hashed[address] = xxhash.xxh3_128_digest(raw.numpy().data)
             digest.update(hashed[address])
     return digest.hexdigest()

@@ -95,11 +95,18 @@ def _refused(reference: str, why: str) -> ModelLoadError:
             break
     return ModelLoadError(
         f"could not load {arguments.shown(reference)}{like(reference)}: {why.rstrip('.')}. "
-        "Expected a folder or hub repository with config.json, tokenizer.json and *.safetensors "
-        "(pickled weights are not read)"
+        + (_RESTORE if why.startswith(_IN_CONFIG) else _EXPECTED)
     )
 
 
+_RESTORE = "Restore that file, or fetch the model again"
+_EXPECTED = (
+    "Expected a folder or hub repository with config.json, tokenizer.json and *.safetensors "
+    "(pickled weights are not read)"
+)
+
+
+_IN_CONFIG = "in its config.json, "
 # What Transformers says at more length, to those who write its models.
 _MEANINGS = {
     "Should have a `model_type` key": "it has no config.json that names its model_type",
@@ -107,7 +114,18 @@ _MEANINGS = {
     "models of its type, {0}; a newer version may have them",
     "config file at .* is not a valid JSON": "its config.json is no JSON",
     "argument of type 'NoneType'": "its config.json is no object of names and values",
-    r"Field '(\w+)' expected (\w+), got (\w+)": "in its config.json, {0} is a {2}; expected {1}",
+    r"'(\w+)' with value (.*) doesn't match any type in \((?:<class ')?([\w\[\]]+)": f"{_IN_CONFIG}"
+    "{0} is {1}; expected {2}",
+    r"Field '(\w+)' expected (\w+), got (\w+)": f"{_IN_CONFIG}{{0}} is a {{2}}; expected {{1}}",
+    r"`(\w+)` \((\d+)\) must be equal to the number of `(\w+)` \((\d+)\)": f"{_IN_CONFIG}{{2}} has "
+    "{3} entries; expected {1}, as {0} is",
+    r"`(\w+)` entries must be in": f"{_IN_CONFIG}{{0}} names a kind of layers that Transformers "
+    "{version} does not know; expected such as full_attention",
+    r"'s (\w+) field must have length (\d+), got (\d+)": f"{_IN_CONFIG}{{0}} of the rotary "
+    "positions has {2} numbers; expected {1}, half as many as channels of a head that are rotated",
+    r"Missing required keys in `rope_parameters` for 'rope_type'='(\w+)': {(.*)}": f"{_IN_CONFIG}"
+    "rotary positions of type {0} lack {1}",
+    r"Class validation error for validator .*\s*\w+: (.*)": f"{_IN_CONFIG}a field is wrong ({{0}})",
     "Couldn't instantiate the backend tokenizer": "it has no tokenizer.json",
     r"^((?:Key|Index|Type|Attribute|ZeroDivision)Error: .*)": "Transformers cannot make the model "
     "that its config.json describes ({0})",
@@ -133,6 +151,7 @@ def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
     UnsupportedModelError
         When it says that the model cannot be served.
     """
+    from_pretrained(_Fields, reference)
     whole = from_pretrained(AutoConfig, reference)
     config: PreTrainedConfig = whole.get_text_config(decoder=True)
     if (twin := _TWINS.get(config.model_type)) is not None:
@@ -163,6 +182,39 @@ def read_config(reference: str, device: torch.device) -> PreTrainedConfig:
     if quantised is not None:
         config.quantization_config = check_quantised(reference, quantised, device)
     return config
+
+
+class _Fields:
+    """What a ``config.json`` says, before Transformers completes and renames it."""
+
+    @staticmethod
+    def from_pretrained(reference: str, **options: Any) -> None:
+        """Raise ModelLoadError for a number that a model would make NaN of."""
+        _check_numbers(reference, PreTrainedConfig.get_config_dict(reference, **options)[0])
+
+
+# Norms, frequencies and logits are divided by these, or take powers of them.
+_DIVISOR = re.compile(
+    r"(.*_)?(eps|epsilon|theta)|(low_freq_|high_freq_|attention_|short_|long_|partial_rotary_)?factor"
+    "|rope_local_base_freq|rotary_(emb_base|pct)|logits_scaling|query_pre_attn_scalar"
+)
+_MOST = torch.finfo(torch.float32).max
+
+
+def _check_numbers(reference: str, value: Any, path: str = "") -> None:
+    if isinstance(value, dict | list):
+        named = value if isinstance(value, dict) else {f"[{n}]": one for n, one in enumerate(value)}
+        for key, one in named.items():
+            _check_numbers(reference, one, f"{path}.{key}".replace(".[", "["))
+        return
+    name = path.rpartition(".")[2].partition("[")[0]
+    is_divisor = value is not None and _DIVISOR.fullmatch(name) is not None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if (is_divisor and not (is_number and 0 < value <= _MOST)) or (is_number and value != value):
+        raise ModelLoadError(
+            f"{reference}/config.json: {path[1:]} is {arguments.shown(value)}, expected a finite "
+            f"number{' above 0' if is_divisor else ''}; restore it, or fetch the model again"
+        )
 
 
 def _check_structure(config: PreTrainedConfig) -> None:

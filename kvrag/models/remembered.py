@@ -24,7 +24,7 @@ from kvrag import arguments
 from kvrag.regularfile import read_regular, require_regular_files
 from kvrag.weights.cache import VERSION
 
-_FORMAT = 3
+_FORMAT = 4
 _SMALL = (".json", ".jinja", ".txt", ".model")
 _TEMPLATES = "additional_chat_templates"
 _LIBRARIES = ("kvrag", "transformers", "tokenizers", "torch")

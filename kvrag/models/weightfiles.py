@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
 from kvrag.regularfile import open_regular, read_regular
 
@@ -139,19 +141,46 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ModelLoadError(f"{path} is missing, but {_INDEX} names it; restore it") from error
     except (ValueError, RecursionError):
         header = {}
+    told, places = "is no safetensors file, or is cut short", []
     try:
-        header.pop("__metadata__", None)
-        end = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
-        _ = [(entry["dtype"].upper(), *map(int, entry["shape"])) for entry in header.values()]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        _ = [one.encode() for one in (header.pop("__metadata__", None) or {}).values()]
+        if not header:
+            raise ValueError(told)
+        for name, entry in header.items():
+            told = (
+                f"says {shown(entry)} of {shown(name)} in its header, expected dtype, shape and "
+                "data_offsets as [begin, end]"
+            )
+            begin, stop = map(index, entry["data_offsets"])
+            numbers = math.prod(map(index, entry["shape"]))
+            places.append((begin, stop, numbers * _bits(entry["dtype"]), name))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelLoadError(f"{path} {told}; restore it") from error
+    places.sort()
+    edges = 0, *(stop for _, stop, *_ in places)
+    wrong = [one for one in places if 8 * (one[1] - one[0]) != one[2]]
+    wrong += [one for edge, one in zip(edges, places, strict=False) if one[0] != edge]
+    if wrong:
+        begin, stop, bits, name = wrong[0]
         raise ModelLoadError(
-            f"{path} is no safetensors file, or is cut short; restore it"
-        ) from error
-    if end > size:
+            f"{path} has {name} at data_offsets [{begin}, {stop}] in its header, expected "
+            f"{bits // 8:,} bytes that follow the tensor before; restore it"
+        )
+    end = 8 + length + max(edges)
+    if end != size:
+        kind = "cut short" if end > size else "longer than its header says"
         raise ModelLoadError(
-            f"{path} is cut short: expected {end:,} bytes, found {size:,}; restore it"
+            f"{path} is {kind}: expected {end:,} bytes, found {size:,}; restore it"
         )
     yield from header.items()
+
+
+def _bits(kind: str) -> int:
+    """Return how many bits a number of one of the format's types has: F32, I8, BOOL, F8_E4M3."""
+    found = re.fullmatch(r"BOOL|(?:B?F|[IUC])(\d+)(?:_\w+)?", kind)
+    if found is None:
+        raise ValueError(kind)
+    return int(found[1] or 8)
 
 
 def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -18,8 +18,9 @@ from kvrag.weights.named import named_model
 OLLAMA = "ollama:"
 LLAMA_CPP = "llama.cpp:"
 # Files are converted again where this changes: before 2, scaled frequencies were left out; before
-# 3, text was often cut into other words than the model's.
-_READING = "3"
+# 3, text was often cut into other words than the model's; before 4, scales that are no numbers were
+# taken.
+_READING = "4"
 # Packages of named models may be gone: only those that were read otherwise are converted again.
 _READ_ANEW = {"smollm2-135m": "-3"}
 _MAGIC = b"GGUF"

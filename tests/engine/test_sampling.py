@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 
 from kvrag.engine.options import Sampling
 from kvrag.engine.sampling import Sampler, _likely
+from kvrag.errors import ModelLoadError
 
 CPU = torch.device("cpu")
 
@@ -78,6 +79,13 @@ def test_draws_follow_the_shares() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_logits_without_a_number_are_refused(value: float) -> None:
-    sampler = Sampler(Sampling(temperature=1.0, top_p=0.9), CPU)
-    with pytest.raises(RuntimeError, match="no token can be drawn"):
-        sampler.next_token(torch.full((600,), value), torch.tensor([0]))
+    for sampling in (Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=0.0)):
+        with pytest.raises(ModelLoadError, match=r"no token can be drawn.*kvrag models check"):
+            Sampler(sampling, CPU).next_token(torch.full((600,), value), torch.tensor([0]))
+
+
+def test_one_logit_that_is_no_number_is_not_taken_for_the_greatest() -> None:
+    logits = torch.zeros(600)
+    logits[7] = torch.nan
+    with pytest.raises(ModelLoadError, match="hold NaN"):
+        Sampler(Sampling(temperature=0.0), CPU).next_token(logits, torch.tensor([0]))

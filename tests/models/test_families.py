@@ -14,11 +14,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
 from kvrag.errors import ModelLoadError, UnsupportedModelError
 from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.decoding import make_decoder, step_all
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV, Latent, packed
 from kvrag.models import proof
 from kvrag.models.attention import attend_by_head, attend_by_rows
@@ -26,7 +29,7 @@ from kvrag.models.families import SEES, TESTED
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass, RowRunner
 from kvrag.native import Scores
-from kvrag_testing.bench_top import Bench, bench_of, relative_difference
+from kvrag_testing.bench_top import TEXTS, Bench, bench_of, relative_difference
 from tests.support.models import (
     ENDS,
     FAMILIES,
@@ -98,6 +101,25 @@ def test_answers_that_are_written_together_go_on_as_transformers_does(bench: Ben
         ids = torch.tensor([[*bench.lay_out(prompt).token_ids, *_TOKENS]])
         expected = bench.model.hf(ids).logits[0, -1]
         assert relative_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "ministral3", "llama4"])
+def test_long_answers_end_where_transformers_ends_them(family: str, tmp_path: Path) -> None:
+    hf, tokenizer = make_model(family, seed=2), make_tokenizer()
+    prompt = "Context:\n" + "\n".join(TEXTS[number] for number in (2, 0, 3, 1)) + "\nWho? "
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    expected = hf.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :].tolist()
+    with Index.create(
+        tmp_path / "index", model=KVModel(hf, tokenizer), embedding="hashing"
+    ) as index:
+        index.add([Document(source=str(number), text=one) for number, one in enumerate(TEXTS)])
+        given: dict[str, Any] = {"policy": "deviation", "ratio": 1.0, "temperature": 0.0}
+        answer = KVEngine(index).generate(prompt, max_tokens=64, logprobs=0, **given)
+    assert answer.report.num_recomputed > 100
+    found = [one.token_id for one in answer.logprobs]
+    assert (found, answer.finish_reason) == (
+        (expected[:-1], "stop") if expected[-1] == ENDS["eos_token_id"] else (expected, "length")
+    )
 
 
 @pytest.mark.parametrize("family", ["ministral3", "gpt-oss"])

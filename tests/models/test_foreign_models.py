@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.ingest.embedding import get_embedding
+from kvrag.ingest.index import Index
 from kvrag.ingest.search import Reranker
 from kvrag.models import templates
 from kvrag.models.chat import render_messages
@@ -25,7 +27,7 @@ from kvrag.models.loading import load_tokenizer
 from kvrag.models.references import resolve_model
 from kvrag.models.tokens import encode
 from tests.support import tool_templates
-from tests.support.models import make_tokenizer
+from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import few
 
 _FILES = (
@@ -131,6 +133,16 @@ def test_an_encoders_own_python_never_runs(
             "could not load",
         ),
         ({"model_type": None}, "has no models of its type|names its model_type"),
+        (
+            {"rms_norm_eps": nan},
+            "config.json: rms_norm_eps is nan, expected a finite number above 0",
+        ),
+        ({"attention_bias": nan}, "attention_bias is nan, expected a finite number; restore it"),
+        ({"rope_scaling": {"factor": -2.0}}, r"rope_scaling.factor is -2.0, expected .* above 0"),
+        ({"rope_parameters": {"rope_theta": inf}}, "rope_parameters.rope_theta is inf, expected"),
+        ({"rope_parameters": {"factor": "8"}}, "rope_parameters.factor is '8', expected a finite"),
+        ({"rope_parameters": {"long_factor": [1.0, nan]}}, r"long_factor\[1\] is nan, expected"),
+        ({"text_config": {"rope_theta": 10**400}}, r"text_config.rope_theta is 10+\.\.\., expec"),
         ({"intermediate_size": 77}, r"_proj.weight has the shape \[.*config.json describes \["),
     ],
 )
@@ -142,6 +154,31 @@ def test_a_configuration_that_is_not_its_weights(
     with pytest.raises(ModelLoadError, match=message):
         KVModel.load(folder)
     assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries; expected 4"),
+        ("qwen3", {"layer_types": "full"}, r"layer_types is 'full'; expected list\[str\]"),
+        ("qwen3", {"layer_types": ["none"] * 4}, "layer_types names a kind of layers that Tran"),
+        ("phi3-longrope", {"short_factor": [1.0] * 5}, "short_factor of the .* has 5 numbers; exp"),
+        ("phi3-longrope", {"long_factor": [1.0] * 7}, "long_factor .* has 7 numbers; expected 6"),
+        ("phi3-longrope", {"long_factor": None}, "rotary positions of type longrope lack 'long_f"),
+    ],
+)
+def test_lists_that_do_not_fit(
+    tmp_path: Path, family: str, fields: dict[str, Any], message: str
+) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if "layer_types" not in fields:
+        rope = json.loads(path.read_text())["rope_parameters"] | fields
+        fields = {"rope_parameters": {name: one for name, one in rope.items() if one is not None}}
+    edit(path, **fields)
+    with pytest.raises(ModelLoadError, match=f"in its config.json, {message}") as error:
+        KVModel.load(tmp_path)
+    assert str(error.value).endswith("Restore that file, or fetch the model again")
 
 
 def test_sizes_that_each_fit_but_not_together(folder: Path) -> None:
@@ -187,18 +224,38 @@ def test_damaged_weights(folder: Path, damage: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
+    ("header", "message"),
     [
-        b"[1, 2]",
-        b'{"a":' * 5000,
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "x"]}}',
+        (b"[1, 2]", "is no safetensors file, or is cut short"),
+        (b'{"a":' * 5000, "is no safetensors file, or is cut short"),
+        (b'{"__metadata__": {"a": 7}, "b": {}}', "is no safetensors file, or is cut short"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "x"]}}', "says .*'x'.* of 'a'"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["x", 4]}}', "says .*'x'.* of 'a'"),
+        (b'{"a": {"dtype": "Q7", "shape": [1], "data_offsets": [0, 4]}}', "says .*'Q7'.* of 'a'"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 4]}}', "has a at data_offsets"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "has a at data_offsets"),
+        (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', "is longer than its he"),
     ],
 )
-def test_headers_of_weights_that_are_no_headers(folder: Path, header: bytes) -> None:
-    data = len(header).to_bytes(8, "little") + header
+def test_headers_of_weights_that_are_no_headers(folder: Path, header: bytes, message: str) -> None:
+    data = len(header).to_bytes(8, "little") + header + b"1234"
     (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelLoadError, match=r"no safetensors file, or is cut short; restore it"):
+    with pytest.raises(ModelLoadError, match=rf"model.safetensors {message}.*; restore it"):
         KVModel.load(folder)
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    folder: Path, tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    path, name = folder / "model.safetensors", "model.norm.weight"
+    weights = {name: one.to(dtype) for name, one in load_file(path).items()}
+    weights[name][3] = value
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"{folder}: {name} holds NaN or infinity, expected"):
+        Index.create(tmp_path / "index", model=folder, embedding="hashing")
+    assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize(
