@@ -11,7 +11,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.server.answering import sentences, supports
+from kvrag.server.citing import sentences, supports
 from kvrag_bench.quality.handbook import handbook_pages
 from kvrag_bench.quality.metrics import substring_match
 from kvrag_corpus.real import cut, generate_set

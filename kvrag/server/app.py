@@ -31,7 +31,7 @@ from kvrag.errors import KVRagError
 from kvrag.ingest.search import Reranker
 from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
-from kvrag.server.answering import chunks_around, title_of
+from kvrag.server.citing import chunks_around, title_of
 from kvrag.server.documents import Documents, add_documents
 from kvrag.server.gate import PAGE, Gate
 from kvrag.server.history import History, add_history

@@ -28,7 +28,7 @@ from kvrag.ingest.loaders import SUFFIXES
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.server import responses as r
 from kvrag.server.access import Account
-from kvrag.server.answering import title_of
+from kvrag.server.citing import title_of
 from kvrag.server.gate import DOCUMENTS
 from kvrag.server.problems import BusyError, RequestError, as_problem
 from kvrag.server.service import Service, record_of

@@ -16,7 +16,7 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import KVRagError
-from kvrag.server.answering import chunks_around, title_of
+from kvrag.server.citing import chunks_around, title_of
 
 _MOST_CHUNKS = 50
 _MOST_NEIGHBOURS = 20

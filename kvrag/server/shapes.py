@@ -17,7 +17,7 @@ from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser, answer_detail
 from kvrag.models.tokens import token_bytes
 from kvrag.models.tools import ToolFormat
 from kvrag.server import responses as r
-from kvrag.server.answering import citations, cited
+from kvrag.server.citing import citations, cited
 from kvrag.server.problems import RequestError
 from kvrag.server.requests import ChatRequest, Generating
 

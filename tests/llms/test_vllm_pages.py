@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Load:
-    """As `kvrag.llms.vllm.transfer.Load`, which needs vLLM."""
+    """As `kvrag.llms.vllm.plan.Load`, without a plan."""
 
     block_ids: tuple[int, ...]
     start: int

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrag.server.answering import Support, sentences, supports
+from kvrag.server.citing import Support, sentences, supports
 from kvrag_bench.citations import run_citations_bench
 from kvrag_corpus.real import generate_set
 from tests.support.api_server import Served
@@ -67,7 +67,7 @@ def test_nobody_waits_for_the_citations_of_an_answer(
         assert may_end.wait(60)
         return supports(*given)
 
-    monkeypatch.setattr("kvrag.server.answering.supports", slow)
+    monkeypatch.setattr("kvrag.server.citing.supports", slow)
     body: Any = {"model": served.rag, "messages": [{"role": "user", "content": "Who keeps it?"}]}
     body |= {"max_tokens": 4, "stream": is_streamed}
     with ThreadPoolExecutor(1) as pool:

@@ -296,8 +296,7 @@ def test_a_request_that_is_given_up_while_it_is_fused(
 @pytest.mark.usefixtures("vllm")
 def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
     from kvrag.llms.vllm.connector import WorkerSide, _misses_more
-    from kvrag.llms.vllm.plan import Planner
-    from kvrag.llms.vllm.transfer import Load
+    from kvrag.llms.vllm.plan import Load, Planner
 
     model = KVModel.load(make_model(), tokenizer=make_tokenizer())
     path, settings = tmp_path / "index", ConnectorSettings(str(tmp_path / "index"), policy="none")

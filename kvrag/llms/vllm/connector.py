@@ -29,8 +29,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 
 from kvrag.codec.base import EncodedChunk
@@ -44,9 +46,8 @@ from kvrag.fusion.slices import StoppedError
 from kvrag.kvcache import FusedKV
 from kvrag.llms.vllm.options import check_engine, open_index
 from kvrag.llms.vllm.pages import Brought, Pages
-from kvrag.llms.vllm.plan import LoadPlan, NoPlan, Planner
+from kvrag.llms.vllm.plan import Load, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, require_tested
-from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
 from kvrag.llms.vllm.weights import PROCESS_CORES, Part, fusing
 from kvrag.models.kv_model import KVModel
 
@@ -70,6 +71,54 @@ _IDLE_WAIT_SECONDS = 0.02
 """How long a step without work waits for a fused prompt, so that an idle engine does not spin."""
 _WRITE_SECONDS = 0.005
 """How long rows are written after a step while a batch runs; at least one layer."""
+
+
+# -- messages between the two sides, one per step and direction ---------------------------------
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The message from the scheduler to the worker.
+
+    Attributes
+    ----------
+    loads
+        Loads to begin in this step.
+    is_idle
+        Whether the engine computes nothing in this step.
+    engine_id
+        The engine that runs the step. vLLM keeps one connector per process: a second engine in the
+        same process would get the first one's.
+    """
+
+    loads: list[Load]
+    is_idle: bool
+    engine_id: str
+
+
+@dataclass
+class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The message from the worker to the scheduler: the results of loads that have ended.
+
+    Attributes
+    ----------
+    reports
+        For each loaded request, the fusion's report of each worker, by the worker's number.
+    failures
+        For each failed request, the reason; the engine computes its prompt.
+    """
+
+    reports: dict[str, dict[int, FusionReport]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Return both outcomes combined."""
+        assert isinstance(other, StepOutcome)
+        reports = {
+            request_id: {**self.reports.get(request_id, {}), **other.reports.get(request_id, {})}
+            for request_id in {**self.reports, **other.reports}
+        }
+        return StepOutcome(reports, {**self.failures, **other.failures})
 
 
 class WorkerSide:

@@ -12,7 +12,7 @@ from kvrag.errors import EngineError
 from kvrag.fusion.report import FusionReport
 
 if TYPE_CHECKING:
-    from kvrag.llms.vllm.transfer import Load
+    from kvrag.llms.vllm.plan import Load
 
 _KNOWN_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 """Backends whose caches are ``[blocks, H, block size, 2 D]``: keys, and values after them."""

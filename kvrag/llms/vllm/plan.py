@@ -203,6 +203,17 @@ class LoadPlan:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Rows ``[start, end)`` of one request, and the blocks of the engine's cache for them."""
+
+    request_id: str
+    plan: LoadPlan
+    block_ids: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class NoPlan:
     """Why the engine computes a request; empty if there was nothing to look for."""
 
