@@ -357,10 +357,14 @@ class KVModel(RowMethods):
         return KVModel(hf, self.tokenizer, proves=False)
 
     def prove(self) -> tuple[list[proof.Check], str]:
-        """Run the self-test; return what `kvrag.models.proof.prove` does."""
+        """Run the self-test in the weights' own type; return what `kvrag.models.proof.prove` does.
+
+        What is proven counts for every `compute`: its rounding would hide what is wrong.
+        """
         from kvrag.models import proof
 
-        return proof.prove(self, self._like)
+        own = self._computing_in(str(self.decoder.dtype).removeprefix("torch."))
+        return proof.prove(own, self._like)
 
     @classmethod
     def load(

@@ -38,7 +38,7 @@ from kvrag.models.families import INSTEAD, TESTED, WHOLE, find_family, refuse_co
 from kvrag.models.quantised import check_quantised
 from kvrag.models.references import EMBEDDED_FOLDER, resolve_model, usable_device
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
-from kvrag.models.weightfiles import check_sizes
+from kvrag.models.weightfiles import TEXT_KEYS, check_sizes
 from kvrag.native import IS_COMPILED
 from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import VERSION, check_hub, like
@@ -236,11 +236,6 @@ _TWINS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-# Where checkpoints of models that also see keep the text part.
-_TEXT_KEYS = {
-    r"^language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
-}
 
 
 def _without_sections(fields: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +290,7 @@ def load_weights(
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
         output_loading_info=True,
-        key_mapping=_TEXT_KEYS,
+        key_mapping=TEXT_KEYS,
         **({"device_map": {"": place}} if is_moved else {}),
     )
     if missing := sorted(found["missing_keys"]):

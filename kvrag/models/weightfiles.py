@@ -32,6 +32,11 @@ _SPARE_FACTOR, _SPARE_ELEMENTS = 4, 1 << 26
 # Weights that one integer of a quantised checkpoint holds, with 2 bits each.
 _MOST_IN_ONE = {"U8": 4, "I32": 16}
 _FLOATS = ("F64", "F32", "F16", "BF16")
+TEXT_KEYS = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
+}
+"""Where checkpoints of models that also see keep the text part."""
 _UNNAMED = (
     "but config.json names no quantisation, so their scales would be left out; take the checkpoint "
     "with its own config.json, or the model in 16 bits"
@@ -63,7 +68,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         )
     most = max(len(shapes), *(max(shape, default=1) for shape in shapes))
     limits = {"num_hidden_layers": len(shapes)}
-    sizes = [*_sizes(config.to_dict()), ("num_hidden_layers", config.num_hidden_layers)]
+    sizes = [*_sizes(config.to_diff_dict()), ("num_hidden_layers", config.num_hidden_layers)]
     if wrong := next((one for one in sizes if one[1] > limits.get(one[0], most)), None):
         raise ModelLoadError(
             f"{reference}/config.json: {wrong[0]} is {wrong[1]:,}, but the files beside it hold "
@@ -76,12 +81,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
             )
     if not is_decoder:
         return
-    eighths = {entry["dtype"] for entry in entries if entry["dtype"].startswith("F8")}
     is_quantised = getattr(config, "quantization_config", None) is not None
-    if eighths and not is_quantised:
-        raise ModelLoadError(
-            f"{reference}: its weights are 8-bit floats ({', '.join(sorted(eighths))}), {_UNNAMED}"
-        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     needed = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
@@ -93,17 +93,22 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
             f"beside it hold {found:,}; restore config.json, or take the weights that belong to it"
         )
 
-    for name, weight in model.state_dict().items():
-        if name not in named or is_quantised:
-            continue
-        shape, kind = named[name]["shape"], named[name]["dtype"]
-        if shape != list(weight.shape):
+    if is_quantised:
+        return
+    weights = model.state_dict()
+    for name, entry in named.items():
+        own = name
+        for pattern, short in TEXT_KEYS.items():
+            own = re.sub(pattern, short, own)
+        shape, kind, weight = entry["shape"], entry["dtype"], weights.get(own)
+        is_float = name.endswith("weight") if weight is None else weight.is_floating_point()
+        if is_float and kind not in _FLOATS:
+            raise ModelLoadError(f"{reference}: {name} has numbers of type {kind}, {_UNNAMED}")
+        if weight is not None and shape != list(weight.shape):
             raise ModelLoadError(
                 f"{reference}: {name} has the shape {shape}, but config.json describes "
                 f"{list(weight.shape)}; restore config.json, or take the weights that belong to it"
             )
-        if weight.is_floating_point() and kind not in _FLOATS:
-            raise ModelLoadError(f"{reference}: {name} has numbers of type {kind}, {_UNNAMED}")
 
 
 def _in_folder(folder: Path) -> list[Path]:

@@ -254,7 +254,7 @@ def test_eight_bit_floats_without_their_scales_are_refused(tmp_path: Path) -> No
     weights = load_file(path)
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"8-bit floats \(F8_E4M3\).*scales"):
+    with pytest.raises(ModelLoadError, match=rf"{name} has numbers of type F8_E4M3, .*scales"):
         KVModel.load(tmp_path)
 
 
@@ -287,6 +287,17 @@ def test_of_a_model_that_sees_the_text_part_is_loaded(tmp_path: Path, kind: str)
         whole = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
     whole.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = next(one for one in weights if "layers.1.mlp.up_proj.weight" in one and "vis" not in one)
+    for wrong, message in (
+        (weights[name].to(torch.int8), "has numbers of type I8, but config.json names no quantisa"),
+        (weights[name].T.contiguous(), r"has the shape \[64, 96\], but config.json describes"),
+    ):
+        save_file(weights | {name: wrong}, path, {"format": "pt"})
+        with pytest.raises(ModelLoadError, match=f"{name} {message}"):
+            KVModel.load(tmp_path)
+    save_file(weights, path, {"format": "pt"})
     model = KVModel.load(tmp_path)
     assert not any("vis" in name for name, _ in model.hf.named_parameters())
     ids = torch.arange(5, 60)[None]
@@ -306,6 +317,16 @@ def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def unknown(name: str, **more: Any) -> transformers.PreTrainedModel:
     return spread(getattr(transformers, name)(**SMALL | more))
+
+
+@pytest.mark.parametrize("compute", ["int8", "int4"])
+def test_what_answers_compute_in_hides_nothing_from_the_self_test(
+    proofs: Path, compute: str
+) -> None:
+    model = KVModel(unknown("ArceeConfig"), make_tokenizer(), compute=compute)
+    assert model.compute == compute
+    (kept,) = proofs.iterdir()
+    assert max(one["figure"] for one in json.loads(kept.read_text())["checks"]) < 1e-4
 
 
 def test_a_type_that_no_test_knows_proves_itself_once(
