@@ -326,6 +326,9 @@ class PromptFuser:
         report = replace(report, seconds=seconds, misses=misses, bytes_loaded=num_bytes)
         index.counters.note(report)
         fused = replace(fused, report=report)
+        if keeps and fused.hidden is not None:
+            # Its memory is the next pass's on a card.
+            fused = replace(fused, hidden=fused.hidden.clone())
         release = partial(self._end, request.session, fused, choice, earlier, keeps)
         return HeldPrompt(fused, release)
 

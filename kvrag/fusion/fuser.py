@@ -78,8 +78,8 @@ class FusedPrompt:
     links
         The layout's links, on the model's device; None if the layout has none.
     hidden
-        ``[1, hidden]``: the last layer's output for the last row, of which `logits` are made; None
-        for a prompt computed as a whole.
+        ``[1, hidden]``: the last layer's output for the last row, of which `logits` are made, until
+        a card's next pass; None for a prompt computed as a whole.
     """
 
     kv: FusedKV
@@ -383,7 +383,6 @@ def execute(
     picks = tuple(selection.picks)
     report = _report(plan, loader, clock, tuple(rows_by_layer), len(fresh), picks)
     report = replace(report, rows_compared=selection.num_compared, compute=model.compute)
-    hidden = hidden.clone()  # a card's memory may be its next pass's
     return FusedPrompt(fused, logits, report, fresh, picks, layout, linked.links, hidden)
 
 
