@@ -1,4 +1,4 @@
-"""Files that users name, read so that no pipe or device blocks a reader; their checksums.
+"""Files that users name, read so that no pipe or device blocks a reader; written whole; checksums.
 
 Every function raises OSError with the reason in ``strerror``, so callers that translate the
 system's errors translate these too.
@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +84,20 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
             errno.EFBIG, f"{size:,} bytes or more, and at most {max_bytes:,} are read", str(path)
         )
     return b"".join(pieces)
+
+
+def replace_file(path: Path, *parts: bytes) -> None:
+    """Write a file so that readers see the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _check(path: str | Path, mode: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from kvrag.engine.open_answer import HeldPrompt
 from kvrag.engine.options import EngineOptions
@@ -18,10 +18,7 @@ from kvrag.fusion.slices import Clock, Slices
 from kvrag.fusion.whole import Beginnings, WholePrompt, read_whole
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import fit_prices
-from kvrag.models.kv_model import KVModel
-
-if TYPE_CHECKING:
-    from kvrag.fusion.whole import WholeModel
+from kvrag.models.kv_model import KVModel, WholeModel
 
 
 class _Nothing:

@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvrag.codec.names import COMPRESSION_GONE, expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexLockedError, IndexNotFoundError, StoreError
 from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
-from kvrag.regularfile import checksum, other_kind, read_regular
+from kvrag.regularfile import checksum, other_kind, read_regular, replace_file
 from kvrag.store.file import store_errors, sync_folder
 
 if TYPE_CHECKING:
@@ -237,18 +236,9 @@ def write_atomically(path: Path, *parts: bytes) -> None:
     StoreError
         When the write fails; the old file is then unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with store_errors("write", path):
-        try:
-            with temporary.open("xb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync_folder(path.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(path, *parts)
+        sync_folder(path.parent)
 
 
 def no_kv(place: object, why: str = "") -> str:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -35,10 +34,12 @@ from kvrag.models.families import (
     TESTED,
     WHOLE,
     Chunked,
+    Family,
     base_of,
     context_window,
     find_family,
     latent_of,
+    no_chunks,
     num_kv_heads,
     sliding_windows,
 )
@@ -151,11 +152,7 @@ class EncodedPrefix:
 
 
 def _kind_of(hf: Model) -> type[KVModel]:
-    if hf.config.model_type not in WHOLE:
-        return KVModel
-    # By name, because its class is a kind of this module's.
-    found: type[KVModel] = import_module("kvrag.fusion.whole").WholeModel
-    return found
+    return WholeModel if hf.config.model_type in WHOLE else KVModel
 
 
 _loaded: WeakValueDictionary[tuple[str, str, str, str | None], KVModel] = WeakValueDictionary()
@@ -208,7 +205,7 @@ class KVModel(RowMethods):
         The processes that compute the model together. With several, `spec` is that of this
         process's heads, and only prompts can be computed, not chunks.
     why_whole
-        Why chunks have no KV; empty for all but the models of `kvrag.fusion.whole`.
+        Why chunks have no KV; empty for all but `WholeModel`.
     layer_stop
         Number of first layers whose KV a prompt needs here: all, or in a pipeline's process those
         up to its last layer.
@@ -220,6 +217,7 @@ class KVModel(RowMethods):
     """
 
     why_whole = ""
+    _family_of = staticmethod(find_family)
 
     def __init__(
         self,
@@ -231,8 +229,16 @@ class KVModel(RowMethods):
         chunk_dtype: torch.dtype | None = None,
         proves: bool = True,
     ) -> None:
-        self.family = find_family(hf)
+        self.family = self._family_of(hf)
         self._begin(hf, tokenizer, name, compute)
+        self._shape(hf, chunk_dtype or hf.dtype)
+        if proves and hf.config.model_type not in TESTED:
+            from kvrag.models import proof
+
+            proof.require(self, self.fingerprint, self.prove)
+
+    def _shape(self, hf: Model, chunk_dtype: torch.dtype) -> None:
+        """Take what has to do with KV."""
         config: Any = hf.config
         latent = latent_of(config)
         own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -243,11 +249,9 @@ class KVModel(RowMethods):
             dtype=hf.dtype,
             latent=latent,
         )
-        self.chunk_spec = replace(self.spec, dtype=chunk_dtype or hf.dtype)
+        self.chunk_spec = replace(self.spec, dtype=chunk_dtype)
         self.layer_stop = self.spec.num_layers
         self._take(hf)
-        if proves and config.model_type not in TESTED:
-            self._require_proof()
 
     def _begin(
         self,
@@ -282,11 +286,6 @@ class KVModel(RowMethods):
         self.ranks: Ranks = ALONE
         self.compute = resolved_compute(hf, compute)
         self._twins: tuple[Any, dict[int, KVModel | None]] = None, {}
-
-    def _require_proof(self) -> None:
-        from kvrag.models import proof
-
-        proof.require(self, self.fingerprint, self.prove)
 
     def _take(self, decoder: Model) -> None:
         """Compute with a loaded model from now on."""
@@ -353,9 +352,6 @@ class KVModel(RowMethods):
         with twin.lock:
             return None if twin.compile() is None else twin
 
-    def _like(self, hf: PreTrainedModel) -> KVModel:
-        return KVModel(hf, self.tokenizer, proves=False)
-
     def prove(self) -> tuple[list[proof.Check], str]:
         """Run the self-test in the weights' own type; return what `kvrag.models.proof.prove` does.
 
@@ -364,7 +360,7 @@ class KVModel(RowMethods):
         from kvrag.models import proof
 
         own = self._computing_in(str(self.decoder.dtype).removeprefix("torch."))
-        return proof.prove(own, self._like)
+        return proof.prove(own, lambda hf: KVModel(hf, self.tokenizer, proves=False))
 
     @classmethod
     def load(
@@ -655,3 +651,114 @@ class KVModel(RowMethods):
             held.close()
             self.lock.step_aside()
             self._hold(held, adapter)
+
+
+# -- models that compute prompts as wholes -------------------------------------------------------
+#
+# A layer with a state (state space, linear attention, convolution) has read all tokens before it,
+# and no two chunks' states add up to that of both. But the state and the KV after a prompt's
+# first tokens are those of every prompt that begins with them. Transformers' own classes and
+# cache compute all.
+
+_PROVEN_TOKENS, _CONTINUED_FROM = 29, 13
+
+
+class State:
+    """What a model has after some tokens: Transformers' cache, and these tokens."""
+
+    def __init__(self, cache: Any = None, token_ids: Sequence[int] = ()) -> None:
+        self.cache = cache
+        self.token_ids = list(token_ids)
+
+    def copy(self) -> State:
+        """Return another one that shares nothing with this."""
+        return State(copy.deepcopy(self.cache), self.token_ids)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that its tensors take."""
+        storages = [one.untyped_storage() for one in _tensors(self.cache)]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _tensors(held: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a cache, whatever its layers call them."""
+    if isinstance(held, torch.Tensor):
+        yield held
+        return
+    if not isinstance(held, list | tuple | dict):
+        held = getattr(held, "__dict__", {})
+    for one in held.values() if isinstance(held, dict) else held:
+        yield from _tensors(one)
+
+
+class WholeModel(KVModel):
+    """A model of a type of `kvrag.models.families.WHOLE`.
+
+    Parameters, attributes and errors are those of `KVModel`, as far as they concern no chunk's KV:
+    what needs that raises UnsupportedModelError.
+    """
+
+    _family_of = staticmethod(lambda model: Family())  # noqa: ARG005  # as the other is called
+
+    def _shape(self, hf: Model, chunk_dtype: torch.dtype) -> None:
+        config: Any = hf.config
+        self.why_whole = f"{config.model_type}: {WHOLE[config.model_type]}"
+        # The counted layers, and a shape that nothing is stored in.
+        self.chunk_spec = KVSpec(config.num_hidden_layers, 1, 1, chunk_dtype)
+
+    @property
+    def spec(self) -> KVSpec:  # type: ignore[override]  # what needs it cannot be done
+        """No shape: raises UnsupportedModelError."""
+        raise UnsupportedModelError(no_chunks(self.decoder.config.model_type))
+
+    @torch.no_grad()
+    def read(
+        self, state: State, token_ids: Sequence[int], *, compute: str | None = None
+    ) -> torch.Tensor:
+        """Continue a state by tokens; return the logits ``[vocabulary]`` after the last.
+
+        An error leaves the state of no use.
+
+        Parameters
+        ----------
+        state
+            What the model has after the tokens before; changed in place.
+        token_ids
+            The tokens, at least one.
+        compute
+            What linear layers compute in; None means the model's own `compute`.
+        """
+        hf: Any = self.decoder
+        precision = compute or self.compute
+        with working(), self.lock, without_adapters(hf), fast_modules(hf, precision):
+            output = hf(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                **{CACHE_ARGUMENT: state.cache},
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        state.cache = getattr(output, CACHE_ARGUMENT)
+        state.token_ids += token_ids
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    def prove(self) -> tuple[list[proof.Check], str]:
+        """Compare a prompt that continues a copied state with the whole prompt.
+
+        Both compute in the weights' own type: what is proven counts for every `compute`, whose
+        rounding would hide a state that is lost.
+        """
+        from kvrag.models.proof import Check, bound_of, mostly_apart
+
+        drawn = torch.Generator().manual_seed(0)
+        vocabulary = int(self.decoder.config.vocab_size)
+        ids = torch.randint(0, vocabulary, (_PROVEN_TOKENS,), generator=drawn).tolist()
+        state, own = State(), str(self.decoder.dtype).removeprefix("torch.")
+        self.read(state, ids[:_CONTINUED_FROM], compute=own)
+        continued = self.read(state.copy(), ids[_CONTINUED_FROM:], compute=own)
+        with working(), self.lock, torch.no_grad():
+            plain: Any = self.hf
+            expected = plain(input_ids=torch.tensor([ids], device=self.device)).logits[0, -1]
+        figure = mostly_apart(continued, expected)
+        return [Check("loaded", "a prompt after a kept beginning", figure, bound_of(self.hf))], ""

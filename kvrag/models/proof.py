@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowPass
 from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.process import working
+from kvrag.regularfile import replace_file
 
 _HEAD, _FIRST, _SECOND, _QUESTION = 3, 28, 25, 8
 _NUM_TOKENS = _HEAD + _FIRST + _SECOND + _QUESTION
@@ -382,6 +382,5 @@ def _remember(key: str, checks: list[Check]) -> None:
     with suppress(OSError, ParameterError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"of": key, "checks": [asdict(one) for one in checks]}))
-        unfinished.replace(path)
+        said = {"of": key, "checks": [asdict(one) for one in checks]}
+        replace_file(path, json.dumps(said).encode())

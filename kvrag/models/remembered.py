@@ -8,7 +8,6 @@ found by what all the small files hold and by the versions of the libraries.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import xxhash
 
 from kvrag import arguments
-from kvrag.regularfile import read_regular, require_regular_files
+from kvrag.regularfile import read_regular, replace_file, require_regular_files
 from kvrag.weights.cache import VERSION
 
 _FORMAT = 4
@@ -108,8 +107,6 @@ def _remembered(
     if made is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
             text = json.dumps(asdict(made)).encode()
-            unfinished.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
-            unfinished.replace(path)
+            replace_file(path, xxhash.xxh3_128_hexdigest(text).encode(), b"\n", text)
     return made

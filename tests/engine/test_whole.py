@@ -24,11 +24,12 @@ from kvrag.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
-from kvrag.fusion.whole import Beginnings, State
+from kvrag.fusion.whole import Beginnings
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.options import check_engine, engine_options
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.models.families import WHOLE
+from kvrag.models.kv_model import State
 from kvrag.models.tokens import num_equal
 from kvrag.pml.engine import PMLEngine
 from kvrag.server.service import about

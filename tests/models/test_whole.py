@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.fusion.whole import State, WholeModel
 from kvrag.models import proof
 from kvrag.models.families import WHOLE
-from kvrag.models.kv_model import KVModel
+from kvrag.models.kv_model import KVModel, State, WholeModel
 from tests.support.models import VOCAB_SIZE, WHOLE_FAMILIES, make_model, make_tokenizer
 from tests.support.properties import every
 
