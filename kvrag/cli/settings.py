@@ -188,9 +188,9 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
     if key is None:
         if gone := GONE.get((command, name)):
             raise ParameterError(f"{origin}: {name} {gone}")
+        known = arguments.like(name, keys) or f"; it has {', '.join(sorted(keys))}"
         raise ParameterError(
-            f"{origin}: 'kvrag {command}' has no option "
-            f"{arguments.shown(name)}{arguments.like(name, keys)}; it has {', '.join(sorted(keys))}"
+            f"{origin}: 'kvrag {command}' has no option {arguments.shown(name)}{known}"
         )
     if not key.accepts(value):
         raise ParameterError(
@@ -242,7 +242,12 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number or date can be too long to read
-        raise ParameterError(f"{path} is not TOML: {error}") from error
+        found = ""
+        if at := re.search(r"at (?:line (\d+)|end)", str(error)):
+            found = f", found {arguments.shown(text.splitlines()[int(at[1] or 0) - 1])}"
+        raise ParameterError(
+            f"{path} is not TOML: {error}{found}; name each key and table once, and quote text"
+        ) from error
     lines = _lines(text)
     common: dict[str, Setting] = {}
     tables: dict[tuple[str, ...], dict[str, Setting]] = {}
@@ -327,7 +332,7 @@ def _text(path: Path) -> str:
     if str(path) == os.devnull:
         return ""  # the usual name for no settings
     try:
-        text = read_regular(path, _MAX_BYTES).decode()
+        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")  # some editors mark it so
     except OSError as error:
         is_dangling = path.is_symlink() and not path.exists()
         reason = "it is a link to nothing" if is_dangling else error.strerror
@@ -335,7 +340,7 @@ def _text(path: Path) -> str:
             f"{path} cannot be read: {reason}; name another with --config, or {os.devnull} for none"
         ) from error
     except UnicodeDecodeError as error:
-        raise ParameterError(f"{path} is not UTF-8: {error}") from error
+        raise ParameterError(f"{path} is not UTF-8: {error}; save it as UTF-8") from error
     for number, line in enumerate(text.split("\n"), start=1):
         for found, most, what in (
             (len(line), _MAX_LINE, "characters"),

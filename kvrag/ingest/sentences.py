@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from kvrag.regularfile import read_regular, require_regular_files
 from kvrag.weights.cache import HUB_SECONDS
 
 _OWN = "sentence_transformers."
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def load_sentences(kind: str, reference: str, place: str, **options: Any) -> Any:
@@ -36,6 +38,11 @@ def load_sentences(kind: str, reference: str, place: str, **options: Any) -> Any
     ParameterError
         If it cannot be loaded, for whatever reason.
     """
+    if not Path(reference).is_dir() and not _HUB_NAME.fullmatch(reference):
+        raise ParameterError(
+            f"{place} {arguments.shown(reference)}: there is no such folder; expected the folder "
+            f"or hub name of a {kind} of sentence-transformers"
+        )
     try:
         import sentence_transformers
     except ImportError as error:

@@ -142,10 +142,10 @@ class TestNothingIsPassedOver:
                 "kvrag.toml:2: 'pml' is a group of commands: expected tables such",
             ),
             ("[query]\npolcy = 1", "kvrag.toml:2: 'kvrag query' has no option 'polcy' (is it 'pol"),
-            (
-                "[query]\nmax_tokens = 1",
-                "(is it 'max-tokens'?); it has boundary-tokens, card-bytes, compute, ",
-            ),
+            ("[query]\nmax_tokens = 1", "'kvrag query' has no option 'max_tokens' (is it 'max-tok"),
+            ("[query]\n'' = 1", "has no option ''; it has boundary-tokens, card-bytes, compute, "),
+            ("[query]\nk = 1\nk = 2", "a value (at end of document), found 'k = 2'; name each"),
+            ("[query]\nk = 1 2", "(at line 2, column 7), found 'k = 1 2'; name each key"),
             ("[query]\n\nk = '1'", "kvrag.toml:3: k: expected a whole number from 1, found '1'"),
             ("[query]\nk = true", "kvrag.toml:2: k: expected a whole number from 1, found True"),
             ("[query]\nk = 0", "kvrag.toml:2: k: expected a whole number from 1, found 0"),
@@ -184,7 +184,13 @@ class TestNothingIsPassedOver:
         said = refused(run, "ls", "-i", folder, "--config", "gone.toml")
         assert said.startswith("gone.toml cannot be read: No such file or directory; ")
         (folder / "kvrag.toml").write_bytes(b"\xff")
-        assert refused(run, "ls", "-i", folder).startswith("kvrag.toml is not UTF-8")
+        said = refused(run, "ls", "-i", folder)
+        assert said.startswith("kvrag.toml is not UTF-8")
+        assert said.endswith("; save it as UTF-8")
+
+    def test_a_file_that_an_editor_marks_as_utf8(self, run: Run, folder: Path) -> None:
+        (folder / "kvrag.toml").write_text("[query]\nk = 3\n", encoding="utf-8-sig")
+        assert "query k = 3" in run("config").out
 
     @pytest.mark.parametrize(
         ("make", "said"),

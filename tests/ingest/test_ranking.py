@@ -166,9 +166,16 @@ def test_a_cross_encoder_is_loaded_from_its_folder(tmp_path: Path, filled: Index
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
-def test_what_is_no_cross_encoder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_cross_encoder_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ParameterError, match="int is not a cross-encoder"):
         Reranker(3)
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "absent", tmp_path / "file", "", "a/b/c"):
+        with pytest.raises(ParameterError, match=r"expected (a path|the folder or hub name)"):
+            Reranker(wrong)
+    assert not caplog.text  # the hub's library was not asked
     (tmp_path / "empty").mkdir()
     with pytest.raises(ParameterError, match="no CrossEncoder that can be loaded"):
         Reranker(tmp_path / "empty")
