@@ -158,8 +158,8 @@ class _Listener:
 
     def _unfit(self, hello: dict[str, Any]) -> str | None:
         """Return why this server would not answer as the command by itself; None if it would."""
-        asked, own = hello["same"], self.same
-        if asked["version"] != own["version"]:
+        asked, own = hello.get("same"), self.same
+        if not isinstance(asked, dict) or asked.get("version") != own["version"]:
             return f"it is of version {own['version']}"
         if asked["index"] != own["index"]:
             return "its index was replaced"

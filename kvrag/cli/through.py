@@ -78,7 +78,9 @@ class Wire:
                 raise EOFError
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        found = json.loads(line)
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, found {found!r:.50}")
         return found
 
 

@@ -98,7 +98,7 @@ class Reranker:
         is_named = isinstance(model, str | Path)
         self.name = PurePath(model).name if is_named else type(model).__name__
         self._model: Any = (
-            load_sentences("CrossEncoder", _folder_or_name(str(model)), "rerank", num_labels=1)
+            load_sentences("CrossEncoder", str(model), "rerank", num_labels=1)
             if is_named
             else model
         )
@@ -159,11 +159,6 @@ class CosineRanker:
         vectors = self._embedding.embed([window for windows in texts for window in windows])
         found = iter((vectors @ self._embedding.embed_query(question)).tolist())
         return [max(next(found) for _ in windows) for windows in texts]
-
-
-def _folder_or_name(reference: str) -> str:
-    path = arguments.path(reference, "rerank")
-    return str(path) if path.exists() else reference
 
 
 _MAX_RECENT = 256

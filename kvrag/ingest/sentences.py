@@ -38,7 +38,8 @@ def load_sentences(kind: str, reference: str, place: str, **options: Any) -> Any
     ParameterError
         If it cannot be loaded, for whatever reason.
     """
-    if not Path(reference).is_dir() and not _HUB_NAME.fullmatch(reference):
+    folder = arguments.path(reference, place)
+    if not folder.is_dir() and not _HUB_NAME.fullmatch(reference):
         raise ParameterError(
             f"{place} {arguments.shown(reference)}: there is no such folder; expected the folder "
             f"or hub name of a {kind} of sentence-transformers"
@@ -52,12 +53,13 @@ def load_sentences(kind: str, reference: str, place: str, **options: Any) -> Any
         ) from error
     load = getattr(sentence_transformers, kind)
     options["trust_remote_code"] = False
+    reference = str(folder) if folder.is_dir() else reference
     with loading(kind, reference, place):
-        if Path(reference).exists():
-            return load(reference, local_files_only=True, **options)
         try:
             return load(reference, local_files_only=True, **options)
         except (OSError, ValueError):
+            if folder.is_dir():
+                raise
             _ask_hub(reference)
             return load(reference, **options)
 

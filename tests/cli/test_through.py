@@ -1,6 +1,7 @@
 """`kvrag query` and `kvrag chat` through the socket of a running server."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -61,7 +62,7 @@ def served(index: Path, model: Path | None = None, **answers: Any) -> Iterator[S
 
 
 @contextmanager
-def impostor(index: Path, *lines: dict[str, Any]) -> Iterator[None]:
+def impostor(index: Path, *lines: Any) -> Iterator[None]:
     """Answer a greeting and a question with lines, and close the connection."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(socket_path(index))
@@ -73,7 +74,7 @@ def impostor(index: Path, *lines: dict[str, Any]) -> Iterator[None]:
                 wire = through.Wire(connection)
                 wire.receive()
                 for line in lines[:1]:
-                    wire.send(**line)
+                    connection.sendall(json.dumps(line).encode() + b"\n")
                 if len(lines) > 1:
                     wire.receive()
                 for line in lines[1:]:
@@ -256,10 +257,11 @@ READY, PIECE = {"ready": True}, {"say": ["text", "half an"]}
         ([], "ended before it had answered"),
         ([{"no": "it is of version 9"}], "it is of version 9"),
         ([READY, {"ping": True}], "ended before it had answered"),
+        ([[1]], "ended before it had answered"),
     ],
 )
 def test_a_server_that_is_of_no_use(
-    run: Run, index_folder: Path, lines: list[dict[str, Any]], why: str
+    run: Run, index_folder: Path, lines: list[Any], why: str
 ) -> None:
     common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--json")
     with impostor(index_folder, *lines):
@@ -361,6 +363,19 @@ def test_only_this_user_may_open_it(run: Run, index_folder: Path, place: Path) -
         assert not [*place.iterdir()]
     done = run(*common)
     assert f"{place} is not used" in done.err
+
+
+@pytest.mark.filterwarnings("error")  # of a thread that fails
+def test_what_is_no_greeting_ends_nothing(run: Run, index_folder: Path, place: Path) -> None:
+    with served(index_folder):
+        (path,) = place.glob("*.sock")
+        for said in (b"what", b"[]", b"3", b"\xff", b"{}", b'{"same": 1}', b'{"same": {}}'):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(path))
+                connection.sendall(said + b"\n")
+                told = connection.makefile().read()
+            assert (b"{" in said) is ("it is of version" in told)
+        assert run("query", "--index", index_folder, QUESTION, "--max-tokens", 2).code == 0
 
 
 def test_a_server_says_that_it_has_no_place(
