@@ -135,6 +135,7 @@ def check(
 
     with console.working(f"loading {name}"):
         model = KVModel.load(name, dtype=dtype)
+        _ = model.fingerprint  # it names damaged weights
     with console.working("testing"):
         checks, why = model.prove()
     columns = ("weights", "what", "off by", "at most", "passed")

@@ -265,7 +265,8 @@ def context_window(config: Any) -> int:
         return int(config.max_seq_len)
     if config.model_type == "bloom":
         return int(getattr(config, "seq_length", _BLOOM_WINDOW))
-    length = _short_length(config) or int(config.max_position_embeddings)
+    length = int(config.max_position_embeddings)
+    length = min(length, _short_length(config) or length)
     if getattr(config, "attn_temperature_tuning", False):
         # Later rows are weighed by where they are in what a layer is given, not by their positions.
         length = min(length, int(config.floor_scale) - 1)
@@ -303,6 +304,11 @@ def sliding_windows(model: Model) -> list[int | None]:
         return [None] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
+    if window is not None and window < 1:
+        raise UnsupportedModelError(
+            f"{shown(config.model_type)} with a sliding_window of {window} in its config.json, "
+            "expected at least 1; restore it"
+        )
     if layer_types is None:
         return [window] * config.num_hidden_layers
     chunk = getattr(config, "attention_chunk_size", None)

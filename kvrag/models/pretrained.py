@@ -127,8 +127,10 @@ _MEANINGS = {
     "rotary positions of type {0} lack {1}",
     r"Class validation error for validator .*\s*\w+: (.*)": f"{_IN_CONFIG}a field is wrong ({{0}})",
     "Couldn't instantiate the backend tokenizer": "it has no tokenizer.json",
-    r"^((?:Key|Index|Type|Attribute|ZeroDivision)Error: .*)": "Transformers cannot make the model "
-    "that its config.json describes ({0})",
+    "You set `ignore_mismatched": "its weights have other shapes than its config.json describes",
+    "^((?:Key|Index|Type|Attribute|ZeroDivision|Assertion)Error: .*|RuntimeError: Trying to .*)": (
+        "Transformers cannot make the model that its config.json describes ({0})"
+    ),
 }
 
 
@@ -196,7 +198,8 @@ class _Fields:
 # Norms, frequencies and logits are divided by these, or take powers of them.
 _DIVISOR = re.compile(
     r"(.*_)?(eps|epsilon|theta)|(low_freq_|high_freq_|attention_|short_|long_|partial_rotary_)?factor"
-    "|rope_local_base_freq|rotary_(emb_base|pct)|logits_scaling|query_pre_attn_scalar"
+    "|rope_local_base_freq|rotary_(emb_base|pct)|logits_scaling|query_pre_attn_scalar|.*_softcapping"
+    "|original_max_position_embeddings|attention_chunk_size"
 )
 _MOST = torch.finfo(torch.float32).max
 
@@ -210,7 +213,9 @@ def _check_numbers(reference: str, value: Any, path: str = "") -> None:
     name = path.rpartition(".")[2].partition("[")[0]
     is_divisor = value is not None and _DIVISOR.fullmatch(name) is not None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if (is_divisor and not (is_number and 0 < value <= _MOST)) or (is_number and value != value):
+    is_good = is_number and abs(value) <= _MOST and (value > 0 or not is_divisor)
+    # Infinity is a limit of time steps.
+    if not (is_good or name.endswith("_limit")) and (is_divisor or is_number):
         raise ModelLoadError(
             f"{reference}/config.json: {path[1:]} is {arguments.shown(value)}, expected a finite "
             f"number{' above 0' if is_divisor else ''}; restore it, or fetch the model again"

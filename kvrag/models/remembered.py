@@ -23,7 +23,7 @@ from kvrag import arguments
 from kvrag.regularfile import read_regular, replace_file, require_regular_files
 from kvrag.weights.cache import VERSION
 
-_FORMAT = 4
+_FORMAT = 5
 _SMALL = (".json", ".jinja", ".txt", ".model")
 _TEMPLATES = "additional_chat_templates"
 _LIBRARIES = ("kvrag", "transformers", "tokenizers", "torch")

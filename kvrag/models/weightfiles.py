@@ -68,7 +68,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         )
     most = max(len(shapes), *(max(shape, default=1) for shape in shapes))
     limits = {"num_hidden_layers": len(shapes)}
-    sizes = [*_sizes(config.to_diff_dict()), ("num_hidden_layers", config.num_hidden_layers)]
+    sizes = [*_sizes(config.to_dict()), ("num_hidden_layers", config.num_hidden_layers)]
     if wrong := next((one for one in sizes if one[1] > limits.get(one[0], most)), None):
         raise ModelLoadError(
             f"{reference}/config.json: {wrong[0]} is {wrong[1]:,}, but the files beside it hold "

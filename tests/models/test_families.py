@@ -183,6 +183,13 @@ def test_keys_are_not_evicted_where_that_would_be_wrong(family: str) -> None:
 
 def test_longrope_ends_where_its_frequencies_change() -> None:
     assert bench_with("phi3-longrope").model.max_positions == 512
+    hf = make_model("phi3-longrope", max_position_embeddings=300)
+    assert KVModel(hf, make_tokenizer()).max_positions == 300
+
+
+def test_a_window_of_no_tokens_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="'mistral' with a sliding_window of 0 in its"):
+        KVModel(make_model("mistral-sliding", sliding_window=0), make_tokenizer())
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
@@ -343,6 +350,28 @@ def test_a_type_that_no_test_knows_proves_itself_once(
     assert len(checks) == 10
     monkeypatch.setattr(proof, "prove", None)
     KVModel(hf, make_tokenizer())
+
+
+def test_what_changes_proves_itself_again(proofs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, number = unknown("ArceeConfig"), 1
+    seen = []
+    monkeypatch.setattr(proof, "_checks", lambda *_: seen.append(1) or [])
+
+    def load() -> None:
+        for _ in range(2):
+            KVModel(hf, make_tokenizer())
+        assert len(list(proofs.iterdir())) == len(seen) // 2 == number  # small and loaded
+
+    load()
+    with torch.no_grad():
+        hf.model.norm.weight[3] += 1
+    number = 2
+    load()
+    hf, number = hf.bfloat16(), 3
+    load()
+    monkeypatch.setattr(proof, "_version", lambda name: f"another of {name}")
+    number = 4
+    load()
 
 
 def test_weights_in_sixteen_bits_prove_themselves(proofs: Path) -> None:
