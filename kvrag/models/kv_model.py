@@ -230,37 +230,6 @@ class KVModel(RowMethods):
         proves: bool = True,
     ) -> None:
         self.family = self._family_of(hf)
-        self._begin(hf, tokenizer, name, compute)
-        self._shape(hf, chunk_dtype or hf.dtype)
-        if proves and hf.config.model_type not in TESTED:
-            from kvrag.models import proof
-
-            proof.require(self, self.fingerprint, self.prove)
-
-    def _shape(self, hf: Model, chunk_dtype: torch.dtype) -> None:
-        """Take what has to do with KV."""
-        config: Any = hf.config
-        latent = latent_of(config)
-        own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.spec = KVSpec(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=num_kv_heads(config) if latent is None else 1,
-            head_dim=own if latent is None else latent.head_dim,
-            dtype=hf.dtype,
-            latent=latent,
-        )
-        self.chunk_spec = replace(self.spec, dtype=chunk_dtype)
-        self.layer_stop = self.spec.num_layers
-        self._take(hf)
-
-    def _begin(
-        self,
-        hf: Model,
-        tokenizer: PreTrainedTokenizerBase | str | Path,
-        name: str,
-        compute: str | None,
-    ) -> None:
-        """Take what has nothing to do with KV."""
         if hf.dtype not in DTYPES.values():
             raise UnsupportedModelError(
                 f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
@@ -286,6 +255,27 @@ class KVModel(RowMethods):
         self.ranks: Ranks = ALONE
         self.compute = resolved_compute(hf, compute)
         self._twins: tuple[Any, dict[int, KVModel | None]] = None, {}
+        self._shape(hf, chunk_dtype or hf.dtype)
+        if proves and hf.config.model_type not in TESTED:
+            from kvrag.models import proof
+
+            proof.require(self, self.fingerprint, self.prove)
+
+    def _shape(self, hf: Model, chunk_dtype: torch.dtype) -> None:
+        """Take what has to do with KV."""
+        config: Any = hf.config
+        latent = latent_of(config)
+        own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.spec = KVSpec(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=num_kv_heads(config) if latent is None else 1,
+            head_dim=own if latent is None else latent.head_dim,
+            dtype=hf.dtype,
+            latent=latent,
+        )
+        self.chunk_spec = replace(self.spec, dtype=chunk_dtype)
+        self.layer_stop = self.spec.num_layers
+        self._take(hf)
 
     def _take(self, decoder: Model) -> None:
         """Compute with a loaded model from now on."""
