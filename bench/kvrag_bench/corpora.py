@@ -75,8 +75,9 @@ def read_corpus(data: str, num_questions: int | None = None) -> tuple[list[Docum
         cases = list(asked_of(documents))
         if not cases:
             raise ParameterError(
-                f"{data}: none of its {len(documents)} documents has a heading with a sentence "
-                "under it, so there is nothing to ask"
+                f"{data}: nothing to ask, as none of its documents ({len(documents):,}) has a "
+                f"heading and under it a sentence of {_FEWEST_WORDS} to {_MOST_WORDS} words; "
+                "expected such pages, or a file of questions"
             )
         return documents, cases
     questions = read_questions(data, num_questions)

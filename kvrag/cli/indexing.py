@@ -278,14 +278,14 @@ def _open_or_create(
                 accepted.add(recorded)
             if name == "embedding":  # a name, or a folder
                 asked.add(str(arguments.resolved_path(wanted, "--embedding")))
-            if name == "writer":
+            if name == "writer" and recorded:  # its copy is used, if it is of this file
                 asked = {read_writer(wanted)[1]}
             if name == "embedding" and recorded == HashingEmbedding.name:
                 accepted.add(HASHING)
             if accepted.isdisjoint(asked):
                 raise ParameterError(
-                    f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
-                    "leave the option out, or make a new index in another folder"
+                    f"the index at {path} was made with {name}={recorded or 'none'}, asked for "
+                    f"{wanted}: leave the option out, or make a new index in another folder"
                     + (" ('kvrag recode' changes the codec)" if name == "codec" else "")
                 )
         if model is not None:

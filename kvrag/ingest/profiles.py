@@ -138,7 +138,8 @@ def read_writer(path: str | Path) -> tuple[bytes, str]:
     except OSError as error:
         raise ParameterError(
             f"writer {arguments.shown(str(path))} cannot be read ({error.strerror or error}): "
-            "expected a file that 'kvrag train writer' wrote"
+            "expected a file that 'kvrag train writer' wrote; leave it out for an index that is "
+            "there, which keeps a copy"
         ) from error
     return content, _fingerprint(content)
 

@@ -245,7 +245,7 @@ def test_a_folder_without_headings(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="no document in this folder"):
         read_corpus(str(tmp_path))
     (tmp_path / "page.txt").write_text("No heading.")
-    with pytest.raises(ParameterError, match="none of its 1 documents has a heading"):
+    with pytest.raises(ParameterError, match=r"nothing to ask, as none of its documents \(1\)"):
         read_corpus(str(tmp_path))
 
 

@@ -358,6 +358,12 @@ def test_writer(trained: Trained, model_folder: Path, run: Run) -> None:
     other.write_bytes(writer.read_bytes() + b" ")
     done = run("ingest", trained.documents, "--index", index, "--writer", other, code=1)
     assert "was made with writer=" in done.err
+    other.unlink()
+    done = run("ingest", trained.documents, "--index", index, "--writer", other, code=1)
+    assert "leave it out for an index that is there, which keeps a copy" in done.err
+    plain = trained.index(model_folder, "of-none", "--context", "filler:24")
+    done = run("ingest", trained.documents, "--index", plain, "--writer", other, code=1)
+    assert "was made with writer=none, asked for" in done.err
     judged = ("bench", "quality", "--model", model_folder, "--data", trained.data, "--json")
     asked = ("--policies", "none", "--context", "filler:24", "--questions", 2, "--links", "off")
     rows = run(*judged, *asked, "--writer", writer).json

@@ -18,6 +18,7 @@ from tests.support.models import make_model, make_tokenizer
 from tests.training.test_links import make_trainer, options, questions
 
 FROZEN: dict[str, Any] = {"mode": "frozen", "way": "adapter"}
+OF_WRITER: dict[str, Any] = {"way": "writer", "loss": "distill"}
 
 
 def trained_on(out: Path, asked: list[Any], seed: int = 0, **changed: Any) -> LinkTrainer:
@@ -35,6 +36,25 @@ def test_weights_changed_at_their_place_are_noticed(
     trained_on(tmp_path, questions(), **changed).run()
     with pytest.raises(ParameterError, match="of another run: model_fingerprint"):
         trained_on(tmp_path, questions(), seed=1, **changed)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ({"context": "filler:8"}, {}, "of another run: num_filler 8, asked for None"),
+        ({}, {"context": "filler:8"}, "of another run: num_filler None, asked for 8"),
+        ({"steps": 2}, {"steps": 1}, "has 2 steps, asked for 1"),
+        ({"steps": 1}, {"rank": 10**6}, "rank 1,000,000: expected at most"),
+        ({"steps": 1}, {"context": "filler:4000"}, "context filler:4000 and chunk_tokens=16 toge"),
+        ({"steps": 1}, OF_WRITER | {"context": "similar:4000"}, "context similar:4000 and chunk_t"),
+    ],
+)
+def test_a_run_is_not_continued_as_another(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], what: str
+) -> None:
+    trained_on(tmp_path, questions(), **FROZEN, **before).run()
+    with pytest.raises(ParameterError, match=what):
+        trained_on(tmp_path, questions(), **FROZEN | after)
 
 
 def test_training_leaves_the_fingerprint_of_a_model_given_to_be_found(tmp_path: Path) -> None:

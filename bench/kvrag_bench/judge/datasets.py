@@ -47,9 +47,8 @@ def read_questions(data: str, num_questions: int | None = None) -> list[JudgedQu
     path = arguments.path(data, "data")
     if not path.is_file():
         raise ParameterError(
-            f"no data set at {arguments.shown(data)}: expected a JSON file in MuSiQue layout or a "
-            "JSONL file in "
-            "LongBench layout"
+            f"no data set at {arguments.shown(data)}: expected a JSON file in MuSiQue layout, a "
+            "JSONL file in LongBench layout or, where pages can be asked about, a folder of them"
         )
     is_longbench = path.suffix == ".jsonl"
     read = _from_longbench if is_longbench else _from_musique

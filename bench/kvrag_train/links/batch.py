@@ -20,8 +20,7 @@ from kvrag.fusion.layout import LINK, Layout, lay_out
 from kvrag.fusion.linked_rows import insert_links
 from kvrag.fusion.links import LinksHeader
 from kvrag.fusion.segments import ChunkMatcher
-from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
-from kvrag.ingest.contexts import FILLER, Context, check_filler, filler_ids
+from kvrag.ingest.contexts import filler_ids
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag_train.batches import IGNORED
@@ -128,9 +127,6 @@ class Packer:
         self._prefix = model.default_prefix_ids()
         self._filler: tuple[int, ...] = ()
         if num_filler:
-            room = model.max_positions - len(self._prefix)
-            context = Context(FILLER, num_filler)
-            check_filler(context, model.tokenizer, room, MIN_CHUNK_TOKENS)
             self._filler = filler_ids(model.tokenizer)[-num_filler:]
         self._header = header
 

@@ -112,12 +112,12 @@ def _restore(
 ) -> int:
     metadata = file.metadata() or {}
     found = json.loads(metadata["run"])
-    for name, value in run.items():
-        if not isinstance(found, dict) or found.get(name) != value:
-            known = found.get(name) if isinstance(found, dict) else found
+    known = found if isinstance(found, dict) else {}
+    for name in dict.fromkeys([*run, *known]):  # what one of them lacks counts too
+        if known.get(name) != run.get(name):
             raise ParameterError(
-                f"{path} is of another run: {name} {known!r}, asked for {value!r}; name another "
-                "--out, or delete the folder"
+                f"{path} is of another run: {name} {known.get(name)!r}, asked for "
+                f"{run.get(name)!r}; name another --out, or delete the folder"
             )
     step = int(metadata["step"])
     names = set(file.keys())

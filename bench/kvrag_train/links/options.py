@@ -155,10 +155,10 @@ class LinkTrainingOptions:
                 "leave it out, or choose another way"
             )
         if self.is_writer:
-            check_use(self._context)
+            check_use(self.chunk_context)
             if self.loss != "distill":
                 raise ParameterError(f"training: loss {self.loss!r}: a writer's is 'distill'")
-        elif self._context.name not in (NO_CONTEXT, FILLER):
+        elif self.chunk_context.name not in (NO_CONTEXT, FILLER):
             raise ParameterError(
                 f"training: context {self.context}: expected {NO_CONTEXT} or {FILLER}[:TOKENS]; "
                 "documents of the data have no other text before them"
@@ -185,15 +185,16 @@ class LinkTrainingOptions:
     @property
     def num_filler(self) -> int:
         """Tokens of filler that documents are encoded after."""
-        return 0 if self._context.name == SIMILAR else self._context.num_tokens
+        return 0 if self.chunk_context.name == SIMILAR else self.chunk_context.num_tokens
 
     @property
     def num_similar(self) -> int:
         """Tokens of its nearest documents that each is encoded after."""
-        return self._context.num_tokens if self._context.name == SIMILAR else 0
+        return self.chunk_context.num_tokens if self.chunk_context.name == SIMILAR else 0
 
     @property
-    def _context(self) -> Context:
+    def chunk_context(self) -> Context:
+        """What documents are encoded after."""
         return parse_context(self.context)
 
     def identity(self) -> dict[str, object]:

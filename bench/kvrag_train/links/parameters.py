@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvrag.errors import ParameterError
 from kvrag.fusion.links import WRITER, LinksHeader, LinkTokens
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
@@ -42,7 +43,14 @@ class LinkParameters(nn.Module):
         if header.num_links:
             self._make_embeddings(model, random)
         if header.way in ("adapter", WRITER):
-            for name, layer in linear_layers(model.hf).items():
+            layers = linear_layers(model.hf)
+            most = max(min(one.in_features, one.out_features) for one in layers.values())
+            if rank > most:
+                raise ParameterError(
+                    f"training: rank {rank:,}: expected at most {most:,}, which leaves no layer of "
+                    f"{model.name} anything to add"
+                )
+            for name, layer in layers.items():
                 drawn = torch.randn(rank, layer.in_features, generator=random)
                 key = _key(name)
                 self.down[key] = nn.Parameter(drawn / layer.in_features**0.5)

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import FILE_NAME, WRITER, LinksHeader
+from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
+from kvrag.ingest.contexts import check_filler
 from kvrag.ingest.profiles import WRITER_NAME
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint
@@ -116,6 +118,8 @@ class LinkTrainer:
                 parameter.data = processes.tensor_of_main(parameter.data)
         self.precision = chosen_precision(options.precision, device)
         similar = None
+        room = self.model.max_positions - len(self.model.default_prefix_ids())
+        check_filler(options.chunk_context, self.model.tokenizer, room, MIN_CHUNK_TOKENS)
         if options.num_similar:
             if not isinstance(self.source, FileSource):
                 raise ParameterError(
@@ -150,6 +154,11 @@ class LinkTrainer:
         processes.check_same({**vars(options), **self._run})
         if self.checkpoint.exists():
             self.step = load_checkpoint(self.checkpoint, self._run, self._trained, self.optimizer)
+        if self.step > options.steps:
+            raise ParameterError(
+                f"{self.checkpoint} has {self.step:,} steps, asked for {options.steps:,}: give at "
+                "least as many, or name another --out"
+            )
         processes.check_same({"step": self.step})
 
     def run(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
