@@ -81,13 +81,22 @@ def _sentence(usual: list[tuple[Measured, float]], chunks: int) -> str:
     (chosen, speed), *better = usual
     less = "nothing that was measured loses less"
     for one, its_speed in better:
-        less = f"{_name(one)} loses {one.loss:.1%}, {its_speed:.1f} times sooner"
+        less = f"{_name(one)} loses {one.loss:.1%}, {_soon(its_speed)}"
     return (
         f"With '--policy auto', {chosen.loss:.1%} of an answer's tokens differ from full "
-        f"prefill's, and the first comes about {speed:.1f} times sooner, for a prompt of {chunks} "
+        f"prefill's, and the first comes {_soon(speed)}, for a prompt of {chunks} "
         f"chunks of usual length ({_name(chosen)}); {less}. Without it, answers take "
         f"{DEFAULT_POLICY}.\n"
     )
+
+
+def _soon(speed: float) -> str:
+    """Return how many times sooner than full prefill's a first token comes, for people."""
+    if not 0.05 < speed < 1000:  # a price came out as nothing
+        return "at a time that so few questions do not tell"
+    if round(speed, 1) == 1.0:
+        return "about as soon"
+    return f"about {speed:.1f} times sooner" if speed > 1 else f"about {1 / speed:.1f} times later"
 
 
 def _name(one: Measured) -> str:
@@ -108,8 +117,8 @@ def _print(found: Calibration) -> None:
         ),
     )
     console.write(
-        f"{found.measure} over {found.num_questions:,} questions from {found.data}, saved in the "
-        "index\n"
+        f"{found.measure} over {console.count(found.num_questions, 'question')} from {found.data}, "
+        "saved in the index\n"
     )
     if found.loading is None:
         console.write("loading: not measured, the store returned no records\n")
